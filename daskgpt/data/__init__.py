@@ -1,0 +1,1 @@
+"""From text to tokens to batches. Nothing here knows of Dask."""

@@ -1,0 +1,174 @@
+"""A dataset: token ids to train and to validate on, and the batches drawn from them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import tiktoken
+
+from daskgpt.config import require
+from daskgpt.data.encodings import VOCABULARY, encode, get_encoding, vocabulary_size
+from daskgpt.data.split import split_text, split_tokens
+from daskgpt.data.text import STANDARD_LIBRARY, read_text
+from daskgpt.data.token_files import read_tokens
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Two rows of tokens that share none.
+
+    Shapes   training (N,), validation (M,)
+    Dtype    uint16
+    """
+
+    training: np.ndarray
+    validation: np.ndarray
+    vocabulary: int
+    encoding_name: str
+    description: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    training: np.ndarray
+    validation: np.ndarray
+    origin: str
+
+
+def is_token_source(source: str) -> bool:
+    """Whether a source names token files, by its ending; everything else is text."""
+    return source.endswith(".bin")
+
+
+def load_dataset(
+    source: str,
+    encoding: str | None = None,
+    *,
+    validation_fraction: float = 0.1,
+    validation_source: str | None = None,
+    sequence_length: int = 1,
+) -> Dataset:
+    """Read a source, encode it, and hold a part out; or take that part whole from a source of its own.
+
+    Without an encoding, token files are taken for GPT-2's and text for bytes. Every document begins with end-of-text,
+    and so does every piece of one that was cut for validation.
+
+    Shapes   each part at least (sequence_length + 1,), one sequence and its targets
+    Dtype    uint16
+    Cost     one token file with a validation_source stays mapped; everything else is held in memory
+    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text;
+             FileNotFoundError where a source or GPT-2's vocabulary is missing
+    """
+    name = encoding or ("gpt2" if is_token_source(source) else "bytes")
+    vocabulary = vocabulary_size(name)
+    where = "load_dataset"
+    got: dict[str, object] = {"validation_fraction": validation_fraction}
+    require(0 < validation_fraction < 1, where, "validation_fraction must lie between 0 and 1", got, "Try 0.1.")
+    if validation_source is None:
+        part = _load(source, name, validation_fraction)
+        training, validation, origin = part.training, part.validation, part.origin
+    else:
+        part, held_out = _load(source, name, 0.0), _load(validation_source, name, 0.0)
+        training, validation = part.training, held_out.training
+        origin = f"{part.origin}, validation {held_out.origin}"
+    for kind, tokens, of in (("training", training, source), ("validation", validation, validation_source or source)):
+        rule = f"the {kind} part must hold at least sequence_length + 1 = {sequence_length + 1} tokens"
+        got = {"source": of, "tokens": tokens.size}
+        require(tokens.size > sequence_length, where, rule, got, "Give more text or a smaller sequence_length.")
+    sizes = f"{training.size:,} training and {validation.size:,} validation tokens"
+    return Dataset(training, validation, vocabulary, name, f"{origin}: {sizes} ({name})")
+
+
+def _load(source: str, name: str, fraction: float) -> _Part:
+    """Both parts of one source; a fraction of 0 leaves the validation empty."""
+    if is_token_source(source):
+        tokens = read_tokens(source)
+        check_tokens(tokens, VOCABULARY[name])
+        if fraction == 0:
+            return _Part(tokens, tokens[:0], source)
+        training, validation = split_tokens(tokens, fraction)
+        return _Part(_join(training, VOCABULARY[name] - 1), _join(validation, VOCABULARY[name] - 1), source)
+    documents = read_text(source)
+    files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
+    library = f"standard library of Python {platform.python_version()}"
+    origin = f"{library if source == STANDARD_LIBRARY else source} ({files})"
+    codec = get_encoding(name)
+    training_text, validation_text = split_text(documents, fraction)
+    return _Part(_encode_all(training_text, codec), _encode_all(validation_text, codec), origin)
+
+
+def _encode_all(texts: list[str], codec: tiktoken.Encoding) -> np.ndarray:
+    return _join([encode(codec, text) for text in texts], codec.eot_token)
+
+
+def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
+    """The pieces in one row, each opened by end-of-text: what follows does not go on from what stands before."""
+    mark = np.array([end_of_text], np.uint16)
+    marked = [array for piece in pieces for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
+    return np.concatenate(marked) if marked else mark[:0]
+
+
+def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
+    """Every id must be one of the vocabulary's.
+
+    Cost     reads all tokens once, and once more to say where a wrong one is
+    Errors   ValueError for the first id that is not, with its place
+    """
+    if tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < vocabulary):
+        return
+    place = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
+    got = {"id": int(tokens[place]), "position": place, "vocabulary": vocabulary}
+    rule = "every id must be at least 0 and below the vocabulary"
+    require(False, "check_tokens", rule, got, "Use the encoding that the tokens were made with.")
+
+
+def batch(tokens: np.ndarray, *, batch_size: int, sequence_length: int, seed: int, step: int) -> Batch:
+    """Random sequences and the tokens that follow each of theirs: the same for the same seed and step, always.
+
+    targets[b, t] = tokens[start[b] + t + 1];  start[b] = Philox(seed, step)[b] mod (N - T)
+
+    Shapes   tokens (N,) -> tokens (B, T), targets (B, T)
+    Dtype    int32
+    Errors   ValueError for sizes below 1, a negative seed or step, or fewer than T + 1 tokens
+    """
+    _check_sizes("batch", tokens, batch_size, sequence_length)
+    got = {"seed": seed, "step": step}
+    require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
+    # The raw stream: NumPy keeps it as it is for good, which it does not promise of random integers.
+    raw = np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(batch_size)
+    starts = raw % np.uint64(tokens.size - sequence_length)
+    return _windows(tokens, starts.astype(np.int64), sequence_length)
+
+
+def validation_batches(tokens: np.ndarray, *, batch_size: int, sequence_length: int, count: int) -> Iterator[Batch]:
+    """The same windows every time, spread evenly from the first token to the last; they overlap where tokens are few.
+
+    Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T)
+    Dtype    int32
+    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is asked for
+    """
+    where = "validation_batches"
+    _check_sizes(where, tokens, batch_size, sequence_length)
+    require(count >= 1, where, "count must be at least 1", {"count": count}, "Give a positive number.")
+    windows = batch_size * count
+    last = tokens.size - sequence_length - 1
+    starts = np.arange(windows, dtype=np.int64) * last // max(1, windows - 1)
+    return (_windows(tokens, row, sequence_length) for row in starts.reshape(count, batch_size))
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> Batch:
+    windows = tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int32)
+    return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+
+def _check_sizes(where: str, tokens: np.ndarray, batch_size: int, sequence_length: int) -> None:
+    for name, size in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
+        require(size >= 1, where, f"{name} must be at least 1", {name: size}, "Give a positive number.")
+    rule = f"there must be at least sequence_length + 1 = {sequence_length + 1} tokens"
+    got = {"tokens": tokens.size}
+    require(tokens.size > sequence_length, where, rule, got, "Give more text or a smaller sequence_length.")

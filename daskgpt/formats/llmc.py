@@ -1,0 +1,328 @@
+"""llm.c's model and debug-state files: a header of 256 int32, then tensors stacked over the blocks, little-endian."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from daskgpt.config import GPT2Config, require
+from daskgpt.parameters import check_parameters, parameter_shapes
+
+HEADER_BYTES = 256 * 4
+MODEL_MAGIC = 20240326
+DEBUG_STATE_MAGIC = 20240327
+DEBUG_STATE_VERSION = 2
+FLOAT32_VERSION = 3
+BFLOAT16_VERSION = 5
+BYTES_PER_VALUE = {FLOAT32_VERSION: 4, BFLOAT16_VERSION: 2}
+
+FilePath = str | os.PathLike[str]
+
+# What to say about a file of another kind.
+_KINDS = {
+    MODEL_MAGIC: "It is an llm.c model: read it with read_model.",
+    DEBUG_STATE_MAGIC: "It is an llm.c debug state: read it with read_debug_state.",
+    20240328: "It is an llm.c tokenizer.",
+    20240520: "It is an llm.c token file.",
+    20240522: "It is an llm.c evaluation set.",
+    20240527: "It is an llm.c train state: give the model file beside it.",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class DebugState:
+    """One batch and what a forward and a backward pass must make of it.
+
+    Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters
+    Dtype    tokens and targets int32, logits and gradients float32
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    logits: np.ndarray
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+
+def read_model(path: FilePath) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Configuration and parameters of an llm.c model file.
+
+    Shapes   those of parameter_shapes; wte.weight keeps the rows of the padded vocabulary
+    Dtype    float32; version 5 (bfloat16) is widened, which is exact
+    Cost     the parameters and, for version 5, half of the largest tensor
+    Errors   FileNotFoundError; ValueError for another kind of file, another version, a header that describes no GPT-2,
+             a truncated file and bytes after the last tensor
+    Source   llm.c, train_gpt2.py: write_model
+    """
+    where = "read_model"
+    with _open(path, where) as file:
+        header = _read_header(file, path, where, MODEL_MAGIC)
+        version = header[1]
+        require(
+            version in BYTES_PER_VALUE,
+            where,
+            "the version must be 3 (float32) or 5 (bfloat16)",
+            {"path": path, "version": version},
+            "Write the file again with a newer llm.c (train_gpt2.py): the layout differs.",
+        )
+        config = _config_of(header, path, where)
+        values = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+        _check_size(file, path, where, HEADER_BYTES + BYTES_PER_VALUE[version] * values, "")
+        return config, _read_tensors(file, config, version)
+
+
+def write_model(
+    path: FilePath, config: GPT2Config, parameters: dict[str, np.ndarray], version: int = FLOAT32_VERSION
+) -> None:
+    """Write an llm.c model file; it appears under its name only when it is whole.
+
+    Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
+    Cost     version 3 no copy; version 5 about twice the largest tensor
+    Errors   ValueError for an unknown version, missing or unknown names, wrong shapes; TypeError unless float32;
+             FileNotFoundError where the folder is missing
+    """
+    where = "write_model"
+    require(
+        version in BYTES_PER_VALUE,
+        where,
+        "the version must be 3 (float32) or 5 (bfloat16)",
+        {"version": version},
+        "Use 3 where llm.c's C program is to read the file.",
+    )
+    check_parameters(config, parameters)
+    _check_dtypes(where, parameters, np.float32)
+    with _replacing(path, where) as file:
+        _write_header(file, [MODEL_MAGIC, version, *_sizes_of(config)])
+        _write_tensors(file, config, parameters, version)
+
+
+def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
+    """The batch, logits, loss and gradients of an llm.c debug state; config is that of its model.
+
+    Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters
+    Dtype    tokens and targets int32, the rest float32
+    Errors   FileNotFoundError; ValueError for another kind of file, another version, a batch that the model cannot
+             take, a truncated file and bytes after the last tensor
+    Source   llm.c, train_gpt2.py: write_state
+    """
+    where = "read_debug_state"
+    with _open(path, where) as file:
+        header = _read_header(file, path, where, DEBUG_STATE_MAGIC)
+        version, batch, length = header[1:4]
+        require(
+            version == DEBUG_STATE_VERSION,
+            where,
+            f"the version must be {DEBUG_STATE_VERSION}",
+            {"path": path, "version": version},
+            "Write the file again with a newer llm.c (train_gpt2.py): the layout differs.",
+        )
+        _check_batch(path, where, config, batch, length)
+        logits = (batch, length, config.vocabulary)
+        values = 2 * batch * length + math.prod(logits) + 1
+        values += sum(math.prod(shape) for shape in parameter_shapes(config).values())
+        _check_size(file, path, where, HEADER_BYTES + 4 * values, " Or give the config of the debug state's own model.")
+        return DebugState(
+            tokens=_read(file, "<i4", (batch, length)),
+            targets=_read(file, "<i4", (batch, length)),
+            logits=_read(file, "<f4", logits),
+            loss=float(_read(file, "<f4", ())),
+            gradients=_read_tensors(file, config, FLOAT32_VERSION),
+        )
+
+
+def write_debug_state(path: FilePath, config: GPT2Config, state: DebugState) -> None:
+    """Write an llm.c debug state, version 2; it appears under its name only when it is whole.
+
+    Dtype    tokens and targets int32, logits and gradients float32; the loss is rounded to float32
+    Errors   ValueError for wrong names or shapes; TypeError for other dtypes; FileNotFoundError where the folder is
+             missing
+    """
+    where = "write_debug_state"
+    shape = state.tokens.shape
+    for name, expected in (("tokens", shape[:2]), ("targets", shape), ("logits", (*shape, config.vocabulary))):
+        got = getattr(state, name).shape
+        require(
+            len(shape) == 2 and got == expected,
+            where,
+            "tokens must be (B, T), targets (B, T) and logits (B, T, V)",
+            {f"{name}.shape": got},
+            f"The model has V={config.vocabulary}.",
+        )
+    _check_batch(path, where, config, *shape)
+    check_parameters(config, state.gradients)
+    _check_dtypes(where, {"tokens": state.tokens, "targets": state.targets}, np.int32)
+    _check_dtypes(where, {"logits": state.logits, **state.gradients}, np.float32)
+    with _replacing(path, where) as file:
+        _write_header(file, [DEBUG_STATE_MAGIC, DEBUG_STATE_VERSION, *shape])
+        for values in (state.tokens, state.targets, state.logits, np.array([state.loss], np.float32)):
+            _write(file, values)
+        _write_tensors(file, config, state.gradients, FLOAT32_VERSION)
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The upper 16 bits of float32 values, rounded to the nearest, ties to even; a NaN stays one.
+
+    Shapes   one axis or more -> the same
+    Dtype    float32 -> uint16
+    Source   IEEE 754, roundTiesToEven; float32 bit patterns order as integers do, so a carry may enter the exponent
+    """
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += bits
+    rounded += 0x7FFF
+    rounded >>= 16
+    nan = np.isnan(values)
+    # The carry could turn a NaN into an infinity or a zero; its quiet bit keeps it a NaN.
+    rounded[nan] = bits[nan] >> 16 | 0x40
+    return rounded.astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of which uint16 holds the upper 16 bits: exact.
+
+    Shapes   one axis or more -> the same
+    Dtype    uint16 -> float32
+    """
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _open(path: FilePath, where: str) -> BinaryIO:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{where}: the file must exist; got path={path}. Check the spelling and the folder.")
+    return open(path, "rb")
+
+
+def _read_header(file: BinaryIO, path: FilePath, where: str, magic: int) -> list[int]:
+    """The 256 numbers of the header, once the first says that this is the kind of file looked for."""
+    data = file.read(HEADER_BYTES)
+    require(
+        len(data) == HEADER_BYTES,
+        where,
+        f"the file must begin with a header of {HEADER_BYTES} bytes",
+        {"path": path, "bytes": len(data)},
+        "It is no llm.c file, or was cut short.",
+    )
+    header: list[int] = np.frombuffer(data, "<i4").tolist()
+    kind = "model" if magic == MODEL_MAGIC else "debug state"
+    require(
+        header[0] == magic,
+        where,
+        f"the file must be an llm.c {kind} (magic {magic})",
+        {"path": path, "magic": header[0]},
+        _KINDS.get(header[0], "It is no llm.c file."),
+    )
+    return header
+
+
+def _sizes_of(config: GPT2Config) -> list[int]:
+    """Header numbers 2 to 7."""
+    c = config
+    return [c.positions, c.vocabulary, c.blocks, c.heads, c.channels, c.padded_vocabulary]
+
+
+def _config_of(header: list[int], path: FilePath, where: str) -> GPT2Config:
+    positions, vocabulary, blocks, heads, channels, padded_vocabulary = header[2:8]
+    # GPT2Config reads 0 as "no padding"; in a file it is a layout without the padded size.
+    require(
+        padded_vocabulary >= 1,
+        where,
+        "the header must describe a GPT-2",
+        {"path": path, "padded_vocabulary": padded_vocabulary},
+        "Write the file again.",
+    )
+    try:
+        return GPT2Config(blocks, heads, channels, vocabulary, padded_vocabulary, positions)
+    except ValueError as error:
+        raise ValueError(f"{where}: the header must describe a GPT-2; got path={path}. {error}") from error
+
+
+def _check_batch(path: FilePath, where: str, config: GPT2Config, batch: int, length: int) -> None:
+    require(
+        batch >= 1 and 1 <= length <= config.positions,
+        where,
+        f"B must be at least 1 and T from 1 to the model's positions ({config.positions})",
+        {"path": path, "B": batch, "T": length},
+        "Give the config of the debug state's own model.",
+    )
+
+
+def _check_size(file: BinaryIO, path: FilePath, where: str, expected: int, advice: str) -> None:
+    size = os.fstat(file.fileno()).st_size
+    problem = "The file is truncated" if size < expected else f"{size - expected} bytes follow the last tensor"
+    require(
+        size == expected,
+        where,
+        f"the file must have {expected} bytes, by its header",
+        {"path": path, "bytes": size},
+        f"{problem}: copy or write it again.{advice}",
+    )
+
+
+def _read(file: BinaryIO, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
+
+
+def _read_tensors(file: BinaryIO, config: GPT2Config, version: int) -> dict[str, np.ndarray]:
+    """Every tensor in an array of its own. The table's order, blocks in turn, is the file's."""
+    tensors = {}
+    for name, shape in parameter_shapes(config).items():
+        if version == BFLOAT16_VERSION:
+            tensors[name] = from_bfloat16(_read(file, "<u2", shape))
+        else:
+            tensors[name] = _read(file, "<f4", shape)
+    return tensors
+
+
+def _check_dtypes(where: str, arrays: dict[str, np.ndarray], dtype: type[np.generic]) -> None:
+    for name, values in arrays.items():
+        if values.dtype != dtype:
+            needed = np.dtype(dtype).name
+            raise TypeError(
+                f"{where}: {name} must be {needed}; got dtype={values.dtype}. Convert it with .astype(np.{needed})."
+            )
+
+
+def _write_header(file: BinaryIO, numbers: list[int]) -> None:
+    header = np.zeros(256, "<i4")
+    header[: len(numbers)] = numbers
+    _write(file, header)
+
+
+def _write(file: BinaryIO, values: np.ndarray) -> None:
+    # Not tofile: write says why the system refused (disk full, file too large).
+    file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
+
+
+def _write_tensors(file: BinaryIO, config: GPT2Config, tensors: dict[str, np.ndarray], version: int) -> None:
+    for name in parameter_shapes(config):
+        _write(file, to_bfloat16(tensors[name]) if version == BFLOAT16_VERSION else tensors[name])
+
+
+@contextmanager
+def _replacing(path: FilePath, where: str) -> Iterator[BinaryIO]:
+    """A file under a temporary name in the same folder, which takes the final name when all of it is on the disk."""
+    target = Path(path)
+    require(not target.is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{where}: the folder must exist; got path={path}. Make {target.parent} first.")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

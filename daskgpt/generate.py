@@ -1,0 +1,65 @@
+"""Write text with a trained model: `python -m daskgpt.generate RUN_FOLDER`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from daskgpt.config import setting
+from daskgpt.data.encodings import get_encoding
+from daskgpt.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.kernels._jit import compile_all
+from daskgpt.run_folder import encoding_of, load
+from daskgpt.sampling import sample
+from daskgpt.schedulers import open_scheduler
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What to write."""
+
+    prompt: str = setting("\n", "text to go on from")
+    tokens: int = setting(200, "length of the text", unit="tokens")
+    temperature: float = setting(0.8, "0 takes the likeliest token, 1 the model's own probabilities")
+    top_k: int = setting(0, "choose among so many likeliest tokens, 0 = all")
+    seed: int = setting(0, "seed of the choices")
+    encoding: str = setting("", "bytes or gpt2; empty = the run's own")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the prompt and what follows it, a token at a time."""
+    flags = Parser(prog="daskgpt.generate", description="Write text with a trained model.", allow_abbrev=False)
+    flags.add_argument("model", metavar="MODEL", help="run folder, or llm.c model file")
+    add_flags(flags, GenerateConfig)
+    values = flags.parse_args(arguments)
+    options: GenerateConfig = from_flags(GenerateConfig, values)
+    config, parameters = load(values.model)
+    encoding = get_encoding(options.encoding or encoding_of(values.model, config))
+    prompt = encoding.encode(options.prompt)
+    compile_all(np.float32)
+    with open_scheduler("sync") as scheduler:
+        print(options.prompt, end="", flush=True)
+        pending = b""
+        for token in sample(
+            config,
+            parameters,
+            scheduler,
+            prompt,
+            options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+        ):
+            # A token may end in the middle of a character; what is not text yet waits for the next one.
+            pending += encoding.decode_single_token_bytes(token) if token < encoding.n_vocab else b""
+            text = pending.decode("utf-8", errors="ignore")
+            if text or len(pending) > 4:
+                print(text or pending.decode("utf-8", errors="replace"), end="", flush=True)
+                pending = b""
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,61 @@
+"""The nodes of a Dask graph. Only this module touches `dask._task_spec`, which Dask keeps private."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask._task_spec import DataNode, GraphNode, Task
+from dask.array.core import slices_from_chunks
+from dask.highlevelgraph import HighLevelGraph
+
+Key = tuple[Any, ...]
+Graph = dict[Key, GraphNode]
+Chunks = tuple[tuple[int, ...], ...]
+
+__all__ = ["Graph", "GraphNode", "Key", "Task", "array_of", "graph_of", "keys_of", "pieces", "renamed", "with_leaves"]
+
+
+def keys_of(array: da.Array) -> list[Key]:
+    """Keys of an array's chunks, last axis fastest."""
+    return [(array.name, *index) for index in product(*map(range, array.numblocks))]
+
+
+def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
+    """What each chunk of `array` is where the whole is `value`: views, nothing is copied."""
+    return dict(zip(keys_of(array), (value[(*index, ...)] for index in slices_from_chunks(array.chunks))))
+
+
+def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
+    """A dask array without data: a leaf of a recorded graph, given its chunks at each run by `with_leaves`."""
+    placeholder = da.Array({}, name, chunks, dtype=dtype, shape=shape)
+    nodes = {key: DataNode(key, None) for key in keys_of(placeholder)}
+    return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=dtype, shape=shape)
+
+
+def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
+    """A dask array whose chunks are views of `value` (dask.array.from_array would copy and hash them)."""
+    empty = array_of(name, value.shape, chunks, value.dtype)
+    nodes = {key: DataNode(key, chunk) for key, chunk in pieces(empty, value).items()}
+    return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=value.dtype)
+
+
+def graph_of(arrays: Iterable[da.Array]) -> Graph:
+    """The tasks behind the arrays, none merged or changed."""
+    graph: Graph = {}
+    for array in arrays:
+        graph.update(array.__dask_graph__().to_dict())
+    return graph
+
+
+def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:
+    """The recorded graph with new data at its leaves."""
+    return {**graph, **{key: DataNode(key, value) for key, value in leaves.items()}}
+
+
+def renamed(graph: Graph, new: Mapping[Key, Key]) -> Graph:
+    """The graph under other keys; keys that `new` does not name stay."""
+    return {new.get(key, key): node.substitute(new, key=new.get(key, key)) for key, node in graph.items()}

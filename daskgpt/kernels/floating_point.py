@@ -1,0 +1,91 @@
+"""Flush subnormal numbers to zero in the calling thread.
+
+A subnormal number (below 1.2e-38 in float32) makes an x86 processor take a slow path of some hundred cycles; gradients that fade out are
+full of them. The two bits that switch this off, FTZ for results and DAZ for arguments, belong to the thread: each thread that runs kernels
+sets them. On other processors these functions do nothing.
+"""
+
+import contextlib
+import platform
+from collections.abc import Iterator
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from daskgpt.kernels._jit import kernel
+
+_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+_FLUSH_TO_ZERO = 1 << 15
+_SUBNORMALS_ARE_ZERO = 1 << 6
+_SMALLEST_NORMAL = np.full(1, 2.0**-126, np.float32)
+_HALF = np.float32(0.5)
+
+
+def _call(builder, name, pointer):
+    function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    builder.call(function, [builder.bitcast(pointer, ir.IntType(8).as_pointer())])
+
+
+@intrinsic
+def _read_state(typing_context):
+    def generate(context, builder, signature, arguments):
+        if not _X86:
+            return ir.Constant(ir.IntType(64), 0)
+        place = cgutils.alloca_once(builder, ir.IntType(32))
+        _call(builder, "llvm.x86.sse.stmxcsr", place)
+        return builder.zext(builder.load(place), ir.IntType(64))
+
+    return types.int64(), generate
+
+
+@intrinsic
+def _write_state(typing_context, state):
+    def generate(context, builder, signature, arguments):
+        if _X86:
+            place = cgutils.alloca_once(builder, ir.IntType(32))
+            builder.store(builder.trunc(arguments[0], ir.IntType(32)), place)
+            _call(builder, "llvm.x86.sse.ldmxcsr", place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@kernel("n")
+def _set_bits(bits):
+    previous = _read_state()
+    _write_state(previous | bits)
+    return previous
+
+
+@kernel("n")
+def _set_state(state):
+    _write_state(state)
+
+
+def set_flush_to_zero() -> int:
+    """Make the calling thread treat subnormal numbers as zero; returns the previous state for `restore`."""
+    return _set_bits(_FLUSH_TO_ZERO | _SUBNORMALS_ARE_ZERO)
+
+
+def restore(previous: int) -> None:
+    """Give the calling thread the floating-point state that `set_flush_to_zero` returned."""
+    _set_state(previous)
+
+
+@contextlib.contextmanager
+def flush_to_zero() -> Iterator[None]:
+    """Treat subnormal numbers as zero in the calling thread while the `with` block runs."""
+    previous = set_flush_to_zero()
+    try:
+        yield
+    finally:
+        restore(previous)
+
+
+def flushes() -> bool:
+    """Whether the calling thread flushes: half of the smallest normal number is zero."""
+    return bool((_SMALLEST_NORMAL * _HALF)[0] == 0)

@@ -1,0 +1,69 @@
+"""GELU in its tanh form, and its gradient.
+
+With u = sqrt(2/π) (x + 0.044715 x³) the published formula is 0.5 x (1 + tanh(u)); the kernels compute the same as x sigmoid(2u), which needs
+one exp, one division and keeps its precision where 1 + tanh(u) cancels.
+"""
+
+import math
+
+import numpy as np
+
+from daskgpt.kernels._arrays import check_shape
+from daskgpt.kernels._jit import kernel, wide_vectors
+from daskgpt.kernels.vector_math import sigmoid
+
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
+
+
+@kernel("r1 w1")
+def _forward(x, y):
+    wide_vectors()
+    real = x.dtype.type
+    slope, cubic, one = real(_SLOPE), real(_CUBIC), real(1)
+    for i in range(x.size):
+        v = x[i]
+        y[i] = v * sigmoid(slope * v * (one + cubic * v * v))
+
+
+@kernel("r1 r1 w1")
+def _backward(dy, x, dx):
+    wide_vectors()
+    real = x.dtype.type
+    slope, cubic, one = real(_SLOPE), real(_CUBIC), real(1)
+    three_cubic = real(3 * _CUBIC)
+    for i in range(x.size):
+        v = x[i]
+        s = sigmoid(slope * v * (one + cubic * v * v))
+        dx[i] = dy[i] * (s + v * s * (one - s) * slope * (one + three_cubic * v * v))
+
+
+def forward(x: np.ndarray) -> np.ndarray:
+    """GELU, tanh form.
+
+    y = 0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³)))
+
+    Shapes   x (b, t, C) -> y (b, t, C)
+    Dtype    float32 or float64
+    Cost     1 exp and 1 division an element
+    Source   Hendrycks and Gimpel 2016, arXiv:1606.08415
+    """
+    y = np.empty(x.shape, x.dtype)
+    _forward(np.ascontiguousarray(x).reshape(-1), y.reshape(-1))
+    return y
+
+
+def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Gradient of GELU with respect to its input.
+
+    s = sigmoid(2u);  dx = dy * (s + x s (1 - s) 2 du/dx);  u = sqrt(2/π) (x + 0.044715 x³)
+
+    Shapes   dy, x (b, t, C) -> dx (b, t, C)
+    Dtype    float32 or float64, one for both
+    Cost     1 exp and 1 division an element; the exp is computed again, not stored
+    Errors   ValueError when the shapes differ
+    """
+    check_shape("gelu.backward", "dy", dy, x.shape)
+    dx = np.empty(x.shape, x.dtype)
+    _backward(np.ascontiguousarray(dy).reshape(-1), np.ascontiguousarray(x).reshape(-1), dx.reshape(-1))
+    return dx

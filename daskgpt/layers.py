@@ -1,0 +1,159 @@
+"""TABLE 2: the layers of GPT-2 as data: one forward, and one backward an argument, each a kernel with a signature.
+
+A signature lists the axes of each array, one letter an axis. *Lower case = cut into chunks, upper case = whole*:
+b t (sequences, tokens), T C X O V P H (DESIGN.md, "Names"). Two rules follow from the letters alone:
+
+    an output without b and t    is the sum over all chunks, in their order (weight gradients, the mean loss)
+    an output T where inputs     gathers the chunks of t: the kernel gets the list of them
+    have t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from daskgpt.kernels import add, attention, crossentropy, embedding, gather, gelu, layernorm, linear
+
+Sizes = Mapping[str, int]
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel, the axes of its arrays, the names of those arrays, and the names of the options it takes."""
+
+    kernel: Callable[..., Any]
+    signature: str
+    arguments: str
+    options: str = ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: `outputs` names what forward returns, the first being what flows on, the others kept for backward.
+
+    backward   argument -> its row, whose arrays are named among "dy", the forward's arguments and its outputs;
+               PASS where the gradient is dy itself. An argument that is missing has no gradient.
+    new_axes   sizes of axes that occur in an output but in no argument
+    """
+
+    name: str
+    forward: Row
+    outputs: str
+    backward: Mapping[str, Row | None]
+    new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
+
+
+PASS = None
+
+EMBEDDING = Layer(
+    name="embedding",
+    forward=Row(embedding.forward, "bt, VC, t, PC -> btC", "tokens wte positions wpe"),
+    outputs="y",
+    backward={
+        "wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens"),
+        "wpe": Row(embedding.backward_wpe, "btC, t -> PC", "dy positions"),
+    },
+)
+
+LAYERNORM = Layer(
+    name="layernorm",
+    forward=Row(layernorm.forward, "btC, C, C -> btC", "x weight bias"),
+    outputs="y",
+    backward={
+        "x": Row(layernorm.backward_x, "btC, btC, C -> btC", "dy x weight"),
+        "weight": Row(layernorm.backward_weight, "btC, btC -> C", "dy x"),
+        "bias": Row(linear.backward_bias, "btC -> C", "dy"),
+    },
+)
+
+LINEAR = Layer(
+    name="linear",
+    forward=Row(linear.forward, "btC, OC, O -> btO", "x weight bias"),
+    outputs="y",
+    backward={
+        "x": Row(linear.backward_x, "btO, OC -> btC", "dy weight"),
+        "weight": Row(linear.backward_weight, "btO, btC -> OC", "dy x"),
+        "bias": Row(linear.backward_bias, "btO -> O", "dy"),
+    },
+)
+
+GELU = Layer(
+    name="gelu",
+    forward=Row(gelu.forward, "btC -> btC", "x"),
+    outputs="y",
+    backward={"x": Row(gelu.backward, "btC, btC -> btC", "dy x")},
+)
+
+ADD = Layer(
+    name="add",
+    forward=Row(add.forward, "btC, btC -> btC", "x y"),
+    outputs="sum",
+    backward={"x": PASS, "y": PASS},
+)
+
+ATTENTION = Layer(
+    name="attention",
+    forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads"),
+    outputs="y logsumexp",
+    backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads")},
+    new_axes=lambda sizes, options: {"C": sizes["X"] // 3, "H": options["heads"]},
+)
+
+GATHER = Layer(
+    name="gather",
+    forward=Row(gather.gather, "btX, t -> bTX", "x positions"),
+    outputs="y",
+    backward={"x": Row(gather.split, "bTX, t -> btX", "dy positions")},
+)
+
+SPLIT = Layer(
+    name="split",
+    forward=Row(gather.split, "bTC, t -> btC", "x positions"),
+    outputs="y",
+    backward={"x": Row(gather.gather, "btC, t -> bTC", "dy positions")},
+)
+
+UNEMBEDDING = Layer(
+    name="unembedding",
+    forward=Row(linear.forward_without_bias, "btC, VC -> btV", "x wte"),
+    outputs="logits",
+    backward={
+        "x": Row(linear.backward_x, "btV, VC -> btC", "dy wte"),
+        "wte": Row(linear.backward_weight, "btV, btC -> VC", "dy x"),
+    },
+)
+
+# The unembedding stands inside, so that the logits of a chunk are never seen outside its task.
+CROSSENTROPY = Layer(
+    name="crossentropy",
+    forward=Row(crossentropy.forward, "btC, VC, bt -> bt, btV", "x wte targets", "vocabulary"),
+    outputs="losses dlogits",
+    backward={
+        "x": Row(crossentropy.backward_x, "bt, btV, VC -> btC", "dy dlogits wte"),
+        "wte": Row(crossentropy.backward_wte, "bt, btV, btC -> VC", "dy dlogits x"),
+    },
+)
+
+MEAN = Layer(
+    name="mean",
+    forward=Row(crossentropy.mean_forward, "bt -> ", "losses", "count"),
+    outputs="loss",
+    backward={"losses": Row(crossentropy.mean_backward, ", bt -> bt", "dy losses", "count")},
+)
+
+LAYERS: tuple[Layer, ...] = (
+    EMBEDDING,
+    LAYERNORM,
+    LINEAR,
+    GELU,
+    ADD,
+    ATTENTION,
+    GATHER,
+    SPLIT,
+    UNEMBEDDING,
+    CROSSENTROPY,
+    MEAN,
+)

@@ -1,0 +1,142 @@
+"""Who runs a graph: context managers over Dask's own schedulers, with one BLAS thread a task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import dask.local
+import dask.threaded
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from daskgpt.config import require
+from daskgpt.graph.nodes import Graph, Key, renamed, with_leaves
+from daskgpt.graph.replay import Runs
+
+CONNECT_TIMEOUT = "10s"
+WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
+
+
+class LocalScheduler:
+    """Dask's synchronous or threaded scheduler: results are arrays of this process."""
+
+    def __init__(self, get: Callable[..., Any], description: str) -> None:
+        self.get, self.description = get, description
+
+    def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
+        return list(self.get(with_leaves(graph, leaves), keys))
+
+    def fetch(self, results: list[Any]) -> list[np.ndarray]:
+        return results
+
+
+class ClusterScheduler:
+    """A `dask.distributed` cluster: results are futures and stay on the workers until they are fetched.
+
+    Each run has its number in its keys, for a cluster takes an equal key for an equal result. A future at a leaf is
+    not sent: the tasks that read it name its key.
+    """
+
+    def __init__(self, client: Any, description: str) -> None:
+        self.client, self.description = client, description
+        self.numbers = count()
+
+    def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
+        from distributed import Future
+
+        number = next(self.numbers)
+        new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph}
+        held = {key: value for key, value in leaves.items() if isinstance(value, Future)}
+        new |= {key: future.key for key, future in held.items()}
+        own = {key: node for key, node in graph.items() if key not in held}
+        data = with_leaves(own, {key: value for key, value in leaves.items() if key not in held})
+        return list(self.client.get(renamed(data, new), [new[key] for key in keys], sync=False))
+
+    def fetch(self, results: list[Any]) -> list[np.ndarray]:
+        return list(self.client.gather(results))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def open_scheduler(address: str, threads: int = 0) -> Iterator[Runs]:
+    """The scheduler of that name, closed at the end.
+
+    address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port, file:PATH
+    threads   threads (threads) or worker processes of one thread (local); 0 = one a core
+
+    Errors    ValueError for an unknown name, RuntimeError where no scheduler answers or no worker comes
+    """
+    threads = threads or usable_cores()
+    if address in ("sync", "threads"):
+        with threadpool_limits(limits=1, user_api="blas"):
+            yield _local(address, threads)
+    else:
+        require(
+            address == "local" or address.startswith(("tcp://", "tls://", "file:")),
+            "open_scheduler",
+            "the scheduler must be known",
+            {"scheduler": address},
+            "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json.",
+        )
+        with _cluster(threads) if address == "local" else _connected(address) as scheduler:
+            yield scheduler
+
+
+def _local(name: str, threads: int) -> LocalScheduler:
+    if name == "sync":
+        return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
+    get = partial(dask.threaded.get, num_workers=threads)
+    return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads")
+
+
+@contextmanager
+def _cluster(workers: int) -> Iterator[ClusterScheduler]:
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, host="127.0.0.1") as cluster,
+        Client(cluster) as client,
+    ):
+        yield _ready(client, f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}")
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[ClusterScheduler]:
+    from distributed import Client
+
+    arguments = (
+        {"scheduler_file": address.removeprefix("file:")} if address.startswith("file:") else {"address": address}
+    )
+    try:
+        client = Client(**arguments, timeout=CONNECT_TIMEOUT)
+    except (OSError, TimeoutError) as error:
+        raise RuntimeError(
+            f"open_scheduler: a Dask scheduler must answer; got scheduler={address} ({type(error).__name__}). "
+            "Start one with `dask scheduler` and check the address."
+        ) from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
+        except TimeoutError:
+            raise RuntimeError(
+                f"open_scheduler: the cluster must have a worker; got none at scheduler={address} "
+                f"in {WORKERS_TIMEOUT} seconds. Start one with `dask worker {address}`."
+            ) from None
+        workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
+
+
+def _ready(client: Any, description: str) -> ClusterScheduler:
+    from daskgpt.workers import PrepareWorker
+
+    client.register_plugin(PrepareWorker())
+    return ClusterScheduler(client, description)

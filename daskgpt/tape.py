@@ -1,0 +1,106 @@
+"""The tape: layers as they are called, walked back for the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import dask.array as da
+
+from daskgpt.blocks import apply, parse
+from daskgpt.kernels.add import forward as add
+from daskgpt.layers import PASS, Layer, Row
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of a layer: where in the model, and its arrays by the names the table uses."""
+
+    where: str
+    layer: Layer
+    arrays: dict[str, da.Array]
+    options: dict[str, Any]
+
+
+class Tape:
+    """Calls layers on dask arrays and remembers them.
+
+    Keys are `layer.pass-where-token`: the token tells one tape's keys from another's on a cluster, where equal keys
+    would mean equal results.
+    """
+
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token or uuid4().hex[:8]
+        self.records: list[Record] = []
+
+    def __call__(self, where: str, layer: Layer, *arguments: da.Array, **options: Any) -> da.Array:
+        """The layer's first output, recorded for `backward`."""
+        arrays = dict(zip(layer.forward.arguments.split(), arguments, strict=True))
+        sizes = {
+            axis: size
+            for a, axes in zip(arguments, parse(layer.forward.signature)[0])
+            for axis, size in zip(axes, a.shape)
+        }
+        results = apply(
+            f"{layer.name}.forward-{where}-{self.token}",
+            layer.forward.kernel,
+            layer.forward.signature,
+            arguments,
+            options=_options(layer.forward, options),
+            new_axes=layer.new_axes(sizes, options),
+        )
+        arrays |= dict(zip(layer.outputs.split(), results, strict=True))
+        self.records.append(Record(where, layer, arrays, options))
+        return results[0]
+
+    def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
+        """Gradient of sum(y * dy) with respect to every array that went in, by the array's name.
+
+        A sum over the chunks takes up an earlier gradient of the same array as its start; other gradients that meet
+        (a residual stream that forks) are added.
+        """
+        gradients = {y.name: dy}
+        for record in reversed(self.records):
+            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name, None)
+            if arriving is None:
+                continue
+            for argument, row in record.layer.backward.items():
+                self._arrive(gradients, record, argument, row, arriving)
+        return gradients
+
+    def _arrive(
+        self, gradients: dict[str, da.Array], record: Record, argument: str, row: Row | None, dy: da.Array
+    ) -> None:
+        name = record.arrays[argument].name
+        before = gradients.get(name)
+        if row is PASS:
+            gradients[name] = dy if before is None else self._add(f"{record.where}.{argument}", before, dy)
+            return
+        arrays = record.arrays | {"dy": dy}
+        summed = not {"b", "t"} & set(parse(row.signature)[1][0])
+        (dx,) = apply(
+            f"{record.layer.name}.backward-{record.where}.{argument}-{self.token}",
+            row.kernel,
+            row.signature,
+            [arrays[name] for name in row.arguments.split()],
+            options=_options(row, record.options),
+            new_axes=_sizes(record, argument, row),
+            start=before if summed else None,
+        )
+        gradients[name] = dx if summed or before is None else self._add(f"{record.where}.{argument}", before, dx)
+
+    def _add(self, where: str, x: da.Array, y: da.Array) -> da.Array:
+        (total,) = apply(f"add.backward-{where}-{self.token}", add, "btC, btC -> btC", [x, y])
+        return total
+
+
+def _options(row: Row, options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in row.options.split()}
+
+
+def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:
+    """Sizes of the gradient's axes that none of its arguments has: those of the array it belongs to."""
+    inputs, (output,) = parse(row.signature)
+    own = dict(zip(output, record.arrays[argument].shape))
+    return {axis: own[axis] for axis in output if axis.isupper() and axis not in "".join(inputs) and axis != "T"}

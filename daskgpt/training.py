@@ -1,0 +1,207 @@
+"""The training loop: batches through a recorded step, metrics and the model into a run folder."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from daskgpt.config import DataConfig, DataflowConfig, GPT2Config, OptimizerConfig, RunConfig, chunk_sizes, require
+from daskgpt.data.dataset import Dataset, batch, load_dataset, validation_batches
+from daskgpt.graph.replay import Runs
+from daskgpt.kernels._jit import all_cached, compile_all
+from daskgpt.parameters import initial_parameters, parameter_count
+from daskgpt.run_folder import RunFolder, load
+from daskgpt.schedulers import open_scheduler
+from daskgpt.step import Inference, State, TrainingStep
+
+
+@dataclass
+class Result:
+    """What a run led to."""
+
+    config: GPT2Config
+    parameters: dict[str, np.ndarray]
+    losses: list[float]
+    validation_loss: float
+    seconds: float
+    model: Path | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run needs, checked before anything is computed or written."""
+
+    config: GPT2Config
+    dataset: Dataset
+    data: DataConfig
+    optimizer: OptimizerConfig
+    dataflow: DataflowConfig
+    run: RunConfig
+    chunk: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk", chunk_sizes(self.data, self.dataflow))
+        require(
+            self.data.sequence_length <= self.config.positions,
+            "train",
+            "a sequence must not be longer than the model's positions",
+            {"sequence_length": self.data.sequence_length, "positions": self.config.positions},
+            "Shorten the sequence or give more --positions.",
+        )
+        require(
+            self.dataset.vocabulary <= self.config.vocabulary,
+            "train",
+            "the model must know every token id of the encoding",
+            {
+                "encoding": self.dataset.encoding_name,
+                "ids": self.dataset.vocabulary,
+                "vocabulary": self.config.vocabulary,
+            },
+            "Leave --vocabulary to the encoding.",
+        )
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        return self.data.batch_size, self.data.sequence_length
+
+
+def train(
+    config: GPT2Config,
+    data: DataConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    dataflow: DataflowConfig | None = None,
+    run: RunConfig | None = None,
+    *,
+    parameters: Mapping[str, np.ndarray] | None = None,
+    on_step: Any = None,
+    write: bool = False,
+) -> Result:
+    """Train a model; what `python -m daskgpt.train` does, from Python.
+
+    parameters   initial values, None for those of `run.init` or random ones
+    on_step      called with (step, metrics) after each step, for a live plot
+    write        whether a run folder is written
+
+    Errors       ValueError where the configurations do not fit each other, FileNotFoundError for missing data
+    """
+    data, run = data or DataConfig(), run or RunConfig()
+    plan = Plan(config, open_dataset(data), data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
+    folder = RunFolder(run.out) if write else None
+    compile_kernels()
+    with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:
+        return run_plan(plan, scheduler, start_values(plan, parameters), folder, on_step)
+
+
+def open_dataset(data: DataConfig) -> Dataset:
+    """The tokens that a configuration names."""
+    return load_dataset(
+        data.data,
+        None if data.encoding == "auto" else data.encoding,
+        validation_fraction=data.validation_fraction,
+        sequence_length=data.sequence_length,
+    )
+
+
+def start_values(plan: Plan, parameters: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
+    """Initial parameters: those given, those of the model file of `--init`, or random ones."""
+    if parameters is not None:
+        return parameters
+    if plan.run.init:
+        return load(plan.run.init)[1]
+    return initial_parameters(plan.config, plan.run.seed)
+
+
+def compile_kernels() -> None:
+    """Compile what Numba has not cached yet, and say so: the first start on a machine takes longer."""
+    if not all_cached(np.float32):
+        print("compiling kernels (first start on this machine, about half a minute) ...", flush=True)
+    compile_all(np.float32)
+
+
+def run_plan(
+    plan: Plan, scheduler: Runs, parameters: Mapping[str, np.ndarray], folder: RunFolder | None, on_step: Any = None
+) -> Result:
+    """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
+    if folder:
+        folder.create(
+            {
+                "model": plan.config,
+                "data": plan.data,
+                "optimizer": plan.optimizer,
+                "dataflow": plan.dataflow,
+                "run": plan.run,
+            }
+        )
+    state, losses, validation = State.initial(parameters), [], math.nan
+    start = time.perf_counter()
+    bar = tqdm(total=plan.run.steps, unit="step", dynamic_ncols=True, smoothing=0.05)
+    try:
+        for latest, metrics in _steps(plan, scheduler, state):
+            state = latest
+            losses.append(metrics["loss"])
+            validation = metrics.get("validation_loss", validation)
+            bar.update()
+            bar.set_postfix_str(_progress(metrics, validation))
+            if folder:
+                folder.log(metrics)
+            if on_step:
+                on_step(metrics["step"], metrics)
+    except KeyboardInterrupt:
+        bar.write(f"stopped after {len(losses)} of {plan.run.steps} steps")
+    bar.close()
+    result = Result(plan.config, state.parameters(scheduler), losses, validation, time.perf_counter() - start)
+    if folder:
+        result.model = folder.save(result.config, result.parameters)
+    return result
+
+
+def _steps(plan: Plan, scheduler: Runs, state: State) -> Iterator[tuple[State, dict[str, Any]]]:
+    """State and metrics after each step."""
+    step = TrainingStep(plan.config, plan.batch_shape, plan.chunk, plan.optimizer)
+    validate = Inference(plan.config, plan.batch_shape, plan.chunk, "loss")
+    size = {"batch_size": plan.data.batch_size, "sequence_length": plan.data.sequence_length}
+    for number in range(plan.run.steps):
+        start = time.perf_counter()
+        tokens, targets = batch(plan.dataset.training, **size, seed=plan.run.seed, step=number)
+        loss, state = step(scheduler, state, tokens, targets, plan.run.steps)
+        seconds = time.perf_counter() - start
+        metrics = {"step": number, "loss": loss, "tokens_per_s": round(tokens.size / seconds, 1)}
+        last = number + 1 == plan.run.steps
+        if last or (plan.run.validate_every and (number + 1) % plan.run.validate_every == 0):
+            metrics["validation_loss"] = validation_loss(plan, scheduler, validate, state)
+        yield state, metrics
+
+
+def validation_loss(plan: Plan, scheduler: Runs, inference: Inference, state: State) -> float:
+    """Mean loss over fixed, evenly spread windows of the held-out text."""
+    size = {"batch_size": plan.data.batch_size, "sequence_length": plan.data.sequence_length}
+    batches = validation_batches(plan.dataset.validation, **size, count=plan.run.validation_batches)
+    losses = [float(inference(scheduler, state.values, tokens=x, targets=y)) for x, y in batches]
+    return sum(losses) / len(losses)
+
+
+def _progress(metrics: dict[str, Any], validation: float) -> str:
+    text = f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s"
+    return text if math.isnan(validation) else f"{text}, validation {validation:.3f}"
+
+
+def describe(plan: Plan, scheduler: Runs) -> str:
+    """What will be run, for the terminal."""
+    c, (b, t) = plan.config, plan.chunk
+    batch_size, length = plan.batch_shape
+    return "\n".join(
+        (
+            f"model      {parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
+            f"vocabulary {c.vocabulary}, positions {c.positions}",
+            f"data       {plan.dataset.description}",
+            f"batch      {batch_size} sequences of {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
+            f"scheduler  {getattr(scheduler, 'description', scheduler)}",
+        )
+    )

@@ -1,0 +1,96 @@
+"""Compare logits, loss and gradients with a llm.c debug state: `python -m daskgpt.verify MODEL.bin DEBUG_STATE.bin`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from daskgpt.config import DataConfig, DataflowConfig, chunk_sizes, setting
+from daskgpt.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.formats.llmc import read_debug_state, read_model
+from daskgpt.kernels._jit import compile_all
+from daskgpt.parameters import PARAMETERS
+from daskgpt.schedulers import open_scheduler
+from daskgpt.step import Gradients, Inference
+
+# Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
+# another order than the float64 reference's differ by a few 1e-6.
+TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Which numbers to compute with."""
+
+    precision: str = setting("float32", "numbers of activations and parameters", choices=("float32", "float64"))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor against its reference."""
+
+    name: str
+    magnitude: float
+    difference: float
+
+
+def main(arguments: list[str]) -> int:
+    """Print a table; 0 if everything agrees, 1 if not."""
+    flags = Parser(
+        prog="daskgpt.verify", description="Compare a model's gradients with a llm.c debug state.", allow_abbrev=False
+    )
+    flags.add_argument("model", metavar="MODEL.bin", help="llm.c model file")
+    flags.add_argument("debug_state", metavar="DEBUG_STATE.bin", help="llm.c debug state of that model")
+    add_flags(flags, VerifyConfig)
+    add_flags(flags, DataflowConfig)
+    values = flags.parse_args(arguments)
+    precision = from_flags(VerifyConfig, values).precision
+    comparisons = compare(values.model, values.debug_state, from_flags(DataflowConfig, values), precision)
+    return print_table(comparisons, TOLERANCE[precision])
+
+
+def compare(model: str, debug_state: str, dataflow: DataflowConfig, precision: str) -> list[Comparison]:
+    """Largest difference of each tensor, computed in the given chunks by the given scheduler."""
+    config, parameters = read_model(model)
+    state = read_debug_state(debug_state, config)
+    dtype = np.dtype(precision)
+    shape = state.tokens.shape
+    chunk = chunk_sizes(DataConfig(batch_size=shape[0], sequence_length=shape[1]), dataflow)
+    values = {f"weight.{name}": value.astype(dtype) for name, value in parameters.items()}
+    compile_all(dtype)
+    with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
+        logits = Inference(config, shape, chunk, "logits", dtype)(scheduler, values, tokens=state.tokens)
+        found = Gradients(config, shape, chunk, dtype)(scheduler, values, tokens=state.tokens, targets=state.targets)
+    rows = [
+        _comparison("logits", logits[..., : config.vocabulary], state.logits),
+        _comparison("loss", found["loss"], np.array(state.loss)),
+    ]
+    for row in PARAMETERS:
+        # One row a tensor of the table: the worst of the blocks, each against its own magnitude.
+        names = [row.name.format(block=block) for block in range(config.blocks if row.per_block else 1)]
+        each = [_comparison(row.name.replace("{block}", "*"), found[name], state.gradients[name]) for name in names]
+        rows.append(max(each, key=lambda c: c.difference))
+    return rows
+
+
+def _comparison(name: str, found: np.ndarray, reference: np.ndarray) -> Comparison:
+    magnitude = float(np.abs(reference).max())
+    difference = float(np.abs(found - reference.astype(np.float64)).max())
+    return Comparison(name, magnitude, difference / magnitude if np.isfinite(difference) else np.inf)
+
+
+def print_table(comparisons: list[Comparison], tolerance: float) -> int:
+    """The table, and the exit code."""
+    print(f"{'tensor':28} {'largest':>10} {'difference':>11}   of the largest, at most {tolerance:g}")
+    for c in comparisons:
+        print(
+            f"{c.name:28} {c.magnitude:10.3e} {c.difference:11.1e}   {'ok' if c.difference <= tolerance else 'DIFFERS'}"
+        )
+    failed = sum(c.difference > tolerance for c in comparisons)
+    print("all agree" if not failed else f"{failed} of {len(comparisons)} tensors differ")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,41 @@
+"""What many tests share: the golden model, a small random model, and the schedulers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from daskgpt.config import GPT2Config
+from daskgpt.formats.llmc import read_debug_state, read_model
+from daskgpt.parameters import parameter_shapes
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = GPT2Config(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)
+
+
+@pytest.fixture(scope="session")
+def golden_model():
+    return read_model(GOLDEN / "gpt2_small.bin")
+
+
+@pytest.fixture(scope="session")
+def golden_state(golden_model):
+    return read_debug_state(GOLDEN / "gpt2_small_debug_state.bin", golden_model[0])
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(20)
+
+
+def random_parameters(config: GPT2Config, random: np.random.Generator, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Values large enough that no gradient hides behind a zero; padding rows 0."""
+    values = {name: (random.normal(size=shape) * 0.3).astype(dtype) for name, shape in parameter_shapes(config).items()}
+    values["wte.weight"][config.vocabulary :] = 0
+    return values
+
+
+def random_batch(config: GPT2Config, random: np.random.Generator, shape: tuple[int, int] = (4, 12)):
+    return tuple(random.integers(0, config.vocabulary, shape).astype(np.int32) for _ in range(2))

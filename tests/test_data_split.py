@@ -1,0 +1,97 @@
+"""What is held out: the right share, evenly spread, and nothing twice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from daskgpt.data.split import SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
+from daskgpt.data.text import Document
+
+
+def test_every_tenth_span_is_held_out():
+    held_out = [run for run in runs(3000, 100, 0.1) if run.held_out]
+    assert held_out == [Run(400, 500, True), Run(1400, 1500, True), Run(2400, 2500, True)]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.75])
+@pytest.mark.parametrize("total", [100, 12_345, 1_000_000])
+def test_runs_follow_each_other_and_hold_out_the_share(total: int, fraction: float):
+    cuts = runs(total, 100, fraction)
+    assert (cuts[0].start, cuts[-1].stop) == (0, total)
+    assert all(a.stop == b.start and a.held_out != b.held_out for a, b in pairwise(cuts))
+    share = sum(run.stop - run.start for run in cuts if run.held_out)
+    assert 0 < share < total
+    assert abs(share - fraction * total) <= min(100, fraction * total)
+
+
+def test_nothing_is_held_out_for_a_fraction_of_zero():
+    assert runs(1000, 10, 0.0) == [Run(0, 1000, False)]
+    assert split_text([Document("a", "text"), Document("b", "more")], 0.0) == (["text", "more"], [])
+
+
+def test_nothing_is_left_for_a_fraction_next_to_one():
+    assert runs(1000, 10, 1 - 1e-9) == [Run(0, 1000, True)]
+
+
+def numbered_lines(count: int) -> list[str]:
+    """Lines of changing length, each unlike all others."""
+    return [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(count)]
+
+
+@pytest.mark.parametrize("files", [1, 3, 500])
+def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
+    lines = numbered_lines(20_000)
+    documents = [Document(str(n), "".join(lines[n::files])) for n in range(files)]
+    training, validation = split_text(documents, 0.1)
+    found = [line for piece in training + validation for line in piece.splitlines(keepends=True)]
+    assert sorted(found) == sorted(lines)
+    size = sum(len(document.text) for document in documents)
+    assert abs(sum(map(len, validation)) / size - 0.1) < 0.02
+    assert len(validation) >= 5
+
+
+def test_pieces_of_one_document_stand_in_its_order():
+    text = "".join(numbered_lines(20_000))
+    training, validation = split_text([Document("a", text)], 0.1)
+    assert "".join(sorted(training + validation, key=text.index)) == text
+    # A piece goes on as long as its part does: training pieces are nine spans long.
+    assert max(map(len, training)) > 8 * SPAN_CHARACTERS
+    assert len(training) == len(validation) + 1
+
+
+def test_text_without_lines_is_cut_where_the_span_ends():
+    text = "ä" * (20 * SPAN_CHARACTERS)
+    training, validation = split_text([Document("a", text)], 0.1)
+    assert [len(piece) for piece in validation] == [SPAN_CHARACTERS] * 2
+    assert [len(piece) // SPAN_CHARACTERS for piece in training] == [4, 9, 5]
+
+
+@pytest.mark.parametrize("length", range(1, 60))
+def test_short_texts_lose_nothing(length: int):
+    text = "".join("\n" if n % 7 == 6 else chr(65 + n) for n in range(length))
+    training, validation = split_text([Document("a", text[:9]), Document("b", text[9:])], 0.1)
+    assert sorted("".join(training + validation)) == sorted(text)
+    assert bool(validation) == (length >= 5)
+
+
+def test_a_line_end_far_ahead_does_not_swallow_the_piece():
+    # Spans of 100 characters, one line end in all: right behind the held-out span.
+    text = "a" * 510 + "\n" + "b" * 489
+    training, validation = split_text([Document("a", text)], 0.1)
+    assert validation == ["a" * 110 + "\n"]
+    assert training == ["a" * 400, "b" * 489]
+
+
+def test_tokens_are_cut_into_views():
+    tokens = np.arange(25 * SPAN_TOKENS, dtype=np.int32)
+    training, validation = split_tokens(tokens, 0.1)
+    assert [(int(piece[0]) // SPAN_TOKENS, piece.size) for piece in validation] == [
+        (4, SPAN_TOKENS),
+        (14, SPAN_TOKENS),
+        (24, SPAN_TOKENS),
+    ]
+    assert all(np.shares_memory(piece, tokens) for piece in training + validation)
+    np.testing.assert_array_equal(np.sort(np.concatenate(training + validation)), tokens)

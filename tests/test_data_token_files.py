@@ -1,0 +1,167 @@
+"""llm.c's token files: written and read back, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from daskgpt.data.token_files import read_tokens, write_tokens
+
+TOKENS = np.array([50256, 0, 65535, 7], np.int64)
+
+
+def test_round_trip(tmp_path: Path):
+    write_tokens(tmp_path / "a.bin", TOKENS)
+    tokens = read_tokens(tmp_path / "a.bin")
+    assert tokens.dtype == np.uint16
+    np.testing.assert_array_equal(tokens, TOKENS)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_layout_of_the_file(tmp_path: Path):
+    write_tokens(tmp_path / "a.bin", TOKENS[:2])
+    content = (tmp_path / "a.bin").read_bytes()
+    assert np.frombuffer(content[:1024], "<i4").tolist() == [20240520, 1, 2] + [0] * 253
+    assert content[1024:] == b"\x50\xc4\x00\x00"
+
+
+def test_tokens_are_mapped_and_read_only(tmp_path: Path):
+    write_tokens(tmp_path / "a.bin", TOKENS)
+    tokens = read_tokens(str(tmp_path / "a.bin"))
+    assert isinstance(tokens.base, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
+
+
+def test_glob_puts_files_in_a_row(tmp_path: Path):
+    for name in ("part_000002.bin", "part_000001.bin", "other.bin"):
+        write_tokens(tmp_path / name, np.array([len(name), int("2" in name)]))
+    tokens = read_tokens(str(tmp_path / "part_*.bin"))
+    assert tokens.tolist() == [15, 0, 15, 1]
+    assert not tokens.flags.writeable
+
+
+def test_every_second_token_of_a_row(tmp_path: Path):
+    write_tokens(tmp_path / "a.bin", TOKENS[::2])
+    assert read_tokens(tmp_path / "a.bin").tolist() == [50256, 65535]
+
+
+def test_a_file_is_replaced(tmp_path: Path):
+    write_tokens(tmp_path / "a.bin", TOKENS)
+    write_tokens(tmp_path / "a.bin", np.array([1]))
+    assert read_tokens(tmp_path / "a.bin").tolist() == [1]
+
+
+def test_failed_writing_leaves_nothing_behind(tmp_path: Path):
+    (tmp_path / "a.bin").mkdir()
+    with pytest.raises(OSError, match=re.escape("a.bin")):
+        write_tokens(tmp_path / "a.bin", TOKENS)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "message"),
+    [
+        (
+            np.zeros((2, 3), int),
+            ValueError,
+            "write_tokens: tokens must be one row; got shape=(2, 3). Use tokens.reshape(-1).",
+        ),
+        (
+            np.zeros(0, int),
+            ValueError,
+            "write_tokens: there must be at least one token; got count=0. Give a text that is not empty.",
+        ),
+        (
+            np.zeros(2),
+            TypeError,
+            "write_tokens: tokens must be integers; got dtype=float64. Convert them first.",
+        ),
+        (
+            np.array([3, -1]),
+            ValueError,
+            "write_tokens: ids must not be negative; got id=-1. A file holds 2 bytes a token.",
+        ),
+        (
+            np.array([65536]),
+            ValueError,
+            "write_tokens: ids must fit uint16; got id=65536. A file holds 2 bytes a token.",
+        ),
+        # One value seen 2³¹ times, so that the test needs no memory.
+        (
+            np.broadcast_to(np.uint16(7), 2**31),
+            ValueError,
+            "write_tokens: the count must fit int32; got count=2147483648. Write several files.",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_written(tmp_path: Path, tokens: np.ndarray, kind: type[Exception], message: str):
+    with pytest.raises(kind, match=re.escape(message) + "$"):
+        write_tokens(tmp_path / "a.bin", tokens)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_folder(tmp_path: Path):
+    path = tmp_path / "none" / "a.bin"
+    message = f"write_tokens: the folder must exist; got path={path}. Make {path.parent} first."
+    with pytest.raises(FileNotFoundError, match=re.escape(message) + "$"):
+        write_tokens(path, TOKENS)
+
+
+def header(*numbers: int) -> bytes:
+    return np.array([*numbers, *[0] * (256 - len(numbers))], "<i4").tobytes()
+
+
+NO_MAGIC = "an llm.c token file must begin with 20240520; got path={path}, magic={magic}. "
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", NO_MAGIC.replace("{magic}", "0")),
+        (header(20240520, 1, 1)[:1023], NO_MAGIC.replace("{magic}", "0")),
+        (header(20240326, 3), NO_MAGIC.replace("{magic}", "20240326") + "Raw ids without a header"),
+        (
+            header(20240520, 2, 1) + b"ab",
+            "the version must be 1 (uint16 ids); got path={path}, version=2. Write it again.",
+        ),
+        (header(20240520, 1, 0), "the file must hold tokens; got path={path}, count=0. Write it again."),
+        (header(20240520, 1, -5), "the file must hold tokens; got path={path}, count=-5. Write it again."),
+        (
+            header(20240520, 1, 3) + b"abcde",
+            "3 tokens must make 1030 bytes; got path={path}, bytes=1029. The file is truncated: write it again.",
+        ),
+        (
+            header(20240520, 1, 3) + b"abcdefg",
+            "3 tokens must make 1030 bytes; got path={path}, bytes=1031. "
+            "Something follows the last token: write it again.",
+        ),
+    ],
+)
+def test_files_that_are_not_whole(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "a.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="^" + re.escape("read_tokens: " + message.replace("{path}", str(path)))):
+        read_tokens(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("a.bin", FileNotFoundError, "read_tokens: the file must exist; got source={source}. Check the path."),
+        (
+            "*.bin",
+            FileNotFoundError,
+            "read_tokens: the glob must match at least one file; got source={source}. "
+            "Check the path; ** spans folders.",
+        ),
+        ("", ValueError, "read_tokens: the source must name a file; got source={source}. Give a file or a glob."),
+    ],
+)
+def test_missing_files(tmp_path: Path, name: str, kind: type[Exception], message: str):
+    source = tmp_path / name
+    with pytest.raises(kind, match="^" + re.escape(message.format(source=source)) + "$"):
+        read_tokens(source)

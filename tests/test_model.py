@@ -1,0 +1,192 @@
+"""The whole of GPT-2: golden values, gradients in a random direction, schedulers, chunkings, what building does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from conftest import GOLDEN, SMALL, random_batch, random_parameters
+from dask.base import key_split
+from tolerances import TOLERANCES
+
+import daskgpt
+from daskgpt.blocks import KernelCall
+from daskgpt.config import DataflowConfig, OptimizerConfig
+from daskgpt.layers import LAYERS
+from daskgpt.model import mean_loss
+from daskgpt.schedulers import open_scheduler
+from daskgpt.step import Gradients, State, TrainingStep, loss_and_gradients
+from daskgpt.tape import Tape
+from daskgpt.verify import TOLERANCE, compare
+
+CHUNKS = [(4, 32), (1, 8), (2, 16), (4, 1)]
+
+
+def lazy_batch(batch, chunk):
+    return tuple(da.from_array(array, chunks=chunk) for array in batch)
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "threads"])
+@pytest.mark.parametrize("chunk", CHUNKS, ids=str)
+def test_golden_logits_loss_and_gradients(chunk, scheduler):
+    dataflow = DataflowConfig(batch_chunk=chunk[0], sequence_chunk=chunk[1], scheduler=scheduler, threads=2)
+    comparisons = compare(GOLDEN / "gpt2_small.bin", GOLDEN / "gpt2_small_debug_state.bin", dataflow, "float32")
+    assert len(comparisons) == 18
+    assert {c.name: c.difference for c in comparisons if c.difference > TOLERANCE["float32"]} == {}
+
+
+@pytest.mark.parametrize(("decay", "losses"), [("all", "losses_decay_all"), ("matrices", "losses_decay_2d")])
+def test_golden_adamw_losses(decay, losses, golden_model, golden_state):
+    config, parameters = golden_model
+    expected = json.loads((GOLDEN / "gpt2_small.json").read_text())
+    rule = expected["adamw"]
+    optimizer = OptimizerConfig(schedule="constant", decay=decay, **rule)
+    step, state, found = TrainingStep(config, (4, 32), (2, 16), optimizer), State.initial(parameters), []
+    with open_scheduler("threads", 2) as scheduler:
+        for _ in range(10):
+            loss, state = step(scheduler, state, golden_state.tokens, golden_state.targets, 10)
+            found.append(loss)
+    np.testing.assert_allclose(found, expected[losses], **TOLERANCES["golden losses"])
+    assert (
+        abs(expected["losses_decay_all"][-1] / expected["losses_decay_2d"][-1] - 1) > 5e-5
+    )  # the rules can be told apart
+
+
+def test_gradient_in_a_random_direction_in_float64(random):
+    parameters = random_parameters(SMALL, random, "float64")
+    batch = random_batch(SMALL, random)
+    direction = {name: random.normal(size=value.shape) for name, value in parameters.items()}
+
+    def at(distance):
+        moved = {name: value + distance * direction[name] for name, value in parameters.items()}
+        return loss_and_gradients(SMALL, moved, *lazy_batch(batch, (2, 4)))
+
+    numeric = (at(1e-6)[0] - at(-1e-6)[0]).compute(scheduler="sync") / 2e-6
+    (gradients,) = dask.compute(at(0.0)[1], scheduler="sync")
+    exact = sum((gradients[name] * direction[name]).sum() for name in parameters)
+    assert exact == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
+
+
+def losses_and_parameters(scheduler, threads, chunk, steps=3):
+    random = np.random.default_rng(5)
+    state = State.initial(random_parameters(SMALL, random))
+    step = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig())
+    losses = []
+    with open_scheduler(scheduler, threads) as opened:
+        for _ in range(steps):
+            loss, state = step(opened, state, *random_batch(SMALL, random), steps)
+            losses.append(loss)
+        return losses, state.parameters(opened)
+
+
+@pytest.mark.parametrize("chunk", [(2, 12), (1, 4)], ids=str)
+def test_every_scheduler_gives_the_same_bits(chunk):
+    expected_losses, expected = losses_and_parameters("sync", 1, chunk)
+    for scheduler, threads in (("threads", 1), ("threads", 2), ("local", 2)):
+        losses, parameters = losses_and_parameters(scheduler, threads, chunk)
+        assert losses == expected_losses, scheduler
+        for name, value in parameters.items():
+            np.testing.assert_array_equal(value, expected[name], err_msg=f"{scheduler} {name}")
+
+
+def test_other_chunks_agree_within_rounding():
+    expected, _ = losses_and_parameters("sync", 1, (4, 12))
+    for chunk in ((2, 12), (1, 4), (4, 1)):
+        losses, _ = losses_and_parameters("sync", 1, chunk)
+        np.testing.assert_allclose(losses, expected, **TOLERANCES["chunkings, whole model"])
+
+
+def test_padded_rows_of_the_vocabulary_get_no_probability_and_no_gradient(random):
+    parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
+    losses = []
+    for padding in (0, 5, -5):
+        parameters["wte.weight"][SMALL.vocabulary :] = padding
+        loss, gradients = dask.compute(
+            *loss_and_gradients(SMALL, parameters, *lazy_batch(batch, (2, 6))), scheduler="sync"
+        )
+        losses.append(float(loss))
+        assert not gradients["wte.weight"][SMALL.vocabulary :].any()
+        assert gradients["wte.weight"][: SMALL.vocabulary].any(axis=1).all()
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_building_a_graph_runs_no_kernel(random, monkeypatch):
+    called = []
+    original = KernelCall.__call__
+    monkeypatch.setattr(KernelCall, "__call__", lambda self, *chunks: called.append(self) or original(self, *chunks))
+    loss, gradients = loss_and_gradients(
+        SMALL, random_parameters(SMALL, random), *lazy_batch(random_batch(SMALL, random), (2, 6))
+    )
+    TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig())
+    assert len(gradients) == 28
+    assert called == []
+    loss.compute(scheduler="sync")
+    assert called
+
+
+def test_keys_say_layer_and_pass(random):
+    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig())
+    leaves = {array.name for array in step.recording.leaves.values()}
+    prefixes = {key_split(key) for key in step.recording.graph if key[0] not in leaves}
+    layers = {layer.name for layer in LAYERS}
+    allowed = {f"{layer}.{way}" for layer in layers for way in ("forward", "backward")} | {"adamw", "one", "positions"}
+    assert prefixes <= allowed
+    assert {"linear.forward", "linear.backward", "attention.backward", "gather.forward", "adamw"} <= prefixes
+
+
+def test_neither_attention_matrix_nor_logits_of_more_than_a_chunk_leave_a_task(random):
+    batch = lazy_batch(random_batch(SMALL, random), (1, 4))
+    seen = {}
+
+    class Sizes(dask.callbacks.Callback):
+        def _posttask(self, key, result, dsk, state, worker):
+            chunks = result if isinstance(result, tuple) else (result,)
+            seen[key] = max(getattr(chunk, "size", 0) for chunk in chunks)
+
+    with Sizes():
+        dask.compute(*loss_and_gradients(SMALL, random_parameters(SMALL, random), *batch), scheduler="sync")
+    activations = {key: size for key, size in seen.items() if ".forward" in key[0]}
+    assert max(activations.values()) <= 4 * max(SMALL.padded_vocabulary, 12 * 3 * SMALL.channels // 4)
+
+
+def test_mean_loss_refuses_sequences_beyond_the_positions(random):
+    tokens, targets = lazy_batch(random_batch(SMALL, random, (2, 20)), (2, 20))
+    parameters = {name: da.from_array(value, name=name) for name, value in random_parameters(SMALL, random).items()}
+    with pytest.raises(ValueError) as error:
+        mean_loss(Tape(), SMALL, parameters, tokens, targets)
+    assert str(error.value) == (
+        "loss: a sequence must not be longer than the model's positions; got sequence_length=20, positions=16. "
+        "Shorten the sequence or use a model with more positions."
+    )
+
+
+def test_gradients_of_a_recording_are_those_of_the_lazy_arrays(random):
+    parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
+    (lazy,) = dask.compute(loss_and_gradients(SMALL, parameters, *lazy_batch(batch, (2, 6)))[1], scheduler="sync")
+    values = {f"weight.{name}": value for name, value in parameters.items()}
+    with open_scheduler("threads", 2) as scheduler:
+        recorded = Gradients(SMALL, (4, 12), (2, 6))(scheduler, values, tokens=batch[0], targets=batch[1])
+    for name, gradient in lazy.items():
+        np.testing.assert_array_equal(recorded[name], gradient, err_msg=name)
+
+
+def test_public_names():
+    assert callable(daskgpt.train)
+    assert callable(daskgpt.load)
+    for name in daskgpt.__all__:
+        assert getattr(daskgpt, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        daskgpt.nothing  # noqa: B018
+
+
+def test_importing_the_package_is_cheap():
+    code = "import sys, daskgpt; print('dask' in sys.modules, 'numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == [
+        "False",
+        "False",
+    ]
