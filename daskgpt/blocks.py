@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from operator import itemgetter
 from typing import Any
 
 import dask.array as da
@@ -13,37 +12,44 @@ import numpy as np
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 CUT = "bt"
+ROWS_ELEMENTS = 384 * 1024  # of a gradient that is summed at a time: 1.5 MiB of float32, in the second cache
 
 
 class KernelCall:
     """What a task runs: a kernel on the chunks that Dask hands over, subnormal numbers flushed to zero.
 
     Dask passes an axis that the output lacks as a (nested) list of chunks. A whole axis has one chunk: the list is
-    unwrapped. A cut axis is summed over in chunk order, each part added to one running total.
+    unwrapped. A cut axis that the output has whole is gathered: the kernel gets the list.
+
+    axes   of the result, which with the indices in a task's key say where in the batch it stands
     """
 
-    def __init__(self, kernel: Callable[..., Any], inputs: Sequence[str], grid: str, options: Mapping[str, Any]):
-        self.kernel, self.inputs, self.grid, self.options = kernel, tuple(inputs), grid, dict(options)
-
-    def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
-        """The chunk at `index`; a list stays where a cut axis is not in it (a gather)."""
-        for axis in axes:
-            if axis in self.grid:
-                continue
-            if axis in CUT and axis not in index:
-                return [self.chunk_at(c, axes[axes.index(axis) + 1 :], index) for c in chunks]
-            chunks = chunks[index.get(axis, 0)]
-        return chunks
-
-    def call(self, chunks: Sequence[Any]) -> Any:
-        return self.kernel(*(self.chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)), **self.options)
+    def __init__(self, kernel: Callable[..., Any], inputs: Sequence[str], axes: str, options: Mapping[str, Any]):
+        self.kernel, self.inputs, self.axes, self.options = kernel, tuple(inputs), axes, dict(options)
 
     def __call__(self, *chunks: Any) -> Any:
         previous = set_flush_to_zero()
         try:
-            return self.call(chunks)
+            return self.run(*self.arrange(chunks))
         finally:
             restore(previous)
+
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        """The arguments of `run` from Dask's nested lists, whatever these hold: arrays, or what stands for them."""
+        return [self._chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)]
+
+    def run(self, *arguments: Any) -> Any:
+        return self.kernel(*arguments, **self.options)
+
+    def _chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
+        """The chunk at `index`; a list stays where a cut axis is not in it (a gather)."""
+        for number, axis in enumerate(axes):
+            if axis in self.axes:
+                continue
+            if axis in CUT and axis not in index:
+                return [self._chunk_at(c, axes[number + 1 :], index) for c in chunks]
+            chunks = chunks[index.get(axis, 0)]
+        return chunks
 
 
 class ChunkSum(KernelCall):
@@ -53,27 +59,68 @@ class ChunkSum(KernelCall):
         super().__init__(*arguments)
         self.shape, self.dtype = shape, dtype
 
-    def counts(self, chunks: Sequence[Any]) -> dict[str, int]:
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        """A list of the kernel's arguments for each chunk, and the start or None."""
+        counts = self._counts(chunks)
+        parts = []
+        for position in product(*map(range, counts.values())):
+            index = dict(zip(counts, position))
+            parts.append([self._chunk_at(c, axes, index) for c, axes in zip(chunks, self.inputs)])
+        return [parts, *chunks[len(self.inputs) :]]
+
+    def run(self, parts: Sequence[Sequence[Any]], start: np.ndarray | None = None) -> np.ndarray:  # type: ignore[override]
+        if len(self.shape) < 2:
+            return self.rows(parts, start, *self.blocks()[0])
+        total = np.empty(self.shape, self.dtype)
+        for first, last in self.blocks():
+            total[first:last] = self.rows(parts, None if start is None else start[first:last], first, last)
+        return total
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """The rows that are summed at a time: so many that they stay in the cache. They decide the order of nothing,
+        but the same blocks everywhere make sure that BLAS rounds the same everywhere.
+        """
+        if len(self.shape) < 2:
+            return [(0, self.shape[0] if self.shape else 1)]
+        rows = max(ROWS_ELEMENTS // self.shape[1] // 64, 1) * 64
+        return [(first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows)]
+
+    def rows(
+        self, parts: Sequence[Sequence[Any]], start: np.ndarray | None, first: int, last: int, *, owned: bool = False
+    ) -> np.ndarray:
+        """Rows first .. last of the sum over all chunks (of a vector: all of it), going on from `start`.
+
+        A start belongs to the task that made it and may be asked for again: it is not written unless `owned`.
+        """
+        options = self.options
+        shape = self.shape
+        if len(shape) > 1:
+            options, shape = options | {"first_row": first}, (last - first, *shape[1:])
+        total = np.empty(shape, self.dtype) if start is None else start if owned else start.copy()
+        for number, arguments in enumerate(parts):
+            self.kernel(*arguments, total=total, accumulate=start is not None or number > 0, **options)
+        return total
+
+    def _counts(self, chunks: Sequence[Any]) -> dict[str, int]:
         """How many chunks each summed axis has."""
         counts: dict[str, int] = {}
         for chunk, axes in zip(chunks, self.inputs):
             for axis in axes:
                 if axis in CUT:
                     counts[axis] = len(chunk)
-                if axis not in self.grid:
+                if axis not in self.axes:
                     chunk = chunk[0]
         return counts
 
-    def call(self, chunks: Sequence[Any]) -> Any:
-        started = len(chunks) > len(self.inputs)
-        # The sum so far belongs to the task that made it and may be asked for again: it is never written.
-        total = chunks[-1].copy() if started else np.empty(self.shape, self.dtype)
-        counts = self.counts(chunks)
-        for number, position in enumerate(product(*map(range, counts.values()))):
-            index = dict(zip(counts, position))
-            parts = (self.chunk_at(c, axes, index) for c, axes in zip(chunks, self.inputs))
-            self.kernel(*parts, total=total, accumulate=started or number > 0, **self.options)
-        return total
+
+class Pick:
+    """One of the results of a task that has several."""
+
+    def __init__(self, number: int, axes: str):
+        self.number, self.axes = number, axes
+
+    def __call__(self, results: tuple[Any, ...]) -> Any:
+        return results[self.number]
 
 
 def parse(signature: str) -> tuple[list[str], list[str]]:
@@ -139,9 +186,9 @@ def apply(
     if len(outputs) == 1:
         return (_blockwise(name, call, outputs[0], arrays, inputs, chunks, dtype),)
     # Dask's blockwise has one output: a task returns them all, in an array of tuples over the cut axes; each is picked.
-    both = _blockwise(name, call, call.grid, arrays, inputs, chunks, np.dtype(object))
+    both = _blockwise(name, call, call.axes, arrays, inputs, chunks, np.dtype(object))
     return tuple(
-        _blockwise(f"{name}.{number}", itemgetter(number), axes, [both], [call.grid], chunks, dtype)
+        _blockwise(f"{name}.{number}", Pick(number, axes), axes, [both], [call.axes], chunks, dtype)
         for number, axes in enumerate(outputs)
     )
 

@@ -21,7 +21,7 @@ def require(holds: bool, where: str, rule: str, got: dict[str, Any], advice: str
 
 def nearest(name: str, known: list[str]) -> str:
     """`Did you mean x?` for a misspelt name, or the list of all names."""
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(known)}."
 
 
@@ -40,7 +40,7 @@ class GPT2Config:
     padded_vocabulary: int = setting(
         0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0"
     )
-    positions: int = setting(256, "longest sequence", unit="tokens")
+    positions: int = setting(64, "longest sequence", unit="tokens")
 
     def __post_init__(self) -> None:
         if self.padded_vocabulary == 0:
@@ -73,7 +73,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 PRESETS: dict[str, GPT2Config] = {
-    "tiny": GPT2Config(blocks=4, heads=4, channels=128, vocabulary=257, positions=256),
+    "tiny": GPT2Config(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
     "gpt2": GPT2Config(blocks=12, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024),
     "gpt2-medium": GPT2Config(
         blocks=24, heads=16, channels=1024, vocabulary=50257, padded_vocabulary=50304, positions=1024
@@ -163,12 +163,18 @@ class DataflowConfig:
     scheduler: str = setting(
         "threads", "sync, threads, local (a cluster here), tcp://host:port, or file:scheduler.json"
     )
+    grain: str = setting(
+        "auto",
+        "size of a task; auto = from measured kernel times",
+        choices=("kernel", "segment", "block", "chunk", "auto"),
+    )
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one a core")
 
     def __post_init__(self) -> None:
         for name in ("batch_chunk", "sequence_chunk", "threads"):
             value = getattr(self, name)
             require(value >= 0, "DataflowConfig", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+        _one_of(self, "grain")
 
 
 @dataclass(frozen=True)

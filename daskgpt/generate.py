@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from dataclasses import dataclass
 
-import numpy as np
+from tiktoken import Encoding
 
 from daskgpt.config import setting
 from daskgpt.data.encodings import get_encoding
 from daskgpt.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.kernels._jit import compile_all
-from daskgpt.run_folder import encoding_of, load
+from daskgpt.run_folder import load, trained_with
 from daskgpt.sampling import sample
 from daskgpt.schedulers import open_scheduler
+from daskgpt.training import compile_kernels
 
 
 @dataclass(frozen=True)
@@ -35,30 +36,33 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     options: GenerateConfig = from_flags(GenerateConfig, values)
     config, parameters = load(values.model)
-    encoding = get_encoding(options.encoding or encoding_of(values.model, config))
+    encoding_name, context = trained_with(values.model, config)
+    encoding = get_encoding(options.encoding or encoding_name)
     prompt = encoding.encode(options.prompt)
-    compile_all(np.float32)
+    compile_kernels()
     with open_scheduler("sync") as scheduler:
         print(options.prompt, end="", flush=True)
-        pending = b""
+        # A token may end in the middle of a character: what is not text yet waits for the next one.
+        decoder = getincrementaldecoder("utf-8")(errors="replace")
         for token in sample(
             config,
             parameters,
             scheduler,
             prompt,
             options.tokens,
+            context=context,
             temperature=options.temperature,
             top_k=options.top_k,
             seed=options.seed,
         ):
-            # A token may end in the middle of a character; what is not text yet waits for the next one.
-            pending += encoding.decode_single_token_bytes(token) if token < encoding.n_vocab else b""
-            text = pending.decode("utf-8", errors="ignore")
-            if text or len(pending) > 4:
-                print(text or pending.decode("utf-8", errors="replace"), end="", flush=True)
-                pending = b""
-    print()
+            print(decoder.decode(token_bytes(encoding, token)), end="", flush=True)
+    print(decoder.decode(b"", final=True))
     return 0
+
+
+def token_bytes(encoding: Encoding, token: int) -> bytes:
+    """The bytes a token stands for; nothing for an id that only the model knows."""
+    return encoding.decode_single_token_bytes(token) if token < encoding.n_vocab else b""
 
 
 if __name__ == "__main__":

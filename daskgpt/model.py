@@ -18,7 +18,7 @@ Parameters = Mapping[str, da.Array]
 def transformer(tape: Tape, config: GPT2Config, p: Parameters, tokens: da.Array) -> da.Array:
     """Activations after the last layernorm, (B, T, C) in the chunks of `tokens`."""
     positions = position_array(tape, tokens)
-    x = tape("wte", layers.EMBEDDING, tokens, p["wte.weight"], positions, p["wpe.weight"])
+    x = tape("wte+wpe", layers.EMBEDDING, tokens, p["wte.weight"], positions, p["wpe.weight"])
     for number in range(config.blocks):
         x = block(tape, config, p, f"h.{number}", x, positions)
     return normalise(tape, p, "ln_f", x)

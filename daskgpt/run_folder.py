@@ -64,10 +64,11 @@ def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
     return read_model(path / MODEL if path.is_dir() else path)
 
 
-def encoding_of(path: str | Path, config: GPT2Config) -> str:
-    """The encoding a model was trained with: what its run folder says, else what its vocabulary tells."""
+def trained_with(path: str | Path, config: GPT2Config) -> tuple[str, int]:
+    """Encoding and sequence length of a model: what its run folder says, else what the model itself tells."""
     path = Path(path)
     written = (path if path.is_dir() else path.parent) / CONFIG
     if written.exists():
-        return str(tomllib.loads(written.read_text())["data"]["encoding"])
-    return "gpt2" if config.vocabulary == 50257 else "bytes"
+        data = tomllib.loads(written.read_text())["data"]
+        return str(data["encoding"]), int(data["sequence_length"])
+    return "gpt2" if config.vocabulary == 50257 else "bytes", config.positions

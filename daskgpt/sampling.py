@@ -8,7 +8,7 @@ import numpy as np
 
 from daskgpt.config import GPT2Config, require
 from daskgpt.graph.replay import Runs
-from daskgpt.step import Inference
+from daskgpt.step import Inference, State
 
 CONTEXT_STEP = 64  # tokens; graphs are recorded for multiples of it, attention never looks at what follows
 
@@ -20,12 +20,14 @@ def sample(
     prompt: list[int],
     count: int,
     *,
+    context: int = 0,
     temperature: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
 ) -> Iterator[int]:
     """The next `count` tokens after the prompt, one by one.
 
+    context      how many tokens the model looks back, 0 = its positions; a model knows the positions it was trained on
     temperature  0 takes the likeliest token
     top_k        choose among so many likeliest tokens only, 0 = all
 
@@ -34,17 +36,18 @@ def sample(
     """
     _check(config, prompt, temperature, top_k)
     random = np.random.default_rng(seed)
-    values = {f"weight.{name}": value for name, value in parameters.items()}
+    state = State.of_weights(parameters)
     passes: dict[int, Inference] = {}
     tokens = list(prompt)
+    context = min(context or config.positions, config.positions)
     for _ in range(count):
-        context = tokens[-config.positions :]
-        length = min(-(-len(context) // CONTEXT_STEP) * CONTEXT_STEP, config.positions)
+        recent = tokens[-context:]
+        length = min(-(-len(recent) // CONTEXT_STEP) * CONTEXT_STEP, config.positions)
         if length not in passes:
-            passes[length] = Inference(config, (1, length), (1, length), "activations")
+            passes[length] = Inference(config, (1, length), (1, length), state.layout, ("activations",), grain="chunk")
         padded = np.zeros((1, length), np.int32)
-        padded[0, : len(context)] = context
-        x = passes[length](scheduler, values, tokens=padded)[0, len(context) - 1]
+        padded[0, : len(recent)] = recent
+        x = passes[length](scheduler, state, padded)["activations"][0, len(recent) - 1]
         logits = parameters["wte.weight"][: config.vocabulary] @ x
         tokens.append(_choose(logits.astype(np.float64), temperature, top_k, random))
         yield tokens[-1]

@@ -12,8 +12,10 @@ from typing import Any
 import dask.local
 import dask.threaded
 import numpy as np
+from distributed import Client, Future, LocalCluster
 from threadpoolctl import threadpool_limits
 
+from daskgpt.allocator import keep_memory
 from daskgpt.config import require
 from daskgpt.graph.nodes import Graph, Key, renamed, with_leaves
 from daskgpt.graph.replay import Runs
@@ -25,13 +27,15 @@ WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for e
 class LocalScheduler:
     """Dask's synchronous or threaded scheduler: results are arrays of this process."""
 
+    in_place = True  # no worker is lost here, so no task is computed twice
+
     def __init__(self, get: Callable[..., Any], description: str) -> None:
         self.get, self.description = get, description
 
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
         return list(self.get(with_leaves(graph, leaves), keys))
 
-    def fetch(self, results: list[Any]) -> list[np.ndarray]:
+    def fetch(self, results: list[Any]) -> list[Any]:
         return results
 
 
@@ -42,23 +46,26 @@ class ClusterScheduler:
     not sent: the tasks that read it name its key.
     """
 
+    in_place = False  # a lost worker's results are computed again from what they were made of
+
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
         self.numbers = count()
 
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
-        from distributed import Future
-
         number = next(self.numbers)
-        new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph}
-        held = {key: value for key, value in leaves.items() if isinstance(value, Future)}
+        new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
+        held = {key: self._held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}
         new |= {key: future.key for key, future in held.items()}
-        own = {key: node for key, node in graph.items() if key not in held}
-        data = with_leaves(own, {key: value for key, value in leaves.items() if key not in held})
+        data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         return list(self.client.get(renamed(data, new), [new[key] for key in keys], sync=False))
 
-    def fetch(self, results: list[Any]) -> list[np.ndarray]:
+    def fetch(self, results: list[Any]) -> list[Any]:
         return list(self.client.gather(results))
+
+    def _held(self, value: Any) -> Any:
+        """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
+        return value if isinstance(value, Future) else self.client.scatter([value], hash=False)[0]
 
 
 def usable_cores() -> int:
@@ -77,6 +84,7 @@ def open_scheduler(address: str, threads: int = 0) -> Iterator[Runs]:
     """
     threads = threads or usable_cores()
     if address in ("sync", "threads"):
+        keep_memory()
         with threadpool_limits(limits=1, user_api="blas"):
             yield _local(address, threads)
     else:
@@ -100,8 +108,6 @@ def _local(name: str, threads: int) -> LocalScheduler:
 
 @contextmanager
 def _cluster(workers: int) -> Iterator[ClusterScheduler]:
-    from distributed import Client, LocalCluster
-
     with (
         LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, host="127.0.0.1") as cluster,
         Client(cluster) as client,
@@ -111,8 +117,6 @@ def _cluster(workers: int) -> Iterator[ClusterScheduler]:
 
 @contextmanager
 def _connected(address: str) -> Iterator[ClusterScheduler]:
-    from distributed import Client
-
     arguments = (
         {"scheduler_file": address.removeprefix("file:")} if address.startswith("file:") else {"address": address}
     )

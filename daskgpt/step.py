@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import dask.array as da
 import numpy as np
 
 from daskgpt.config import GPT2Config, OptimizerConfig
-from daskgpt.graph.nodes import array_of, from_numpy
-from daskgpt.graph.replay import Recording, Runs
+from daskgpt.graph.grain import GRAINS
+from daskgpt.graph.inplace import InPlace, update_in_place
+from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
+from daskgpt.graph.replay import Layout, Recording, Runs
+from daskgpt.graph.spans import Span
+from daskgpt.grouping import groups_of, layer_group, layer_of, title
+from daskgpt.kernels.adamw import adamw_inplace
 from daskgpt.model import logits, mean_loss, transformer
 from daskgpt.optimizer import hyper_parameters, update
 from daskgpt.parameters import parameter_shapes
@@ -19,31 +26,32 @@ from daskgpt.tape import Tape
 
 Lazy = dict[str, da.Array]
 
+# Mean seconds of a task from which on the threaded scheduler's share is small (a task costs it 0.1 to 0.2 ms).
+LONG_ENOUGH = 4e-3
+
 
 @dataclass
 class State:
-    """Parameters and moments, where the scheduler keeps them, and how many steps they have seen.
+    """Parameters and their moments, packed as `layout` says, where the scheduler keeps them.
 
-    `values` maps "weight.NAME", "m.NAME", "v.NAME" to a whole array, or to results that a scheduler holds.
+    Names are "weight.NAME", "m.NAME" and "v.NAME"; a state for inference has weights only.
     """
 
-    values: dict[str, np.ndarray | list[Any]]
+    layout: Layout
+    packs: list[Any]
     step: int = 0
 
     @classmethod
-    def initial(cls, parameters: Mapping[str, np.ndarray]) -> State:
-        """Zero moments beside the parameters."""
-        values: dict[str, np.ndarray | list[Any]] = {f"weight.{name}": value for name, value in parameters.items()}
-        for moment in ("m", "v"):
-            values |= {f"{moment}.{name}": np.zeros_like(value) for name, value in parameters.items()}
-        return cls(values)
+    def of_weights(cls, parameters: Mapping[str, np.ndarray]) -> State:
+        """Parameters alone, for inference."""
+        weights = {f"weight.{name}": value for name, value in parameters.items()}
+        layout = Layout((tuple(weights),))
+        return cls(layout, layout.pack(weights))
 
     def parameters(self, scheduler: Runs) -> dict[str, np.ndarray]:
-        """The parameters as arrays here."""
-        held = {name[7:]: value for name, value in self.values.items() if name.startswith("weight.")}
-        return {
-            name: value if isinstance(value, np.ndarray) else scheduler.fetch(value)[0] for name, value in held.items()
-        }
+        """The parameters as arrays here, in the order of the table."""
+        values = self.layout.unpack(scheduler.fetch(self.packs))
+        return {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
 
 
 class TrainingStep:
@@ -56,89 +64,121 @@ class TrainingStep:
         chunk: tuple[int, int],
         optimizer: OptimizerConfig,
         dtype: np.typing.DTypeLike = np.float32,
+        grain: str = "block",
+        in_place: bool = False,
     ) -> None:
-        self.optimizer = optimizer
+        """in_place  whether the state's arrays are written over: for schedulers that never compute a task again"""
+        self.optimizer, self.in_place = optimizer, in_place
         tape = Tape()
         tokens, targets = _batch_leaves(tape, batch_shape, chunk)
         weights, m, v = (_parameter_leaves(tape, config, kind, dtype) for kind in ("weight", "m", "v"))
         hyper = array_of(f"hyper-{tape.token}", (3,), ((3,),), np.float64)
         loss = mean_loss(tape, config, weights, tokens, targets)
-        gradients = _gradients(tape, weights, loss)
-        updated = update(weights, gradients, m, v, hyper, optimizer, tape.token)
-        leaves = {"tokens": tokens, "targets": targets, "hyper": hyper}
-        outputs = {"loss": loss}
-        for name, new in updated.items():
-            leaves |= {f"weight.{name}": weights[name], f"m.{name}": m[name], f"v.{name}": v[name]}
-            outputs |= {f"weight.{name}": new.weight, f"m.{name}": new.m, f"v.{name}": new.v}
-        self.recording = Recording(leaves, outputs)
+        updated = update(weights, _gradients(tape, weights, loss), m, v, hyper, optimizer, tape.token)
+        state: Lazy = {}
+        new: Lazy = {}
+        for name, result in updated.items():
+            state |= {f"weight.{name}": weights[name], f"m.{name}": m[name], f"v.{name}": v[name]}
+            new |= {f"weight.{name}": result.weight, f"m.{name}": result.m, f"v.{name}": result.v}
+        self.recording = Recording(
+            {"tokens": tokens, "targets": targets, "hyper": hyper},
+            {"loss": loss},
+            state,
+            new,
+            title_of=title,
+            in_place=partial(_in_place, summed=math.prod(batch_shape)) if in_place else None,
+        )
+        self.set_grain(grain)
+
+    def set_grain(self, grain: str) -> None:
+        """Merge the step's tasks to another size; the state and every bit of the results stay the same.
+
+        Out of place the packs of the state change with the grain: set it before the first step.
+        """
+        self.recording.merge(groups_of(self.recording.unmerged, grain, layer_group))
+        self.grain = grain
+
+    def choose_grain(self, spans: Sequence[Span]) -> str:
+        """Set the finest grain whose tasks last long enough, from the kernel times of one step; return the finding."""
+        seconds: dict[Key, float] = {}
+        for span in spans:
+            seconds[span.key] = seconds.get(span.key, 0.0) + span.end - span.start
+        graph, means = self.recording.unmerged, {}
+        for grain in GRAINS:
+            group_of = groups_of(graph, grain, layer_group)
+            tasks = len({group_of(key) or key for key in seconds})
+            means[grain] = sum(seconds.values()) / tasks
+        enough = [grain for grain, mean in means.items() if mean >= LONG_ENOUGH]
+        self.set_grain(enough[0] if enough else GRAINS[-1])
+        return (
+            f"{self.grain}, tasks of {means[self.grain] * 1e3:.1f} ms ("
+            + ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())
+            + ")"
+        )
+
+    def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
+        """Zero moments beside the parameters, which are copied where they would be written over."""
+        values = {f"weight.{name}": value.copy() if self.in_place else value for name, value in parameters.items()}
+        for moment in ("m", "v"):
+            values |= {f"{moment}.{name}": np.zeros_like(value) for name, value in parameters.items()}
+        return State(self.recording.layout, self.recording.layout.pack(values))
 
     def __call__(
         self, scheduler: Runs, state: State, tokens: np.ndarray, targets: np.ndarray, steps: int
     ) -> tuple[float, State]:
         """Loss before the update, and the new state; `steps` is the length of the run (for the learning rate)."""
         hyper = hyper_parameters(self.optimizer, state.step, steps)
-        values = state.values | {"tokens": tokens, "targets": targets, "hyper": hyper}
-        results = self.recording.run(scheduler, values)
-        loss = float(scheduler.fetch(results.pop("loss"))[0])
-        return loss, State(dict(results), state.step + 1)
+        values = {"tokens": tokens, "targets": targets, "hyper": hyper}
+        handles, packs = self.recording.run(scheduler, values, state.packs)
+        loss = float(self.recording.output(scheduler, handles)["loss"])
+        return loss, State(state.layout, packs, state.step + 1)
 
 
 class Inference:
-    """A forward pass recorded once; its output is the mean "loss", the "logits" or the last "activations"."""
+    """What a model makes of a batch, recorded once for states of one layout.
+
+    wanted   any of "loss", "logits", "activations" (after the last layernorm) and "gradients" (one a parameter)
+    """
 
     def __init__(
         self,
         config: GPT2Config,
         batch_shape: tuple[int, int],
         chunk: tuple[int, int],
-        output: str,
+        layout: Layout,
+        wanted: tuple[str, ...],
         dtype: np.typing.DTypeLike = np.float32,
+        grain: str = "block",
     ) -> None:
+        outputs: Lazy = {}
         tape = Tape()
         tokens, targets = _batch_leaves(tape, batch_shape, chunk)
         weights = _parameter_leaves(tape, config, "weight", dtype)
-        self.output = output
-        leaves = {"tokens": tokens} | {f"weight.{name}": weight for name, weight in weights.items()}
-        if output == "loss":
-            leaves["targets"] = targets
-            result = mean_loss(tape, config, weights, tokens, targets)
-        else:
-            result = (logits if output == "logits" else transformer)(tape, config, weights, tokens)
-        self.recording = Recording(leaves, {output: result})
+        if "logits" in wanted:
+            outputs["logits"] = logits(Tape(), config, weights, tokens)
+        if "activations" in wanted:
+            outputs["activations"] = transformer(Tape(), config, weights, tokens)
+        if "loss" in wanted or "gradients" in wanted:
+            outputs["loss"] = mean_loss(tape, config, weights, tokens, targets)
+        if "gradients" in wanted:
+            outputs |= _gradients(tape, weights, outputs["loss"])
+        self.recording = Recording(
+            {"tokens": tokens, "targets": targets},
+            outputs,
+            {f"weight.{name}": weight for name, weight in weights.items()},
+            {},
+            title_of=title,
+            layout=layout,
+        )
+        self.recording.merge(groups_of(self.recording.unmerged, grain))
 
     def __call__(
-        self, scheduler: Runs, values: Mapping[str, np.ndarray | list[Any]], **batch: np.ndarray
-    ) -> np.ndarray:
-        """The output for the parameters among `values` and the batch (tokens=, targets=)."""
-        leaves = {name: values[name] for name in self.recording.leaves if name in values} | batch
-        results = self.recording.run(scheduler, leaves)
-        return self.recording.assemble(scheduler, self.output, results[self.output])
-
-
-class Gradients:
-    """Loss and gradients of a batch, recorded once."""
-
-    def __init__(
-        self,
-        config: GPT2Config,
-        batch_shape: tuple[int, int],
-        chunk: tuple[int, int],
-        dtype: np.typing.DTypeLike = np.float32,
-    ) -> None:
-        tape = Tape()
-        tokens, targets = _batch_leaves(tape, batch_shape, chunk)
-        weights = _parameter_leaves(tape, config, "weight", dtype)
-        loss = mean_loss(tape, config, weights, tokens, targets)
-        leaves = {"tokens": tokens, "targets": targets}
-        leaves |= {f"weight.{name}": weight for name, weight in weights.items()}
-        self.recording = Recording(leaves, {"loss": loss} | _gradients(tape, weights, loss))
-
-    def __call__(
-        self, scheduler: Runs, values: Mapping[str, np.ndarray | list[Any]], **batch: np.ndarray
+        self, scheduler: Runs, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """ "loss" and the gradient of every parameter, by name."""
-        results = self.recording.run(scheduler, dict(values) | batch)
-        return {name: self.recording.assemble(scheduler, name, held) for name, held in results.items()}
+        """The wanted arrays; gradients under their parameters' names. `targets` is needed for loss and gradients."""
+        values = {"tokens": tokens} | ({} if targets is None else {"targets": targets})
+        handles, _ = self.recording.run(scheduler, values, state.packs)
+        return self.recording.output(scheduler, handles)
 
 
 def loss_and_gradients(
@@ -159,6 +199,11 @@ def loss_and_gradients(
     }
     loss = mean_loss(tape, config, weights, tokens, targets)
     return loss, _gradients(tape, weights, loss)
+
+
+def _in_place(graph: Graph, summed: int) -> InPlace:
+    updates = [key for key in graph if layer_of(key) == "adamw" and len(key) == 1]
+    return update_in_place(graph, updates, adamw_inplace, summed)
 
 
 def _gradients(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:

@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
     preset(values.preset, **overrides)
     folder = RunFolder(run.out)
     dataset = open_dataset(data)
+    if values.preset == "tiny":
+        overrides = {"positions": data.sequence_length} | overrides
     config = model_config(values.preset, overrides, dataset.vocabulary, run.init)
     plan = Plan(config, dataset, data, optimizer, dataflow, run)
     initial = start_values(plan)
@@ -88,6 +90,7 @@ def sample_text(plan: Plan, result: Result) -> str:
             scheduler,
             encoding.encode("\n"),
             plan.run.sample_tokens,
+            context=plan.data.sequence_length,
             temperature=0.8,
             seed=plan.run.seed,
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from daskgpt.config import DataConfig, DataflowConfig, GPT2Config, OptimizerConfig, RunConfig, chunk_sizes, require
 from daskgpt.data.dataset import Dataset, batch, load_dataset, validation_batches
 from daskgpt.graph.replay import Runs
+from daskgpt.graph.spans import recorded_spans
 from daskgpt.kernels._jit import all_cached, compile_all
 from daskgpt.parameters import initial_parameters, parameter_count
 from daskgpt.run_folder import RunFolder, load
@@ -66,6 +68,17 @@ class Plan:
             },
             "Leave --vocabulary to the encoding.",
         )
+
+    def resolved(self) -> dict[str, Any]:
+        """Every configuration with nothing left to default or detection, by name."""
+        batch_chunk, sequence_chunk = self.chunk
+        return {
+            "model": self.config,
+            "data": replace(self.data, encoding=self.dataset.encoding_name),
+            "optimizer": self.optimizer,
+            "dataflow": replace(self.dataflow, batch_chunk=batch_chunk, sequence_chunk=sequence_chunk),
+            "run": self.run,
+        }
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -121,7 +134,7 @@ def start_values(plan: Plan, parameters: Mapping[str, np.ndarray] | None = None)
 def compile_kernels() -> None:
     """Compile what Numba has not cached yet, and say so: the first start on a machine takes longer."""
     if not all_cached(np.float32):
-        print("compiling kernels (first start on this machine, about half a minute) ...", flush=True)
+        print("compiling kernels (first start on this machine, about half a minute) ...", file=sys.stderr, flush=True)
     compile_all(np.float32)
 
 
@@ -130,20 +143,15 @@ def run_plan(
 ) -> Result:
     """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
     if folder:
-        folder.create(
-            {
-                "model": plan.config,
-                "data": plan.data,
-                "optimizer": plan.optimizer,
-                "dataflow": plan.dataflow,
-                "run": plan.run,
-            }
-        )
-    state, losses, validation = State.initial(parameters), [], math.nan
+        folder.create(plan.resolved())
+    losses: list[float] = []
+    validation = math.nan
+    step = training_step(plan, scheduler)
+    state = step.initial(parameters)
     start = time.perf_counter()
     bar = tqdm(total=plan.run.steps, unit="step", dynamic_ncols=True, smoothing=0.05)
     try:
-        for latest, metrics in _steps(plan, scheduler, state):
+        for latest, metrics in _steps(plan, scheduler, step, state):
             state = latest
             losses.append(metrics["loss"])
             validation = metrics.get("validation_loss", validation)
@@ -162,15 +170,14 @@ def run_plan(
     return result
 
 
-def _steps(plan: Plan, scheduler: Runs, state: State) -> Iterator[tuple[State, dict[str, Any]]]:
+def _steps(plan: Plan, scheduler: Runs, step: TrainingStep, state: State) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
-    step = TrainingStep(plan.config, plan.batch_shape, plan.chunk, plan.optimizer)
-    validate = Inference(plan.config, plan.batch_shape, plan.chunk, "loss")
+    validate = Inference(plan.config, plan.batch_shape, plan.chunk, state.layout, ("loss",))
     size = {"batch_size": plan.data.batch_size, "sequence_length": plan.data.sequence_length}
     for number in range(plan.run.steps):
         start = time.perf_counter()
         tokens, targets = batch(plan.dataset.training, **size, seed=plan.run.seed, step=number)
-        loss, state = step(scheduler, state, tokens, targets, plan.run.steps)
+        loss, state = run_step(plan, scheduler, step, state, (tokens, targets))
         seconds = time.perf_counter() - start
         metrics = {"step": number, "loss": loss, "tokens_per_s": round(tokens.size / seconds, 1)}
         last = number + 1 == plan.run.steps
@@ -179,11 +186,34 @@ def _steps(plan: Plan, scheduler: Runs, state: State) -> Iterator[tuple[State, d
         yield state, metrics
 
 
+def training_step(plan: Plan, scheduler: Runs) -> TrainingStep:
+    """The step of a plan. With grain auto it starts as single kernels, to be measured, where that can change later."""
+    grain = plan.dataflow.grain
+    if grain == "auto":
+        # A cluster's task costs milliseconds, whatever the kernels do: there the tasks are large from the start.
+        grain = "kernel" if scheduler.in_place else "block"
+    return TrainingStep(
+        plan.config, plan.batch_shape, plan.chunk, plan.optimizer, grain=grain, in_place=scheduler.in_place
+    )
+
+
+def run_step(
+    plan: Plan, scheduler: Runs, step: TrainingStep, state: State, batch: tuple[np.ndarray, np.ndarray]
+) -> tuple[float, State]:
+    """One step; with grain auto, the first one is measured and decides how the tasks of the others are merged."""
+    if plan.dataflow.grain != "auto" or step.grain != "kernel":
+        return step(scheduler, state, *batch, plan.run.steps)
+    with recorded_spans() as spans:
+        result = step(scheduler, state, *batch, plan.run.steps)
+    tqdm.write(f"grain      {step.choose_grain(spans)}")
+    return result
+
+
 def validation_loss(plan: Plan, scheduler: Runs, inference: Inference, state: State) -> float:
     """Mean loss over fixed, evenly spread windows of the held-out text."""
     size = {"batch_size": plan.data.batch_size, "sequence_length": plan.data.sequence_length}
     batches = validation_batches(plan.dataset.validation, **size, count=plan.run.validation_batches)
-    losses = [float(inference(scheduler, state.values, tokens=x, targets=y)) for x, y in batches]
+    losses = [float(inference(scheduler, state, x, y)["loss"]) for x, y in batches]
     return sum(losses) / len(losses)
 
 
@@ -201,7 +231,7 @@ def describe(plan: Plan, scheduler: Runs) -> str:
             f"model      {parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
             f"vocabulary {c.vocabulary}, positions {c.positions}",
             f"data       {plan.dataset.description}",
-            f"batch      {batch_size} sequences of {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
+            f"batch      {batch_size} x {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
             f"scheduler  {getattr(scheduler, 'description', scheduler)}",
         )
     )

@@ -12,7 +12,7 @@ from daskgpt.formats.llmc import read_debug_state, read_model
 from daskgpt.kernels._jit import compile_all
 from daskgpt.parameters import PARAMETERS
 from daskgpt.schedulers import open_scheduler
-from daskgpt.step import Gradients, Inference
+from daskgpt.step import Inference, State
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
 # another order than the float64 reference's differ by a few 1e-6.
@@ -57,13 +57,14 @@ def compare(model: str, debug_state: str, dataflow: DataflowConfig, precision: s
     dtype = np.dtype(precision)
     shape = state.tokens.shape
     chunk = chunk_sizes(DataConfig(batch_size=shape[0], sequence_length=shape[1]), dataflow)
-    values = {f"weight.{name}": value.astype(dtype) for name, value in parameters.items()}
+    weights = State.of_weights({name: value.astype(dtype) for name, value in parameters.items()})
+    wanted = ("logits", "loss", "gradients")
     compile_all(dtype)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
-        logits = Inference(config, shape, chunk, "logits", dtype)(scheduler, values, tokens=state.tokens)
-        found = Gradients(config, shape, chunk, dtype)(scheduler, values, tokens=state.tokens, targets=state.targets)
+        inference = Inference(config, shape, chunk, weights.layout, wanted, dtype)
+        found = inference(scheduler, weights, state.tokens, state.targets)
     rows = [
-        _comparison("logits", logits[..., : config.vocabulary], state.logits),
+        _comparison("logits", found["logits"][..., : config.vocabulary], state.logits),
         _comparison("loss", found["loss"], np.array(state.loss)),
     ]
     for row in PARAMETERS:

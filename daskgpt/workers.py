@@ -8,6 +8,7 @@ import numpy as np
 from distributed import WorkerPlugin
 from threadpoolctl import threadpool_limits
 
+from daskgpt.allocator import keep_memory
 from daskgpt.kernels._jit import compile_all
 
 
@@ -19,6 +20,7 @@ class PrepareWorker(WorkerPlugin):
     def setup(self, worker: Any) -> None:
         self.limits = threadpool_limits(limits=1, user_api="blas")
         compile_all(np.float32)
+        keep_memory()
 
     def teardown(self, worker: Any) -> None:
         self.limits.restore_original_limits()

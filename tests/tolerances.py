@@ -1,12 +1,15 @@
-"""The one table of tolerances: keyword arguments of numpy.testing.assert_allclose or pytest.approx, each with its reason."""
+"""The one table of tolerances: arguments of numpy.testing.assert_allclose or pytest.approx, each with its reason."""
 
 TOLERANCES: dict[str, dict[str, float]] = {
-    # A central difference of step 1e-6 in float64: truncation 1e-12 and rounding 1e-16 / 1e-6, times sums of some hundred.
+    # A central difference of step 1e-6 in float64: truncation 1e-12, rounding 1e-16 / 1e-6, sums of some hundred.
     "numeric derivative": {"rel": 1e-6, "abs": 1e-7},
     # float32 sums in another order: some hundred terms of relative error 6e-8 each, against the largest magnitude.
     "chunkings": {"rtol": 2e-5, "atol": 2e-6},
     # The same through a whole model and three updates.
     "chunkings, whole model": {"rtol": 2e-5},
+    # One kernel beside its formula: sums of up to a hundred terms of 1e-16 (6e-8) each, values up to 10.
+    "kernel float64": {"rtol": 1e-12, "atol": 1e-12},
+    "kernel float32": {"rtol": 1e-5, "atol": 1e-5},
     # Ten float32 AdamW steps beside ten float64 ones; the rules of decay differ by 6e-5 at the end.
     "golden losses": {"rtol": 2e-5},
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import DataNode, GraphNode, Task
+from dask._task_spec import DataNode, GraphNode, List, Task, TaskRef
 from dask.array.core import slices_from_chunks
 from dask.highlevelgraph import HighLevelGraph
 
@@ -16,7 +16,8 @@ Key = tuple[Any, ...]
 Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
 
-__all__ = ["Graph", "GraphNode", "Key", "Task", "array_of", "graph_of", "keys_of", "pieces", "renamed", "with_leaves"]
+__all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
+__all__ += ["combined", "only", "pieces", "reference", "renamed", "task", "with_leaves"]
 
 
 def keys_of(array: da.Array) -> list[Key]:
@@ -59,3 +60,43 @@ def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:
 def renamed(graph: Graph, new: Mapping[Key, Key]) -> Graph:
     """The graph under other keys; keys that `new` does not name stay."""
     return {new.get(key, key): node.substitute(new, key=new.get(key, key)) for key, node in graph.items()}
+
+
+def is_leaf(node: GraphNode) -> bool:
+    """Whether a node is data, and no task."""
+    return isinstance(node, DataNode)
+
+
+def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any, list[Any]]:
+    """A task's function and its arguments, nested lists and all, with something else standing for each dependency."""
+
+    def resolved(argument: Any) -> Any:
+        if isinstance(argument, TaskRef):
+            return standing_for[argument.key]
+        if isinstance(argument, List):
+            return [resolved(item) for item in argument.args]
+        raise TypeError(f"arguments_of: a task takes chunks and lists; got argument={argument!r}. Use blocks.apply.")
+
+    assert isinstance(node, Task)
+    return node.func, [resolved(argument) for argument in node.args]
+
+
+def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:
+    """A task that calls `function` with the results of other tasks."""
+    return Task(key, function, *(TaskRef(dependency) for dependency in dependencies))
+
+
+def combined(key: Key, function: Any, arguments: Iterable[Any]) -> GraphNode:
+    """A task of `function` (a kernel call) with arguments of other tasks, lists and references as they are."""
+    return Task(key, function, *arguments)
+
+
+def reference(key: Key) -> Any:
+    """The result of a task, as an argument."""
+    return TaskRef(key)
+
+
+def only(argument: Any) -> Key:
+    """The one task that an argument names, however deep in lists."""
+    (key,) = (argument.key,) if isinstance(argument, TaskRef) else argument.dependencies
+    return key

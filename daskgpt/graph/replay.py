@@ -2,55 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import dask.array as da
 import numpy as np
 
+from daskgpt.graph.grain import GroupOf, merge
+from daskgpt.graph.inplace import InPlace
 from daskgpt.graph.nodes import Graph, Key, graph_of, keys_of, pieces
+from daskgpt.graph.program import Place
+
+STATE = "state"
 
 
 class Runs(Protocol):
     """What a scheduler offers a recording."""
 
+    description: str
+    in_place: bool
+
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
         """Results of `keys`, left where they were made."""
         ...
 
-    def fetch(self, results: list[Any]) -> list[np.ndarray]:
-        """The results here, as arrays."""
+    def fetch(self, results: list[Any]) -> list[Any]:
+        """The results here."""
         ...
 
 
-class Recording:
-    """The graph that leads from named leaf arrays to named outputs.
+@dataclass(frozen=True)
+class Layout:
+    """How the state of a run is packed: one tuple of arrays for each task that updates them."""
 
-    Building and optimising the arrays of a step takes as long as running it, so it is done once. A leaf takes either an
-    array, which is cut into the leaf's chunks, or the list of results that an output of an earlier run returned.
+    packs: tuple[tuple[str, ...], ...]
+
+    def pack(self, values: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, ...]]:
+        """The packs of whole arrays by name."""
+        return [tuple(values[name] for name in names) for names in self.packs]
+
+    def unpack(self, packs: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
+        """The arrays by name."""
+        return {name: array for names, pack in zip(self.packs, packs) for name, array in zip(names, pack)}
+
+    def places(self) -> dict[str, Place]:
+        """Where each array is found."""
+        return {name: Place((STATE, n), i) for n, names in enumerate(self.packs) for i, name in enumerate(names)}
+
+
+class Recording:
+    """The graph that leads from named input arrays to named outputs, merged into tasks of the wanted size.
+
+    Building the arrays of a step and merging their tasks takes as long as running it, so it is done once. An input is
+    either data of one run (`values`: whole arrays, cut into the input's chunks) or *state*: single-chunk arrays that
+    stay where the scheduler keeps them, packed as `layout` says, and are replaced by results of the run.
     """
 
-    def __init__(self, leaves: Mapping[str, da.Array], outputs: Mapping[str, da.Array]) -> None:
-        self.leaves, self.outputs = dict(leaves), dict(outputs)
-        self.keys = {name: keys_of(array) for name, array in outputs.items()}
-        self.graph = graph_of(outputs.values())
+    def __init__(
+        self,
+        inputs: Mapping[str, da.Array],
+        outputs: Mapping[str, da.Array],
+        state: Mapping[str, da.Array],
+        updated: Mapping[str, da.Array],
+        *,
+        title_of: Callable[[Sequence[Key]], str],
+        layout: Layout | None = None,
+        in_place: Callable[[Graph], InPlace] | None = None,
+    ) -> None:
+        """updated   state name -> its new value; empty where a run leaves the state as it is
+        title_of  names a merged task
+        layout    of the state; None where the tasks that update it decide
+        in_place  rewrites the graph so that the state's arrays are written over; None: they are replaced
+        """
+        self.inputs, self.outputs, self.title_of = dict(inputs), dict(outputs), title_of
+        self.unmerged = graph_of([*outputs.values(), *updated.values()])
+        self._leaves = {name: keys_of(array)[0] for name, array in state.items()}
+        self._results = {name: keys_of(array)[0] for name, array in updated.items()}
+        self._given_layout = layout
+        self._written, self._after = list(self._results.values()), {}
+        if in_place:
+            rewritten = in_place(self.unmerged)
+            self.unmerged, self._written, self._after = rewritten.graph, rewritten.updates, rewritten.after
+            self._results, self._given_layout = {}, Layout((tuple(state),))
 
-    def run(self, scheduler: Runs, values: Mapping[str, np.ndarray | list[Any]]) -> dict[str, list[Any]]:
-        """One run; the results of each output, a list with one entry a chunk."""
-        data: dict[Key, Any] = {}
+    def merge(self, group_of: GroupOf) -> None:
+        """Make the tasks of a run from groups of the unmerged ones. It can be done again with other groups."""
+        leaves, results = self._leaves, self._results
+        packs = {group: (STATE, n) for n, group in enumerate(dict.fromkeys(map(group_of, results.values())))}
+        carried = {leaves[name]: (packs[group_of(result)], result) for name, result in results.items()}
+        given = self._given_layout.places() if self._given_layout else {}
+        places = {leaves[name]: place for name, place in given.items() if name in leaves}
+        keys = {name: keys_of(array) for name, array in self.outputs.items()}
+        wanted = [*(key for own in keys.values() for key in own), *self._written]
+        merged = merge(self.unmerged, group_of, self.title_of, wanted, places, carried, self._after)
+        self.graph = merged.graph
+        self.places = {name: [merged.places[key] for key in own] for name, own in keys.items()}
+        self.layout = self._given_layout or _layout({name: merged.places[key] for name, key in results.items()})
+        self._updates = list(dict.fromkeys(merged.places[key].key for key in self._written))
+        if results:  # in the order of the packs
+            self._updates = [merged.places[results[names[0]]].key for names in self.layout.packs]
+
+    def run(
+        self, scheduler: Runs, values: Mapping[str, np.ndarray], packs: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """One run: handles of the outputs for `output`, and the packs of the new state."""
+        data: dict[Key, Any] = {(STATE, number): pack for number, pack in enumerate(packs)}
         for name, value in values.items():
-            leaf = self.leaves[name]
-            data |= (
-                pieces(leaf, value) if isinstance(value, np.ndarray) else dict(zip(keys_of(leaf), value, strict=True))
-            )
-        flat = [key for keys in self.keys.values() for key in keys]
-        results = iter(scheduler.run(self.graph, data, flat))
-        return {name: [next(results) for _ in keys] for name, keys in self.keys.items()}
+            data |= pieces(self.inputs[name], value)
+        keys = list(dict.fromkeys(place.key for places in self.places.values() for place in places))
+        results = scheduler.run(self.graph, data, keys + self._updates)
+        return results[: len(keys)], results[len(keys) :] if self._results else list(packs)
 
-    def assemble(self, scheduler: Runs, name: str, results: list[Any]) -> np.ndarray:
-        """The whole array of an output from the results of its chunks."""
-        array = self.outputs[name]
-        whole = np.empty(array.shape, array.dtype)
-        for piece, chunk in zip(pieces(array, whole).values(), scheduler.fetch(results)):
-            piece[...] = chunk
-        return whole
+    def output(self, scheduler: Runs, handles: list[Any]) -> dict[str, np.ndarray]:
+        """The outputs as whole arrays."""
+        keys = dict.fromkeys(place.key for places in self.places.values() for place in places)
+        results = dict(zip(keys, scheduler.fetch(handles)))
+        arrays = {}
+        for name, places in self.places.items():
+            array = self.outputs[name]
+            arrays[name] = np.empty(array.shape, array.dtype)
+            for piece, place in zip(pieces(array, arrays[name]).values(), places):
+                piece[...] = results[place.key] if place.number is None else results[place.key][place.number]
+        return arrays
+
+
+def _layout(places: Mapping[str, Place]) -> Layout:
+    """A pack for each task that updates state, in the order of its results."""
+    packs: dict[Key, list[str]] = {}
+    for name in sorted(places, key=lambda name: places[name].number or 0):
+        packs.setdefault(places[name].key, []).append(name)
+    tasks = dict.fromkeys(place.key for place in places.values())
+    return Layout(tuple(tuple(packs[key]) for key in tasks))

@@ -1,9 +1,10 @@
 """The one decorator of the private Numba functions behind the kernels, and the registry that compiles them all.
 
-A kernel is written once and compiled twice, for float32 and for float64, at its first call with each. The two are separate functions for
-Numba's disk cache, because a cached function with a single signature cannot be mixed up by processes that write the cache at the same time
-(numba#4807). Their names carry a fingerprint of this folder's source, the processor and the Numba version: a kernel that includes a helper
-of another file is compiled again when that file changes, and machines that share a folder do not overwrite each other's code.
+A kernel is written once and compiled twice, for float32 and for float64, at its first call with each. The two are
+separate functions for Numba's cache on disk, because a cached function with a single signature cannot be mixed up by
+processes that write the cache at the same time (numba#4807). Their names carry two fingerprints: one of the processor
+and the Numba version, so that machines that share a folder do not overwrite each other's code, and one of the source
+in this folder, because Numba does not see that a helper in another file changed.
 """
 
 import functools
@@ -28,21 +29,21 @@ _ANY = "any"
 
 KERNELS: list["Kernel"] = []
 
+# Decorators of small functions that kernels include; they are compiled into each kernel that calls them.
 helper = numba.njit(**_OPTIONS, forceinline=True)
-helper.__doc__ = (
-    "Decorator of small functions that kernels include; they are compiled into each kernel that calls them."
-)
+# The same without any freedom for the compiler: one rounding an operation, as written, the same bits in every kernel.
+exact_helper = numba.njit(**_OPTIONS | {"fastmath": False}, forceinline=True)
 
 
 @intrinsic
-def wide_vectors(typing_context):
+def wide_vectors(typing_context: Any) -> Any:
     """Let LLVM use 512-bit vectors in the function that calls this, where the processor has them.
 
     LLVM's choice for these processors is 256 bits. Kernels bound by arithmetic (exp) run a fifth faster with 512,
     plain sums a tenth slower.
     """
 
-    def generate(context, builder, signature, arguments):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # llvmlite knows no attributes with a value, but writes whatever the set holds.
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
@@ -56,18 +57,23 @@ def _numba_type(word: str, real: Any) -> Any:
         return numba.int64
     if word == "f":
         return real
-    element = numba.int32 if word[0] == "i" else real
-    return numba.types.Array(element, int(word[1:]), "C", readonly=word[0] != "w")
+    element = {"i": numba.int32, "h": numba.uint16, "H": numba.uint16}.get(word[0], real)
+    return numba.types.Array(element, int(word[1:]), "C", readonly=word[0] not in "wH")
 
 
 @functools.cache
-def _fingerprint() -> str:
-    digest = hashlib.sha256(numba.__version__.encode())
-    digest.update(llvmlite.binding.get_host_cpu_name().encode())
-    digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
+def _machine_fingerprint() -> str:
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    text = f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@functools.cache
+def _source_fingerprint() -> str:
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:8]
 
 
 class Kernel:
@@ -87,32 +93,42 @@ class Kernel:
         try:
             return compiled(*arguments)
         except TypeError as error:
-            found = ", ".join(f"{value.dtype}" for value in arguments if isinstance(value, np.ndarray))
+            found = ", ".join(str(value.dtype) for value in arguments if isinstance(value, np.ndarray))
             raise TypeError(
-                f"{self.name}: float arrays must have one dtype and tokens, targets and positions int32; got dtypes={found}. "
+                f"{self.name}: float arrays must have one dtype, index arrays int32; got dtypes={found}. "
                 "Convert them first."
             ) from error
 
+    def kind_of(self, dtype: Any) -> str:
+        """The version of this kernel that serves `dtype`."""
+        return _ANY if self._witness is None else np.dtype(dtype).char
+
     def compile(self, kind: str) -> Any:
-        """Compile for dtype character `kind`, or load it from the cache on disk; later calls return the same function."""
+        """Compile one version, or load it from the cache on disk; later calls return the same function."""
         dispatcher = self._compiled.get(kind)
         if dispatcher is None:
             dispatcher = self._dispatcher(kind)
             dispatcher.compile(tuple(_numba_type(word, _FLOATS.get(kind)) for word in self.words))
             dispatcher.disable_compile()
             self._compiled[kind] = dispatcher
+            stats = dispatcher.stats
+            if stats.cache_misses and stats.cache_path is not None:
+                self._remove_outdated(kind, Path(stats.cache_path))
         return dispatcher
 
     def is_cached(self, kind: str) -> bool:
-        """Whether the cache on disk has an index for dtype character `kind`; nothing is compiled."""
+        """Whether the cache on disk lists this version; nothing is compiled."""
         if kind in self._compiled:
             return True
-        folder = self._dispatcher(kind)._cache.cache_path
-        return folder is not None and any(Path(folder).glob(f"*{self._variant(kind)}-*.nbi"))
+        folder = self._dispatcher(kind).stats.cache_path
+        return folder is not None and any(Path(folder).glob(f"*.{self._variant(kind)}-*.nbi"))
+
+    def _stem(self, kind: str) -> str:
+        dtype = _ANY if kind == _ANY else np.dtype(kind).name
+        return f"{self.function.__qualname__}_{dtype}_{_machine_fingerprint()}_"
 
     def _variant(self, kind: str) -> str:
-        dtype = _ANY if kind == _ANY else np.dtype(kind).name
-        return f"{self.function.__qualname__}_{dtype}_{_fingerprint()}"
+        return self._stem(kind) + _source_fingerprint()
 
     def _dispatcher(self, kind: str) -> Any:
         if kind != _ANY and kind not in _FLOATS:
@@ -123,18 +139,23 @@ class Kernel:
         copy.__qualname__, copy.__module__ = copy.__name__, self.function.__module__
         try:
             return numba.njit(**_OPTIONS, cache=True)(copy)
-        except RuntimeError:  # no folder can be written: compile in every process
+        except RuntimeError:  # no folder can be written: every process compiles for itself
             return numba.njit(**_OPTIONS)(copy)
 
-    def kinds(self, dtype: Any) -> str:
-        return _ANY if self._witness is None else np.dtype(dtype).char
+    def _remove_outdated(self, kind: str, folder: Path) -> None:
+        """Remove this machine's code of older source; a process that still runs it has it in memory."""
+        module = self.function.__module__.rpartition(".")[2]
+        for path in folder.glob(f"{module}.{self._stem(kind)}*"):
+            if self._variant(kind) not in path.name:
+                path.unlink(missing_ok=True)
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Decorator of a private Numba function: `kernel("r2 r1 w2 n f")` says what its arguments are.
 
-    r = float array that is read, w = float array that is written, i = int32 array that is read, each with its number of dimensions and
-    contiguous; n = whole number; f = number of the arrays' dtype. Arrays that are read may be read-only.
+    r = float array that is read, w = float array that is written, i = int32 array that is read, each with its number
+    of dimensions and contiguous; n = whole number; f = number of the arrays' dtype. Arrays that are read may be read-
+    only.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:
@@ -159,9 +180,9 @@ def compile_all(dtype: Any) -> None:
     A program calls this once before it starts other processes: they then only read the cache.
     """
     for each in _all_kernels():
-        each.compile(each.kinds(dtype))
+        each.compile(each.kind_of(dtype))
 
 
 def all_cached(dtype: Any) -> bool:
     """Whether the cache on disk holds every kernel for `dtype`, so that compile_all will take little time."""
-    return all(each.is_cached(each.kinds(dtype)) for each in _all_kernels())
+    return all(each.is_cached(each.kind_of(dtype)) for each in _all_kernels())

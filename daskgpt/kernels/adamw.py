@@ -6,41 +6,48 @@ from typing import Any
 import numpy as np
 
 from daskgpt.kernels._arrays import check_output, check_shape
-from daskgpt.kernels._jit import helper, kernel
+from daskgpt.kernels._jit import exact_helper, kernel
 
-# So much of every array stays in the first cache between the three short loops. They are short because LLVM gives up on vector code
-# for one loop over seven arrays: it would have to prove too many of them apart.
+# So much of every array stays in the first cache between the three short loops. They are short because LLVM gives up
+# on vector code for one loop over seven arrays: it would have to prove too many of them apart.
 _PIECE = 1024
 
 
-@helper
-def _update(
-    weight, gradient, m, v, new_weight, new_m, new_v, rate, m_scale, v_scale, beta1, keep1, beta2, keep2, eps, decay
-):
-    size = weight.size
-    for first in range(0, size, _PIECE):
-        last = min(first + _PIECE, size)
-        for i in range(first, last):
-            new_m[i] = beta1 * m[i] + keep1 * gradient[i]
-        for i in range(first, last):
-            new_v[i] = beta2 * v[i] + keep2 * gradient[i] * gradient[i]
-        for i in range(first, last):
-            step = new_m[i] * m_scale / (math.sqrt(new_v[i] * v_scale) + eps)
-            new_weight[i] = weight[i] - rate * (step + decay * weight[i])
+# Exact, so that the step in place has the bits of the step into new arrays.
+@exact_helper
+def _new_moment(moment, value, beta, keep):
+    return beta * moment + keep * value
+
+
+@exact_helper
+def _new_weight(weight, m, v, rate, m_scale, v_scale, eps, decay):
+    return weight - rate * (m * m_scale / (math.sqrt(v * v_scale) + eps) + decay * weight)
 
 
 @kernel("r1 r1 r1 r1 w1 w1 w1 f f f f f f f f f")
 def _adamw(
     weight, gradient, m, v, new_weight, new_m, new_v, rate, m_scale, v_scale, beta1, keep1, beta2, keep2, eps, decay
 ):
-    _update(
-        weight, gradient, m, v, new_weight, new_m, new_v, rate, m_scale, v_scale, beta1, keep1, beta2, keep2, eps, decay
-    )
+    for first in range(0, weight.size, _PIECE):
+        piece = slice(first, first + _PIECE)
+        w, g, m0, v0 = weight[piece], gradient[piece], m[piece], v[piece]
+        w1, m1, v1 = new_weight[piece], new_m[piece], new_v[piece]
+        for i in range(w.size):
+            m1[i] = _new_moment(m0[i], g[i], beta1, keep1)
+        for i in range(w.size):
+            v1[i] = _new_moment(v0[i], g[i] * g[i], beta2, keep2)
+        for i in range(w.size):
+            w1[i] = _new_weight(w[i], m1[i], v1[i], rate, m_scale, v_scale, eps, decay)
 
 
 @kernel("w1 r1 w1 w1 f f f f f f f f f")
 def _adamw_inplace(weight, gradient, m, v, rate, m_scale, v_scale, beta1, keep1, beta2, keep2, eps, decay):
-    _update(weight, gradient, m, v, weight, m, v, rate, m_scale, v_scale, beta1, keep1, beta2, keep2, eps, decay)
+    for i in range(weight.size):
+        new_m = _new_moment(m[i], gradient[i], beta1, keep1)
+        new_v = _new_moment(v[i], gradient[i] * gradient[i], beta2, keep2)
+        m[i] = new_m
+        v[i] = new_v
+        weight[i] = _new_weight(weight[i], new_m, new_v, rate, m_scale, v_scale, eps, decay)
 
 
 def _scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
@@ -67,8 +74,10 @@ def adamw(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One AdamW step with decoupled decay, into new arrays.
 
-    m' = beta1 m + (1 - beta1) g;  v' = beta2 v + (1 - beta2) g²;  weight' = weight - rate (m̂ / (sqrt(v̂) + eps) + weight_decay weight)
-    m̂ = m' / (1 - beta1^step);  v̂ = v' / (1 - beta2^step);  hyper = [rate, 1 - beta1^step, 1 - beta2^step]
+    m' = beta1 m + (1 - beta1) g;  m̂ = m' / (1 - beta1^step)
+    v' = beta2 v + (1 - beta2) g²;  v̂ = v' / (1 - beta2^step)
+    weight' = weight - rate (m̂ / (sqrt(v̂) + eps) + weight_decay weight)
+    hyper = [rate, 1 - beta1^step, 1 - beta2^step]
 
     Shapes   weight, gradient, m, v of one shape, hyper (3,) float64 -> weight', m', v'
     Dtype    float32 or float64, one for all but hyper

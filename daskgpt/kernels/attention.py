@@ -1,8 +1,9 @@
 """Causal self-attention of whole sequences, and its gradient.
 
-Both walk over blocks of query rows. A block's scores against all keys up to its diagonal are one matrix product, the mask is where the
-loops over a row end, and the scratch for a block of scores is all that is held beside the arrays: O(T), never (T, T). The forward keeps one
-number a row, the logarithm of the sum of exponentials, from which the backward computes the probabilities again.
+Both walk over blocks of query rows. A block's scores against all keys up to its diagonal are one matrix product, the
+mask is where the loops over a row end, and the scratch for a block of scores is all that is held beside the arrays:
+O(T), never (T, T). The forward keeps one number a row, the logarithm of the sum of exponentials, from which the
+backward computes the probabilities again.
 """
 
 import math
@@ -12,146 +13,167 @@ import numpy as np
 from daskgpt.kernels._arrays import check_shape
 from daskgpt.kernels._jit import helper, kernel, wide_vectors
 from daskgpt.kernels.blas import address_of, gemm, gemm_address
-from daskgpt.kernels.vector_math import exp
+from daskgpt.kernels.vector_math import exp, maximum
 
-# Query rows of a block. More make better matrix products, fewer compute less beyond the diagonal.
-_ROWS = 64
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16
 
 
 @helper
+def _transpose(x, sequence, column, out):
+    """The columns of one head as rows: out[c, j] = x[sequence, j, column + c]."""
+    for first in range(0, x.shape[1], 16):
+        last = min(first + 16, x.shape[1])
+        for c in range(out.shape[0]):
+            for j in range(first, last):
+                out[c, j] = x[sequence, j, column + c]
+
+
+@helper
 def _softmax(scores, row, limit, last, scale):
-    """exp(scale (score - maximum)) of one row up to `limit`, zero from there to `last`; return scale * maximum and the sum."""
+    """exp(scale (score - maximum)) of one row up to `limit`, then zeros; returns scale * maximum and the sum.
+
+    The exponentials run on to `last`, the end of the block: no remainder for the vector code, and cheaper than
+    stopping in time.
+    """
     real = scores.dtype.type
-    top = scores[row, 0]
-    for j in range(1, limit):
-        top = max(top, scores[row, j])
-    top *= scale
-    total = real(0)
-    for j in range(limit):
-        e = exp(scale * scores[row, j] - top)
-        scores[row, j] = e
-        total += e
+    top = scale * maximum(scores[row, :limit])
+    for j in range(last):
+        scores[row, j] = exp(scale * scores[row, j] - top)
     for j in range(limit, last):
         scores[row, j] = 0
+    total = real(0)
+    for j in range(limit):
+        total += scores[row, j]
     return top, total
 
 
-@kernel("n r3 n w3 w3 w2")
-def _forward(blas, qkv, heads, y, logsumexp, scores):
+@kernel("n r3 n w3 w3 w2 w2 w1")
+def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses):
     wide_vectors()
     real = y.dtype.type
     one, zero = real(1), real(0)
     tokens, channels = y.shape[1], y.shape[2]
-    head_size = channels // heads
-    ld, gap, size = 3 * channels, scores.shape[1], y.itemsize
-    scale = one / real(math.sqrt(head_size))
-    block, p = scores.shape[0], address_of(scores)
+    hs = channels // heads
+    ld, lds, size = 3 * channels, scores.shape[1], y.itemsize
+    scale = one / real(math.sqrt(hs))
+    block, s, kt = scores.shape[0], address_of(scores), address_of(k_transposed)
     for sequence in range(y.shape[0]):
-        for head in range(heads):
-            q = address_of(qkv) + (sequence * tokens * ld + head * head_size) * size
-            k, v = q + channels * size, q + 2 * channels * size
-            column = head * head_size
+        for column in range(0, channels, hs):
+            q = address_of(qkv) + (sequence * tokens * ld + column) * size
+            v = q + 2 * channels * size
+            _transpose(qkv, sequence, channels + column, k_transposed)
             for first in range(0, tokens, block):
                 last = min(first + block, tokens)
                 n = last - first
-                gemm(blas, 0, 1, n, last, head_size, one, q + first * ld * size, ld, k, ld, zero, p, gap)
-                out = address_of(y) + ((sequence * tokens + first) * channels + column) * size
+                gemm(blas, 0, 0, n, last, hs, one, q + first * ld * size, ld, kt, lds, zero, s, lds)
                 for i in range(n):
                     top, total = _softmax(scores, i, first + i + 1, last, scale)
-                    logsumexp[sequence, head, first + i] = top + real(math.log(total))
-                    inverse = one / total
-                    for j in range(last):
-                        scores[i, j] *= inverse
-                gemm(blas, 0, 0, n, head_size, last, one, p, gap, v, ld, zero, out, channels)
+                    logsumexp[sequence, column // hs, first + i] = top + real(math.log(total))
+                    inverses[i] = one / total
+                out = address_of(y) + ((sequence * tokens + first) * channels + column) * size
+                gemm(blas, 0, 0, n, hs, last, one, s, lds, v, ld, zero, out, channels)
+                for i in range(n):
+                    for c in range(column, column + hs):
+                        y[sequence, first + i, c] *= inverses[i]
 
 
 @helper
-def _score_gradients(probabilities, gradients, row, limit, last, scale, logsumexp, delta):
-    """Scores -> probabilities, their gradients -> the scores' gradients, of one row up to `limit`; zero from there to `last`."""
-    for j in range(limit):
-        p = exp(scale * probabilities[row, j] - logsumexp)
-        probabilities[row, j] = p
+def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp, delta):
+    """Scores -> probabilities, their gradients -> the scores' gradients, of one row up to `limit`; then zeros."""
+    for j in range(last):
+        p = exp(scale * scores[row, j] - logsumexp)
+        scores[row, j] = p
         gradients[row, j] = scale * p * (gradients[row, j] - delta)
     for j in range(limit, last):
-        probabilities[row, j] = 0
+        scores[row, j] = 0
         gradients[row, j] = 0
 
 
-@kernel("n r3 r3 r3 r3 n w3 w2 w2")
-def _backward(blas, dy, qkv, y, logsumexp, heads, dqkv, probabilities, gradients):
+@kernel("n r3 r3 r3 r3 n w3 w2 w2 w2 w2")
+def _backward(blas, dy, qkv, y, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed):
     """The last block of queries comes first: it meets every key, so its products start the sums of dk and dv."""
     wide_vectors()
     real = y.dtype.type
     one, zero = real(1), real(0)
     tokens, channels = y.shape[1], y.shape[2]
-    head_size = channels // heads
-    ld, gap, size = 3 * channels, probabilities.shape[1], y.itemsize
-    scale = one / real(math.sqrt(head_size))
-    block, p, ds = probabilities.shape[0], address_of(probabilities), address_of(gradients)
+    hs = channels // heads
+    ld, lds, size = 3 * channels, scores.shape[1], y.itemsize
+    scale = one / real(math.sqrt(hs))
+    block, s, ds = scores.shape[0], address_of(scores), address_of(gradients)
+    kt, vt = address_of(k_transposed), address_of(v_transposed)
     for sequence in range(y.shape[0]):
-        for head in range(heads):
-            offset = (sequence * tokens * ld + head * head_size) * size
+        for column in range(0, channels, hs):
+            offset = (sequence * tokens * ld + column) * size
             q, dq = address_of(qkv) + offset, address_of(dqkv) + offset
-            k, v, dk, dv = q + channels * size, q + 2 * channels * size, dq + channels * size, dq + 2 * channels * size
-            column = head * head_size
+            k, dk, dv = q + channels * size, dq + channels * size, dq + 2 * channels * size
+            _transpose(qkv, sequence, channels + column, k_transposed)
+            _transpose(qkv, sequence, 2 * channels + column, v_transposed)
             for first in range((tokens - 1) // block * block, -1, -block):
                 last = min(first + block, tokens)
                 n = last - first
                 down = first * ld * size
                 d_out = address_of(dy) + ((sequence * tokens + first) * channels + column) * size
-                gemm(blas, 0, 1, n, last, head_size, one, q + down, ld, k, ld, zero, p, gap)
-                gemm(blas, 0, 1, n, last, head_size, one, d_out, channels, v, ld, zero, ds, gap)
+                gemm(blas, 0, 0, n, last, hs, one, q + down, ld, kt, lds, zero, s, lds)
+                gemm(blas, 0, 0, n, last, hs, one, d_out, channels, vt, lds, zero, ds, lds)
                 for i in range(n):
                     row = first + i
                     delta = zero
-                    for j in range(column, column + head_size):
-                        delta += dy[sequence, row, j] * y[sequence, row, j]
-                    _score_gradients(probabilities, gradients, i, row + 1, last, scale, logsumexp[sequence, head, row], delta)
+                    for c in range(column, column + hs):
+                        delta += dy[sequence, row, c] * y[sequence, row, c]
+                    lse = logsumexp[sequence, column // hs, row]
+                    _score_gradients(scores, gradients, i, row + 1, last, scale, lse, delta)
                 beta = zero if last == tokens else one
-                gemm(blas, 1, 0, last, head_size, n, one, p, gap, d_out, channels, beta, dv, ld)
-                gemm(blas, 1, 0, last, head_size, n, one, ds, gap, q + down, ld, beta, dk, ld)
-                gemm(blas, 0, 0, n, head_size, last, one, ds, gap, k, ld, zero, dq + down, ld)
+                gemm(blas, 1, 0, last, hs, n, one, s, lds, d_out, channels, beta, dv, ld)
+                gemm(blas, 1, 0, last, hs, n, one, ds, lds, q + down, ld, beta, dk, ld)
+                gemm(blas, 0, 0, n, hs, last, one, ds, lds, k, ld, zero, dq + down, ld)
 
 
 def _check_heads(where: str, qkv: np.ndarray, heads: int) -> int:
     channels = qkv.shape[-1] // 3
     if heads < 1 or qkv.shape[-1] != 3 * channels or channels % heads:
         raise ValueError(
-            f"{where}: qkv must have 3 * channels columns, channels a multiple of heads; got columns={qkv.shape[-1]}, heads={heads}. "
-            "Check the order of the arguments."
+            f"{where}: qkv must have 3 * channels columns, channels a multiple of heads; got columns={qkv.shape[-1]}, "
+            f"heads={heads}. Check the order of the arguments."
         )
     return channels
 
 
-def _scratch(tokens: int, dtype: np.dtype) -> np.ndarray:
-    return np.empty((min(_ROWS, tokens), tokens + _GAP), dtype)
+def _block(tokens: int) -> int:
+    """Query rows of a block: more make better matrix products, fewer compute less beyond the diagonal."""
+    return max(1, min(32 if tokens <= 256 else 64, tokens))
+
+
+def _scratch(rows: int, tokens: int, dtype: np.dtype) -> np.ndarray:
+    return np.empty((rows, tokens + _GAP), dtype)
 
 
 def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     """Causal self-attention, scale 1 / sqrt(HS).
 
-    y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position;  logsumexp = log(sum(exp(scores)))
+    y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position
+    logsumexp = log(sum(exp(q kᵀ / sqrt(HS))))
 
     Shapes   qkv (b, T, 3C) -> y (b, T, C), logsumexp (b, NH, T)
     Dtype    float32 or float64
     Cost     2 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
-    Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135 (the log-sum-exp kept for the backward)
+    Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
     Errors   ValueError when the columns are not 3 heads HS
     """
     channels = _check_heads("attention.forward", qkv, heads)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), qkv.dtype), np.empty((sequences, heads, tokens), qkv.dtype)
-    scores = _scratch(tokens, qkv.dtype)
-    _forward(gemm_address(qkv.dtype), np.ascontiguousarray(qkv), heads, y, logsumexp, scores)
+    block, size = _block(tokens), channels // heads
+    scratch = _scratch(block, tokens, qkv.dtype), _scratch(size, tokens, qkv.dtype), np.empty(block, qkv.dtype)
+    _forward(gemm_address(qkv.dtype), np.ascontiguousarray(qkv), heads, y, logsumexp, *scratch)
     return y, logsumexp
 
 
 def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int) -> np.ndarray:
     """Gradient of causal self-attention with respect to q, k and v.
 
-    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS);  dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
+    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS)
+    dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
 
     Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T) -> dqkv (b, T, 3C)
     Dtype    float32 or float64, one for all
@@ -167,6 +189,7 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
     dqkv = np.empty(qkv.shape, qkv.dtype)
     dy, qkv, y, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, y, logsumexp))
-    scratch = _scratch(tokens, qkv.dtype), _scratch(tokens, qkv.dtype)
+    block, size = _block(tokens), channels // heads
+    scratch = [_scratch(count, tokens, qkv.dtype) for count in (block, block, size, size)]
     _backward(gemm_address(qkv.dtype), dy, qkv, y, logsumexp, heads, dqkv, *scratch)
     return dqkv

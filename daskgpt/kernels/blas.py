@@ -1,13 +1,16 @@
 """Matrix products inside Numba kernels: NumPy's own BLAS, called by its address.
 
-A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the library is loaded. The
-address 0 stands for a plain Numba product with the same interface, for a NumPy whose BLAS cannot be found. The number of BLAS threads
-is not set here: whoever runs kernels in several threads limits it to one.
+A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
+library is loaded. The address 0 stands for a plain Numba product with the same interface, for a NumPy whose BLAS
+cannot be found. The number of BLAS threads is not set here: whoever runs kernels in several threads limits it to one.
 """
 
 import ctypes
 import functools
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -16,7 +19,8 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels._jit import helper, kernel
 
-# What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then 32-bit ones.
+# What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
+# 32-bit ones.
 _SYMBOLS = (
     "scipy_cblas_{}gemm64_",
     "cblas_{}gemm64_",
@@ -28,10 +32,11 @@ _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 PORTABLE = 0
 
 
-def _libraries():
+def _libraries() -> Iterator[Path]:
     """NumPy's extension module (a lookup there searches what it is linked to), then the libraries in the wheel."""
-    extension = Path(np._core._multiarray_umath.__file__)
-    yield extension
+    extension = importlib.import_module("numpy._core._multiarray_umath").__file__
+    if extension is not None:
+        yield Path(extension)
     site = Path(np.__file__).parent
     for folder in (site.parent / "numpy.libs", site / ".dylibs"):
         yield from sorted(folder.glob("*blas*"))
@@ -52,21 +57,16 @@ def find_gemm(letter: str) -> int:
     return PORTABLE
 
 
-_override: list[int] = []
-
-
 def gemm_address(dtype: np.dtype) -> int:
     """The `blas` argument of `gemm` for arrays of `dtype`."""
-    if _override:
-        return _override[0]
     return find_gemm("s" if dtype.char == "f" else "d")
 
 
 @intrinsic
-def address_of(typing_context, array):
+def address_of(typing_context: Any, array: Any) -> Any:
     """Address of the first element of an array, as a whole number."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         return builder.ptrtoint(data, ir.IntType(64))
 
@@ -74,8 +74,8 @@ def address_of(typing_context, array):
 
 
 @intrinsic
-def _load(typing_context, address, index, like):
-    def generate(context, builder, signature, arguments):
+def _load(typing_context: Any, address: Any, index: Any, like: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         element = context.get_value_type(signature.args[2])
         pointer = builder.inttoptr(arguments[0], element.as_pointer())
         return builder.load(builder.gep(pointer, [arguments[1]]))
@@ -84,8 +84,8 @@ def _load(typing_context, address, index, like):
 
 
 @intrinsic
-def _store(typing_context, address, index, value):
-    def generate(context, builder, signature, arguments):
+def _store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], arguments[2].type.as_pointer())
         builder.store(arguments[2], builder.gep(pointer, [arguments[1]]))
         return context.get_dummy_value()
@@ -94,14 +94,30 @@ def _store(typing_context, address, index, value):
 
 
 @intrinsic
-def _call_blas(typing_context, blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+def _call_blas(
+    typing_context: Any,
+    blas: Any,
+    a_order: Any,
+    b_order: Any,
+    m: Any,
+    n: Any,
+    k: Any,
+    alpha: Any,
+    a: Any,
+    lda: Any,
+    b: Any,
+    ldb: Any,
+    beta: Any,
+    c: Any,
+    ldc: Any,
+) -> Any:
     """cblas_?gemm at address `blas`.
 
-    Every whole number is passed as 64 bits. A library with 32-bit integers reads the lower half of the register or of the 8-byte stack
-    slot, which is where a little-endian 64-bit processor has the same value.
+    Every whole number is passed as 64 bits. A library with 32-bit integers reads the lower half of the register or of
+    the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
     """
 
-    def generate(context, builder, signature, arguments):
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         long, short, real = ir.IntType(64), ir.IntType(32), arguments[6].type
         pointer = ir.IntType(8).as_pointer()
         kinds = [short, short, short, long, long, long, real, pointer, long, pointer, long, real, pointer, long]
@@ -148,8 +164,8 @@ def _portable(a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, 
 def gemm(blas, a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
     """c (m, n) = alpha * a (m, k) @ b (k, n) + beta * c, inside a kernel.
 
-    a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a transposed b (n, k). The dtype is
-    that of alpha and beta. With beta = 0, c is not read.
+    a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
+    transposed b (n, k). The dtype is that of alpha and beta. With beta = 0, c is not read.
     """
     if blas != 0:
         a_order = _TRANSPOSED if a_transposed else _AS_IT_IS
@@ -157,6 +173,25 @@ def gemm(blas, a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta,
         _call_blas(blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
     else:
         _portable(a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+
+
+@helper
+def product(blas, a_transposed, b_transposed, a, b, beta, c):
+    """c = a @ b + beta * c of 2-D arrays inside a kernel; c may have more columns than the product."""
+    m, k = (a.shape[1], a.shape[0]) if a_transposed else a.shape
+    n = b.shape[0] if b_transposed else b.shape[1]
+    alpha = a.dtype.type(1)
+    a_at, b_at, c_at = address_of(a), address_of(b), address_of(c)
+    lda, ldb, ldc = a.shape[1], b.shape[1], c.shape[1]
+    gemm(blas, a_transposed, b_transposed, m, n, k, alpha, a_at, lda, b_at, ldb, beta, c_at, ldc)
+
+
+@helper
+def product_rows(blas, a, first_row, b, beta, c):
+    """c = rows of aᵀ @ b, from `first_row` on and as many as c has, + beta * c."""
+    (k, lda), n, (m, ldc) = a.shape, b.shape[1], c.shape
+    a_at = address_of(a) + first_row * a.itemsize
+    gemm(blas, 1, 0, m, n, k, a.dtype.type(1), a_at, lda, address_of(b), n, beta, address_of(c), ldc)
 
 
 _ONE = {"f": np.ones(1, np.float32), "d": np.ones(1, np.float64)}
@@ -175,7 +210,8 @@ def _row_length(name: str, array: np.ndarray, shape: tuple[int, int], dtype: np.
             "Check the shapes and the transpose flags."
         )
     row, element = array.strides
-    if (element != array.itemsize and shape[1] > 1) or (row < shape[1] * array.itemsize and shape[0] > 1):
+    gap_in_row = element != array.itemsize and shape[1] > 1
+    if array.size and (gap_in_row or (row < shape[1] * array.itemsize and shape[0] > 1)):
         raise ValueError(
             f"matmul: the rows of {name} must be contiguous; got strides={array.strides}. Use np.ascontiguousarray."
         )

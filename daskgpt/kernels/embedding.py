@@ -2,22 +2,8 @@
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_indices, check_output, check_shape, rows
-from daskgpt.kernels._jit import helper, kernel
-
-
-@helper
-def _first_outside(indices, count):
-    """Position of the first index outside of range(count), -1 if there is none."""
-    for i in range(indices.size):
-        if indices[i] < 0 or indices[i] >= count:
-            return i
-    return -1
-
-
-@kernel("i1 r2")
-def _find_outside(indices, table):
-    return _first_outside(indices, table.shape[0])
+from daskgpt.kernels._arrays import check_output, check_shape, checked_indices, rows
+from daskgpt.kernels._jit import kernel
 
 
 @kernel("i1 r2 i1 r2 w2")
@@ -29,21 +15,16 @@ def _forward(tokens, wte, positions, wpe, y):
             y[i, j] = wte[token, j] + wpe[position, j]
 
 
-@kernel("r2 i1 w2 n")
-def _backward(dy, indices, total, accumulate):
+@kernel("r2 i1 w2 n n")
+def _backward(dy, indices, total, accumulate, first_row):
     """Add row i of dy to row indices[i] of the table; the indices repeat when dy has more rows."""
     if accumulate == 0:
         total[:] = 0
     for i in range(dy.shape[0]):
-        index = indices[i % indices.size]
-        for j in range(dy.shape[1]):
-            total[index, j] += dy[i, j]
-
-
-def _indices(where: str, name: str, indices: np.ndarray, table: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(indices).reshape(-1)
-    check_indices(where, name, _find_outside(flat, table), flat, len(table))
-    return flat
+        index = indices[i % indices.size] - first_row
+        if 0 <= index < total.shape[0]:
+            for j in range(dy.shape[1]):
+                total[index, j] += dy[i, j]
 
 
 def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.ndarray) -> np.ndarray:
@@ -58,34 +39,44 @@ def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.
     check_shape("embedding.forward", "positions", positions, tokens.shape[1:])
     check_shape("embedding.forward", "wpe", wpe, (len(wpe), wte.shape[1]))
     wte, wpe = np.ascontiguousarray(wte), np.ascontiguousarray(wpe)
-    flat_tokens = _indices("embedding.forward", "tokens", tokens, wte)
-    flat_positions = _indices("embedding.forward", "positions", positions, wpe)
+    flat_tokens = checked_indices("embedding.forward", "tokens", tokens, len(wte))
+    flat_positions = checked_indices("embedding.forward", "positions", positions, len(wpe))
     y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype)
     _forward(flat_tokens, wte, flat_positions, wpe, rows(y))
     return y
 
 
-def backward_wte(dy: np.ndarray, tokens: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Gradient of the token table: each token's rows of dy, added in order.
+def backward_wte(
+    dy: np.ndarray, tokens: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+) -> np.ndarray:
+    """Gradient of the token table, or some rows of it: each token's rows of dy, added in order.
 
-    Shapes   dy (b, t, C), tokens (b, t) -> total (V, C)
+    Tokens whose row is not among them are passed over: the forward has checked them all.
+
+    Shapes   dy (b, t, C), tokens (b, t) -> total (rows, C), those of the gradient from first_row on
     Dtype    int32 tokens; float32 or float64, one for dy and total
-    Errors   ValueError for a token outside of the table, or shapes that do not fit
+    Errors   ValueError for shapes that do not fit
     """
     check_shape("embedding.backward_wte", "tokens", tokens, dy.shape[:-1])
-    check_output("embedding.backward_wte", "total", total, (len(total), dy.shape[-1]), dy.dtype)
-    _backward(rows(dy), _indices("embedding.backward_wte", "tokens", tokens, total), total, accumulate)
-    return total
+    return _add_rows("embedding.backward_wte", dy, tokens, total, accumulate, first_row)
 
 
-def backward_wpe(dy: np.ndarray, positions: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Gradient of the position table: each position's rows of dy, added in order.
+def backward_wpe(
+    dy: np.ndarray, positions: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+) -> np.ndarray:
+    """Gradient of the position table, or some rows of it: each position's rows of dy, added in order.
 
-    Shapes   dy (b, t, C), positions (t,) -> total (P, C)
+    Shapes   dy (b, t, C), positions (t,) -> total (rows, C), those of the gradient from first_row on
     Dtype    int32 positions; float32 or float64, one for dy and total
-    Errors   ValueError for a position outside of the table, or shapes that do not fit
+    Errors   ValueError for shapes that do not fit
     """
     check_shape("embedding.backward_wpe", "positions", positions, dy.shape[1:-1])
-    check_output("embedding.backward_wpe", "total", total, (len(total), dy.shape[-1]), dy.dtype)
-    _backward(rows(dy), _indices("embedding.backward_wpe", "positions", positions, total), total, accumulate)
+    return _add_rows("embedding.backward_wpe", dy, positions, total, accumulate, first_row)
+
+
+def _add_rows(
+    where: str, dy: np.ndarray, indices: np.ndarray, total: np.ndarray, accumulate: bool, first_row: int
+) -> np.ndarray:
+    check_output(where, "total", total, (len(total), dy.shape[-1]), dy.dtype)
+    _backward(rows(dy), np.ascontiguousarray(indices).reshape(-1), total, accumulate, first_row)
     return total

@@ -1,13 +1,14 @@
 """Flush subnormal numbers to zero in the calling thread.
 
-A subnormal number (below 1.2e-38 in float32) makes an x86 processor take a slow path of some hundred cycles; gradients that fade out are
-full of them. The two bits that switch this off, FTZ for results and DAZ for arguments, belong to the thread: each thread that runs kernels
-sets them. On other processors these functions do nothing.
+A subnormal number (below 1.2e-38 in float32) makes an x86 processor take a slow path of some hundred cycles;
+gradients that fade out are full of them. The two bits that switch this off, FTZ for results and DAZ for arguments,
+belong to the thread: each thread that runs kernels sets them. On other processors these functions do nothing.
 """
 
 import contextlib
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -24,15 +25,15 @@ _SMALLEST_NORMAL = np.full(1, 2.0**-126, np.float32)
 _HALF = np.float32(0.5)
 
 
-def _call(builder, name, pointer):
+def _call(builder: Any, name: str, pointer: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
     builder.call(function, [builder.bitcast(pointer, ir.IntType(8).as_pointer())])
 
 
 @intrinsic
-def _read_state(typing_context):
-    def generate(context, builder, signature, arguments):
+def _read_state(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if not _X86:
             return ir.Constant(ir.IntType(64), 0)
         place = cgutils.alloca_once(builder, ir.IntType(32))
@@ -43,8 +44,8 @@ def _read_state(typing_context):
 
 
 @intrinsic
-def _write_state(typing_context, state):
-    def generate(context, builder, signature, arguments):
+def _write_state(typing_context: Any, state: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if _X86:
             place = cgutils.alloca_once(builder, ir.IntType(32))
             builder.store(builder.trunc(arguments[0], ir.IntType(32)), place)

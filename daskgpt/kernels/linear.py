@@ -2,47 +2,28 @@
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_output, check_shape, rows
+from daskgpt.kernels._arrays import check_output, check_rows, check_shape, rows
 from daskgpt.kernels._jit import kernel
-from daskgpt.kernels.blas import address_of, gemm, gemm_address
+from daskgpt.kernels.blas import gemm_address, product, product_rows
 
 
 @kernel("n r2 r2 r1 w2")
 def _forward(blas, x, weight, bias, y):
     """The bias is written first and the product added to it: no second pass over y."""
-    real = x.dtype.type
-    outputs, channels = weight.shape
     for i in range(y.shape[0]):
-        for j in range(outputs):
+        for j in range(y.shape[1]):
             y[i, j] = bias[j]
-    x_address, weight_address, y_address = address_of(x), address_of(weight), address_of(y)
-    n = y.shape[0]
-    gemm(
-        blas,
-        0,
-        1,
-        n,
-        outputs,
-        channels,
-        real(1),
-        x_address,
-        channels,
-        weight_address,
-        channels,
-        real(1),
-        y_address,
-        outputs,
-    )
+    product(blas, 0, 1, x, weight, x.dtype.type(1), y)
 
 
-@kernel("n n n n n n r2 r2 n w2")
-def _product(blas, a_transposed, b_transposed, m, n, k, a, b, accumulate, c):
-    """c = a b, or c += a b, with the arrays' own row lengths."""
-    real = a.dtype.type
-    beta = real(accumulate)
-    a_address, b_address, c_address = address_of(a), address_of(b), address_of(c)
-    lda, ldb, ldc = a.shape[1], b.shape[1], c.shape[1]
-    gemm(blas, a_transposed, b_transposed, m, n, k, real(1), a_address, lda, b_address, ldb, beta, c_address, ldc)
+@kernel("n n r2 r2 w2")
+def _product(blas, b_transposed, a, b, c):
+    product(blas, 0, b_transposed, a, b, a.dtype.type(0), c)
+
+
+@kernel("n r2 n r2 n w2")
+def _backward_weight(blas, dy, first_row, x, accumulate, total):
+    product_rows(blas, dy, first_row, x, x.dtype.type(accumulate), total)
 
 
 @kernel("r2 w1 n")
@@ -82,11 +63,9 @@ def forward_without_bias(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     Cost     2 b t C V operations in BLAS
     Errors   ValueError when the shapes do not fit
     """
-    outputs, channels = len(weight), x.shape[-1]
-    check_shape("linear.forward_without_bias", "weight", weight, (outputs, channels))
-    y = np.empty((*x.shape[:-1], outputs), x.dtype)
-    x, flat_y = rows(x), rows(y)
-    _product(gemm_address(x.dtype), 0, 1, len(x), outputs, channels, x, np.ascontiguousarray(weight), 0, flat_y)
+    check_shape("linear.forward_without_bias", "weight", weight, (len(weight), x.shape[-1]))
+    y = np.empty((*x.shape[:-1], len(weight)), x.dtype)
+    _product(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), rows(y))
     return y
 
 
@@ -103,26 +82,27 @@ def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
     outputs, channels = dy.shape[-1], weight.shape[1]
     check_shape("linear.backward_x", "weight", weight, (outputs, channels))
     dx = np.empty((*dy.shape[:-1], channels), dy.dtype)
-    dy, flat_dx = rows(dy), rows(dx)
-    _product(gemm_address(dy.dtype), 0, 0, len(dy), channels, outputs, dy, np.ascontiguousarray(weight), 0, flat_dx)
+    _product(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), rows(dx))
     return dx
 
 
-def backward_weight(dy: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Gradient of the linear layer with respect to its weight.
+def backward_weight(
+    dy: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+) -> np.ndarray:
+    """Gradient of the linear layer with respect to its weight, or some rows of it.
 
     dweight = dyᵀ x
 
-    Shapes   dy (b, t, O), x (b, t, C) -> total (O, C)
+    Shapes   dy (b, t, O), x (b, t, C) -> total (rows, C), the rows of the gradient from `first_row` on
     Dtype    float32 or float64, one for all
     Cost     2 b t C O operations in BLAS
     Errors   ValueError when the shapes do not fit
     """
-    outputs, channels = dy.shape[-1], x.shape[-1]
-    check_shape("linear.backward_weight", "dy", dy, (*x.shape[:-1], outputs))
-    check_output("linear.backward_weight", "total", total, (outputs, channels), x.dtype)
-    dy, x = rows(dy), rows(x)
-    _product(gemm_address(x.dtype), 1, 0, outputs, channels, len(x), dy, x, accumulate, total)
+    where, outputs = "linear.backward_weight", dy.shape[-1]
+    check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
+    check_output(where, "total", total, (len(total), x.shape[-1]), x.dtype)
+    check_rows(where, total, first_row, outputs)
+    _backward_weight(gemm_address(x.dtype), rows(dy), first_row, rows(x), accumulate, total)
     return total
 
 

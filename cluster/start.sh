@@ -1,0 +1,207 @@
+#!/usr/bin/env bash
+# A Dask scheduler and its workers, on this machine or on several hosts through ssh, until Ctrl-C stops all of them.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: cluster/start.sh [--workers N] [--port PORT] [--host ADDRESS] [--scheduler-file FILE]
+                        [--patience SECONDS] [HOST ...]
+
+Start a Dask scheduler here, and worker processes of one thread here or on every HOST, until Ctrl-C.
+
+  --workers N            worker processes on each machine (default: 2)
+  --port PORT            port of the scheduler, 0 for any free one (default: 8786)
+  --host ADDRESS         address of this machine to listen at (default: 127.0.0.1, seen by this machine alone)
+  --scheduler-file FILE  where the scheduler's address is written; removed at the end
+  --patience SECONDS     how long to wait for all workers (default: 60)
+  HOST ...               run the workers there, through ssh; localhost is this machine, without ssh
+TEXT
+}
+
+refuse() {
+    echo "start.sh: $1" >&2
+    exit 2
+}
+
+give_up() {
+    echo "start.sh: $1" >&2
+    exit 1
+}
+
+workers=2 port=8786 host=127.0.0.1 scheduler_file="" patience=60 hosts=()
+
+read_flags() {
+    while (($#)); do
+        case $1 in
+            --workers | --port | --host | --scheduler-file | --patience)
+                [[ -n ${2-} ]] || refuse "$1 must have a value; got none. Try --help."
+                ;;
+        esac
+        case $1 in
+            -h | --help) usage && exit 0 ;;
+            --workers) workers=$2 && shift ;;
+            --port) port=$2 && shift ;;
+            --host) host=$2 && shift ;;
+            --scheduler-file) scheduler_file=$2 && shift ;;
+            --patience) patience=$2 && shift ;;
+            -*) refuse "a flag must be known; got $1. Try --help." ;;
+            *) hosts+=("$1") ;;
+        esac
+        shift
+    done
+    [[ $workers =~ ^[1-9][0-9]*$ ]] || refuse "--workers must be a positive number; got $workers. Try --workers 2."
+    [[ $port =~ ^[0-9]{1,5}$ ]] || refuse "--port must be a number; got $port. Try --port 8786."
+    [[ $patience =~ ^[1-9][0-9]*$ ]] || refuse "--patience must be whole seconds; got $patience. Try --patience 60."
+    [[ -z $scheduler_file || ! -e $scheduler_file ]] ||
+        refuse "--scheduler-file must be new; got $scheduler_file. Remove it if the cluster that wrote it is gone."
+    for name in "${hosts[@]-}"; do
+        [[ -z $name || $name == localhost ]] || ! on_loopback ||
+            refuse "$name must be able to reach the scheduler; got --host $host. Give --host an address of this machine."
+    done
+}
+
+on_loopback() {
+    [[ $host == 127.* || $host == localhost ]]
+}
+
+check_python_and_port() {
+    local problem
+    problem=$("$python" -c '
+import importlib.util, socket, sys
+
+python, host, port = sys.argv[1:]
+if importlib.util.find_spec("distributed") is None:
+    sys.exit(print(f"Python must have Dask; got python={python}. Activate the environment that daskgpt is installed in."))
+try:
+    socket.create_server((host, int(port))).close()
+except (OSError, OverflowError) as error:
+    advice = "Give --host an address of this machine, and a --port that is free (0 for any)."
+    print(f"the scheduler must be able to listen; got --host {host} --port {port} ({error}). {advice}")
+' "$python" "$host" "$port")
+    [[ -z $problem ]] || refuse "$problem"
+}
+
+started=() names=() # process ids of what runs, and what it is called
+
+# start NAME COMMAND ...: in the background, in a process group of its own, so that Ctrl-C reaches this script alone
+start() {
+    names+=("$1")
+    shift
+    set -m
+    "$@" </dev/null &
+    set +m
+    started+=("$!")
+}
+
+alive() {
+    kill -0 "$1" 2>/dev/null
+}
+
+# end PID ...: asks them to end and waits ten seconds; a second signal would cut their farewell short
+end() {
+    local pid tries
+    for pid in "$@"; do kill -TERM "$pid" 2>/dev/null || true; done
+    for pid in "$@"; do
+        for ((tries = 0; tries < 100; tries++)); do
+            alive "$pid" || break
+            sleep 0.1
+        done
+    done
+}
+
+# Workers first: they say goodbye to a scheduler that still listens. What outlives that ends with its group.
+stop() {
+    set +eu # nothing may cut this short: no second signal, and (before bash 4.4) no empty list
+    trap '' INT TERM HUP
+    local pid scheduler=${started[0]-none} others=()
+    for pid in $(jobs -pr); do
+        [[ $pid == "$scheduler" ]] || others+=("$pid")
+    done
+    end "${others[@]}"
+    end "${started[@]:0:1}"
+    for pid in "${started[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+    rm -rf "$scratch" "$file"
+}
+
+check_running() {
+    local number
+    for number in "${!started[@]}"; do
+        alive "${started[number]}" ||
+            give_up "the scheduler and all workers must keep running; the ${names[number]} ended. Read what it said above."
+    done
+}
+
+start_scheduler() {
+    start scheduler "$python" -m dask scheduler --host "$host" --port "$port" --dashboard-address "$host:8787" \
+        --scheduler-file "$file"
+    until [[ -s $file ]]; do
+        check_running
+        sleep 0.1
+    done
+    address=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["address"])' "$file")
+}
+
+start_workers() {
+    local name command
+    local worker=("$python" -m dask worker "$address" --nthreads 1 --nworkers "$workers"
+        --no-dashboard --dashboard-address 127.0.0.1:0)
+    for name in "${hosts[@]:-localhost}"; do
+        if [[ $name == localhost ]]; then
+            # A worker listens at every address of its machine unless it is told.
+            start "workers here" "${worker[@]}" --host "$host"
+        else
+            # With a terminal (-tt) the workers end when the connection does; without a scheduler, after a minute.
+            printf -v command '%q ' env "PYTHONPATH=$PYTHONPATH" "DASK_LOGGING__DISTRIBUTED=$DASK_LOGGING__DISTRIBUTED" \
+                "${worker[@]}" --death-timeout 60
+            start "workers on $name" ssh -tt -o BatchMode=yes "$name" "exec $command"
+        fi
+    done
+}
+
+wait_for_workers() {
+    local count=$((workers * (${#hosts[@]} ? ${#hosts[@]} : 1))) ready
+    "$python" -c '
+import sys
+from distributed import Client
+
+address, count, patience = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with Client(address, timeout=30) as client:
+    try:
+        client.wait_for_workers(count, timeout=patience)
+    except TimeoutError:
+        found = len(client.scheduler_info(n_workers=-1)["workers"])
+        sys.exit(f"start.sh: all workers must register in {patience} seconds; got {found} of {count}. Try a longer --patience.")
+    print(f"scheduler  {address}\nworkers    {count}, of one thread each\ndashboard  {client.dashboard_link}")
+' "$address" "$count" "$patience" &
+    ready=$!
+    while alive "$ready"; do
+        check_running
+        sleep 0.1
+    done
+    wait "$ready" || exit 1
+}
+
+read_flags "$@"
+python=$(command -v python || command -v python3) || refuse "Python must be on the PATH; got none. Activate its environment."
+check_python_and_port
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" DASK_LOGGING__DISTRIBUTED="${DASK_LOGGING__DISTRIBUTED:-warning}"
+
+scratch=$(mktemp -d)
+file=${scheduler_file:-$scratch/scheduler.json}
+export DASK_TEMPORARY_DIRECTORY=$scratch
+trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
+on_loopback || echo "start.sh: whoever reaches $host can run code here; see Safety in cluster/README.md" >&2
+start_scheduler
+start_workers
+wait_for_workers
+echo "train      python -m daskgpt.train --scheduler ${scheduler_file:+file:}${scheduler_file:-$address}"
+echo "Ctrl-C stops the cluster."
+while :; do
+    check_running
+    sleep 0.5
+done

@@ -1,0 +1,148 @@
+"""The size of a task: merge the tasks of one chunk. Knows chunks and dependencies, nothing of GPT-2.
+
+A merged task calls the same kernels in the same order on the same arrays, so the grain changes no bit of the result.
+
+    kernel    a task a kernel call
+    segment   what one chunk does between two gathers
+    block     what one chunk does in one stretch of the model (its transformer block), forward or backward
+    chunk     all that one chunk does, where chunks hold whole sequences
+
+Two facts make a merged graph free of cycles. Every edge leads to the same or a greater *depth*, the number of times a
+path has changed its chunk; and an edge that stays at its depth stays in its chunk. So (chunk, depth) can be merged, and
+so can the parts of it that follow one another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dask.order import order
+
+from daskgpt.graph.nodes import Graph, Key, is_leaf, task
+from daskgpt.graph.program import Place, program_of
+
+GRAINS = ("kernel", "segment", "block", "chunk")
+Chunk = tuple[Any, ...]
+GroupOf = Callable[[Key], Hashable]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A graph of merged tasks, and where in it the wanted values are."""
+
+    graph: Graph
+    places: dict[Key, Place]
+
+
+def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
+    """Which part of the batch a task works on, (b, t); None for what belongs to no chunk (leaves, sums).
+
+    whole   whether a chunk holds whole sequences, so that a gathered sequence is a chunk and no other thing
+    """
+    axes = _axes(graph, key)
+    if not {"b", "t"} & set(axes):
+        return None
+    index = dict(zip(axes, key[1:]))
+    return index.get("b"), 0 if whole else index.get("t")
+
+
+def token_chunks(graph: Graph) -> int:
+    """Into how many chunks the tasks of a graph cut a sequence."""
+    found = (dict(zip(axes, key[1:])).get("t", 0) for key in graph if (axes := _axes(graph, key)))
+    return 1 + max(found, default=0)
+
+
+def groups(graph: Graph, grain: str, stretch_of: Callable[[Key], Hashable]) -> GroupOf:
+    """Which merged task each task of a chunk goes into; None for tasks that belong to no chunk and stay on their own.
+
+    stretch_of   for `block`: the stretch of the model that a task is in
+    """
+    if grain == "kernel":
+        return lambda key: _source(graph, key)
+    whole = grain != "segment" and token_chunks(graph) == 1
+    chunks = {key: chunk_of(graph, key, whole) for key in graph}
+    depths = _depths(graph, chunks)
+
+    def group_of(key: Key) -> Hashable:
+        if chunks[key] is None:
+            return None
+        return chunks[key], depths[key], stretch_of(key) if grain == "block" else None
+
+    return group_of
+
+
+def merge(
+    graph: Graph,
+    group_of: GroupOf,
+    title_of: Callable[[Sequence[Key]], str],
+    wanted: Iterable[Key],
+    places: Mapping[Key, Place],
+    carried: Mapping[Key, tuple[Key, Key]],
+    after: Mapping[Key, Iterable[Key]],
+) -> Merged:
+    """Each group becomes one task; tasks of no group stay on their own, leaves stay as they are.
+
+    title_of   what the task of these members is called: the first part of its key
+    wanted     keys that are asked for from outside
+    places     where leaves are found that are values in other data
+    carried    leaves that the next run takes from what a task of this run returns: leaf -> (its data's key, the result)
+    after      task -> tasks that must have run before it although it does not read them
+    """
+    members: dict[Hashable, list[Key]] = defaultdict(list)
+    for key in in_order(graph):
+        if not is_leaf(graph[key]):
+            group = group_of(key)
+            members[("alone", key) if group is None else group].append(key)
+    home = {key: group for group, keys in members.items() for key in keys}
+    names = {group: (title_of(keys), number) for number, (group, keys) in enumerate(members.items())}
+    outputs = _outputs(graph, home, members, set(wanted))
+    found = dict(places)
+    for group, keys in outputs.items():
+        for number, key in enumerate(keys):
+            found[key] = Place(names[group], number if len(keys) > 1 else None)
+    for leaf, (data, result) in carried.items():
+        found[leaf] = Place(data, found[result].number)
+    merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in found}
+    for group, keys in members.items():
+        program, needed = program_of(graph, keys, outputs[group], found)
+        before = {names[home[earlier]] for key in keys for earlier in after.get(key, ())}
+        # What a task waits for comes last among its arguments: the program does not look at it.
+        needed += sorted(before - {names[group], *needed})
+        merged[names[group]] = task(names[group], program, needed)
+    return Merged(merged, {key: found[key] for key in wanted})
+
+
+def in_order(graph: Graph) -> list[Key]:
+    """The keys in the order in which Dask would run them one by one."""
+    return sorted(graph, key=order(graph).__getitem__)
+
+
+def _outputs(
+    graph: Graph, home: Mapping[Key, Hashable], members: Mapping[Hashable, list[Key]], wanted: set[Key]
+) -> dict[Hashable, list[Key]]:
+    """What each group must return: what is wanted, and what tasks of other groups read."""
+    read = {d for key in home for d in graph[key].dependencies if d in home and home[d] != home[key]}
+    return {group: [key for key in keys if key in read or key in wanted] for group, keys in members.items()}
+
+
+def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:
+    """How often the longest path to a task has changed its chunk."""
+    depths: dict[Key, int] = {}
+    for key in in_order(graph):
+        depths[key] = max(
+            (depths[d] + (chunks[d] != chunks[key]) for d in graph[key].dependencies if not is_leaf(graph[d])),
+            default=0,
+        )
+    return depths
+
+
+def _axes(graph: Graph, key: Key) -> str:
+    return getattr(getattr(graph[key], "func", None), "axes", "")
+
+
+def _source(graph: Graph, key: Key) -> Key:
+    """The task that computes a value: for a pick, the one it picks from."""
+    return next(iter(graph[key].dependencies)) if hasattr(graph[key].func, "number") else key

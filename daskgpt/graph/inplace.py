@@ -1,0 +1,175 @@
+"""Updates in place: the sums that make a gradient and the update that uses it as one task, a block of rows at a time.
+
+Out of place, an update writes new arrays and Dask can compute it again when a worker is lost. The local schedulers lose
+no workers, so there the arrays are written over. This module is where the two differ. It rewrites a finished graph:
+
+    sum over chunks -> gradient -> update -> picks      becomes      one or several `RowUpdate` tasks
+
+A block of rows of the gradient is summed, used and forgotten while it is in the cache: the whole gradient is never
+written. A task may take a part of the rows, so that several threads share a large tensor. Every task that reads the old
+value must run before: these edges are returned beside the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from daskgpt.graph.nodes import Graph, Key, combined, only, reference
+
+TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The rewritten graph.
+
+    updates   the keys of the tasks that write, which nobody reads
+    after     task -> tasks that must have run before although it does not need their results
+    """
+
+    graph: Graph
+    updates: list[Key]
+    after: dict[Key, list[Key]]
+
+
+class RowSum:
+    """Some rows of a sum over the chunks, for a sum that is too large for one task."""
+
+    axes = ""
+
+    def __init__(self, call: Any, first: int, last: int) -> None:
+        self.call, self.first, self.last = call, first, last
+
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        return self.call.arrange(chunks)
+
+    def run(self, parts: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
+        return self.call.rows(parts, None if start is None else start[self.first : self.last], self.first, self.last)
+
+
+class RowUpdate:
+    """Sum rows of a gradient over all chunks and update the same rows of a tensor in place.
+
+    sums     the summing calls (`blocks.ChunkSum`), each going on from the total of the one before
+    counts   how many of a task's arguments belong to each sum
+    kernel   called as kernel(weight rows, gradient rows, m rows, v rows, hyper, **options)
+    blocks   the rows that are done at a time
+    """
+
+    axes = ""
+
+    def __init__(
+        self,
+        sums: Sequence[Any],
+        counts: Sequence[int],
+        kernel: Callable[..., Any],
+        options: dict[str, Any],
+        blocks: Sequence[tuple[int, int]],
+    ) -> None:
+        self.sums, self.counts, self.kernel = tuple(sums), tuple(counts), kernel
+        self.options, self.blocks = options, tuple(blocks)
+
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        """Each sum's parts, what the first one starts from, and weight, m, v and hyper."""
+        parts, start, position = [], [], 0
+        for call, count in zip(self.sums, self.counts):
+            own, *rest = call.arrange(chunks[position : position + count])
+            parts.append(own)
+            start += rest
+            position += count
+        return [parts, start, [_unwrapped(chunk) for chunk in chunks[position:]]]
+
+    def run(self, parts: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
+        *tensors, hyper = state
+        base = self.blocks[0][0]
+        for first, last in self.blocks:
+            gradient = start[0][first - base : last - base] if start else None
+            for number, (call, own) in enumerate(zip(self.sums, parts)):
+                gradient = call.rows(own, gradient, first, last, owned=number > 0)
+            weight, m, v = (tensor[first:last] for tensor in tensors)
+            self.kernel(weight, gradient, m, v, hyper, **self.options)
+
+
+def update_in_place(graph: Graph, updates: Sequence[Key], kernel: Callable[..., Any], summed: int) -> InPlace:
+    """Rewrite the updates of a graph to work in place.
+
+    updates   the tasks (weight, gradient, m, v, hyper) -> tuple of the three new tensors
+    kernel    that does the same in place
+    summed    how many rows each gradient is summed over, for all chunks together
+    """
+    dependents = _dependents(graph)
+    new, done, after = dict(graph), [], {}
+    for update in updates:
+        weight, gradient, m, v, hyper = graph[update].args
+        sums = _chain(graph, dependents, only(gradient), summed)
+        arguments = [list(graph[key].args) for key in sums]
+        for later in arguments[1:]:
+            later.pop()  # the sum it goes on from is made in the same task
+        calls = [graph[key].func for key in sums]
+        before = _start(graph, sums[0])
+        for key in [update, *dependents[update], *sums]:
+            del new[key]
+        for number, blocks in enumerate(_shares(calls[0])):
+            if before is not None:
+                part = (f"{before[0]}.rows", number)
+                new[part] = combined(part, RowSum(graph[before].func, blocks[0][0], blocks[-1][1]), graph[before].args)
+                arguments[0][-1] = reference(part)
+            key = (update[0], number)
+            call = RowUpdate(calls, [len(own) for own in arguments], kernel, graph[update].func.options, blocks)
+            new[key] = combined(key, call, [*(a for own in arguments for a in own), weight, m, v, hyper])
+            done.append(key)
+            after[key] = [key for key in dependents[only(weight)] if key != update]
+        if before is not None:
+            del new[before]
+    return InPlace(new, done, after)
+
+
+def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int) -> list[Key]:
+    """The sums that one task makes, first one first: the last, and those it goes on from while their parts are small.
+
+    Where the parts of a sum (summed, rows) are larger than its total (rows, columns), it is better made on its own as
+    soon as they are there, so that they can be dropped.
+    """
+    chain = [last]
+    before = _start(graph, last)
+    while before is not None and len(dependents[before]) == 1 and summed < graph[before].func.shape[-1]:
+        chain.insert(0, before)
+        before = _start(graph, before)
+    return chain
+
+
+def _start(graph: Graph, key: Key) -> Key | None:
+    """The sum that a sum goes on from."""
+    extra = graph[key].args[len(graph[key].func.inputs) :]
+    return only(extra[0]) if extra else None
+
+
+def _shares(call: Any) -> list[list[tuple[int, int]]]:
+    """The row blocks of a tensor in shares of at most TASK_ELEMENTS."""
+    blocks = call.blocks()
+    elements = math.prod(call.shape[1:]) * (blocks[0][1] - blocks[0][0])
+    per_task = max(1, TASK_ELEMENTS // max(elements, 1))
+    tasks = -(-len(blocks) // per_task)
+    ends = [len(blocks) * number // tasks for number in range(tasks + 1)]
+    return [blocks[first:last] for first, last in pairwise(ends)]
+
+
+def _dependents(graph: Graph) -> dict[Key, set[Key]]:
+    dependents: dict[Key, set[Key]] = defaultdict(set)
+    for key, node in graph.items():
+        for dependency in node.dependencies:
+            dependents[dependency].add(key)
+    return dependents
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while isinstance(chunk, list):
+        (chunk,) = chunk
+    return chunk

@@ -1,0 +1,73 @@
+"""Packing: a matrix in memory becomes panels of bfloat16 tiles, edges filled with zeros.
+
+The axis that the product sums over is either the matrix's columns (`pack_rows`) or its rows (`pack_pairs`). Both can transpose each tile,
+which turns a left operand's layout into a right operand's:
+
+    pack_rows                 left operand     x of y = x weightᵀ, dy of dx = dy weight
+    pack_rows, transposed     right operand    weight of y = x weightᵀ
+    pack_pairs                right operand    weight of dx = dy weight, x of dweight = dyᵀ x
+    pack_pairs, transposed    left operand     dy of dweight = dyᵀ x
+"""
+
+from daskgpt.kernels._jit import helper
+from daskgpt.kernels.matmul._tiles import STEP, TILE
+from daskgpt.kernels.matmul._vectors import (
+    copy_columns,
+    pair_columns,
+    pair_rounded,
+    round_columns,
+    transpose_tile,
+)
+
+
+@helper
+def _pack_tile_of_rows(place, halves, row_bytes, rows, columns, tile):
+    for row in range(16):
+        count = columns if row < rows else 0
+        if halves:
+            copy_columns(place, tile + row * 64, count)
+        else:
+            round_columns(place, tile + row * 64, count)
+        place += row_bytes
+
+
+@helper
+def _pack_tile_of_pairs(place, halves, row_bytes, rows, columns, tile):
+    for row in range(0, 32, 2):
+        upper = columns if row < rows else 0
+        lower = columns if row + 1 < rows else 0
+        if halves:
+            pair_columns(place, place + row_bytes, tile + row * 32, upper, lower)
+        else:
+            pair_rounded(place, place + row_bytes, tile + row * 32, upper, lower)
+        place += 2 * row_bytes
+
+
+@helper
+def pack_rows(source, halves, row_bytes, rows, columns, transposed, target, panel_bytes):
+    """Panels of 32 rows, summed over the columns, 32 to a step. halves: the source is bfloat16, else float32."""
+    element = 2 if halves else 4
+    for row in range(0, rows, 32):
+        for column in range(0, columns, 32):
+            tile = target + row // 32 * panel_bytes + column // 32 * STEP
+            for side in range(0, 32, 16):
+                place = source + (row + side) * row_bytes + column * element
+                _pack_tile_of_rows(place, halves, row_bytes, rows - row - side, columns - column, tile)
+                if transposed:
+                    transpose_tile(tile)
+                tile += TILE
+
+
+@helper
+def pack_pairs(source, halves, row_bytes, rows, columns, transposed, target, panel_bytes):
+    """Panels of 32 columns, summed over the rows, 32 to a step, the numbers of two rows side by side."""
+    element = 2 if halves else 4
+    for row in range(0, rows, 32):
+        for column in range(0, columns, 32):
+            tile = target + column // 32 * panel_bytes + row // 32 * STEP
+            for side in range(0, 32, 16):
+                place = source + row * row_bytes + (column + side) * element
+                _pack_tile_of_pairs(place, halves, row_bytes, rows - row, columns - column - side, tile)
+                if transposed:
+                    transpose_tile(tile)
+                tile += TILE

@@ -1,0 +1,72 @@
+"""Which unit of the processor multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 BLAS)."""
+
+import ctypes
+import enum
+import functools
+import os
+import platform
+
+from numba.core.registry import cpu_target
+
+VARIABLE = "DASKGPT_MATMUL"
+_REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
+_AMX = (*_AVX512, "amx-tile", "amx-bf16")
+
+
+class Unit(enum.IntEnum):
+    """The three ways to multiply, slowest first."""
+
+    PORTABLE = 0
+    AVX512 = 1
+    AMX = 2
+
+
+@functools.cache
+def _features() -> frozenset[str]:
+    """What Numba compiles for; NUMBA_CPU_FEATURES can take units away."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return frozenset()
+    listed = cpu_target.target_context.codegen().magic_tuple()[2]
+    return frozenset(feature[1:] for feature in listed.split(",") if feature.startswith("+"))
+
+
+def compiles(unit: Unit) -> bool:
+    """Whether code for this unit can be compiled here."""
+    wanted = {Unit.AMX: _AMX, Unit.AVX512: _AVX512, Unit.PORTABLE: ()}[unit]
+    return _features().issuperset(wanted)
+
+
+def request_tiles() -> bool:
+    """Ask Linux for the tile registers of this process; True when they are granted. Asking again costs a microsecond."""
+    if platform.system() != "Linux":
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+@functools.cache
+def works(unit: Unit) -> bool:
+    """Whether this unit can be used here: the processor has it and the operating system grants it."""
+    return compiles(unit) and (unit is not Unit.AMX or request_tiles())
+
+
+@functools.cache
+def unit() -> Unit:
+    """The unit that multiplies in this process: the fastest that works, or the one that DASKGPT_MATMUL names.
+
+    Errors   ValueError for an unknown name, RuntimeError when the processor or the operating system lacks the unit
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return next(each for each in sorted(Unit, reverse=True) if works(each))
+    names = {each.name.lower(): each for each in Unit}
+    if name not in names:
+        raise ValueError(
+            f"{VARIABLE}: the unit must be one of amx, avx512, portable; got {VARIABLE}={name}. Unset it to use the fastest."
+        )
+    if not works(names[name]):
+        raise RuntimeError(
+            f"{VARIABLE}: the processor must have the unit and the operating system must grant it; got {VARIABLE}={name}. "
+            "Unset it to use the fastest that works here."
+        )
+    return names[name]

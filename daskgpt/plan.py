@@ -1,0 +1,221 @@
+"""What a step will take, without running it: `--plan`.
+
+The step's own tasks are handed to Dask one by one, but in place of each kernel stands a function that returns arrays
+without data. These are counted while they live, and Dask and the tasks drop them when they drop the real ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import dask.local
+import numpy as np
+
+from daskgpt.blocks import ChunkSum, Pick
+from daskgpt.graph.inplace import RowSum, RowUpdate
+from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, only, with_leaves
+from daskgpt.graph.program import Call, Program
+from daskgpt.grouping import layer_of
+from daskgpt.layers import LAYERS
+from daskgpt.parameters import parameter_shapes
+from daskgpt.schedulers import LocalScheduler
+from daskgpt.step import TrainingStep
+from daskgpt.training import Plan
+
+CLASSES = ("parameters", "gradients", "optimizer", "activations")
+# Every kernel whose result has an axis of its own size, and the function of the table that knows the size.
+NEW_AXES = {layer.forward.kernel: layer.new_axes for layer in LAYERS}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step before it runs.
+
+    made       bytes of all arrays of a class that the step holds or makes
+    at_peak    bytes of each class when most bytes are held
+    """
+
+    grain: str
+    tasks: int
+    made: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    largest_task: str
+    largest_bytes: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all arrays when there are most of them."""
+        return sum(self.at_peak.values())
+
+
+def predict(plan: Plan) -> Prediction:
+    """Tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
+
+    Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
+    scratch, the interpreter and its libraries. The grain auto, which only a measured step can settle, stands for block.
+    """
+    dataflow = plan.dataflow
+    in_place = dataflow.scheduler in ("sync", "threads") and LocalScheduler.in_place
+    grain = "block" if dataflow.grain == "auto" else dataflow.grain
+    step = TrainingStep(plan.config, plan.batch_shape, plan.chunk, plan.optimizer, grain=grain, in_place=in_place)
+    account = Account()
+    values = {name: np.broadcast_to(np.zeros((), a.dtype), a.shape) for name, a in step.recording.inputs.items()}
+    state = {}
+    for name, shape in parameter_shapes(plan.config).items():
+        for kind in ("weight", "m", "v"):
+            dtype = step.recording.outputs["loss"].dtype
+            state[f"{kind}.{name}"] = StandIn(account, CLASSES[0 if kind == "weight" else 2], shape, dtype)
+    trial = Trial(account, step.recording.unmerged, in_place)
+    kept = step.recording.run(trial, values, step.recording.layout.pack(state))
+    assert kept  # what a step returns lives until its last task has run
+    largest = max(trial.results, key=lambda key: trial.results[key])
+    return Prediction(
+        grain, len(trial.results), account.made, account.at_peak, str(largest[0]).rstrip("_"), trial.results[largest]
+    )
+
+
+def describe_prediction(found: Prediction) -> str:
+    """The table that `--plan` prints."""
+    lines = [f"tasks         {found.tasks:,} a step (grain {found.grain})"]
+    lines += [f"{'':12} {'held or made':>14} {'at the peak':>14}"]
+    lines += [f"{name:12} {_mb(found.made[name]):>14} {_mb(found.at_peak[name]):>14}" for name in CLASSES]
+    lines += [
+        f"{'peak':12} {'':14} {_mb(found.peak):>14}   without interpreter, libraries and scratch",
+        f"largest task  {_mb(found.largest_bytes)} of results, {found.largest_task}",
+        "nothing was run",
+    ]
+    return "\n".join(lines)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+class Account:
+    """Bytes of the arrays that stand-ins stand for, by class."""
+
+    def __init__(self) -> None:
+        self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
+
+    def add(self, name: str, size: int) -> None:
+        self.made[name] += size
+        self.alive[name] += size
+        if self.alive.total() > self.at_peak.total():
+            self.at_peak = self.alive.copy()
+
+    def remove(self, name: str, size: int) -> None:
+        self.alive[name] -= size
+
+
+class StandIn:
+    """An array without data; the account has its bytes as long as somebody holds it."""
+
+    def __init__(self, account: Account, name: str, shape: Sequence[int], dtype: np.typing.DTypeLike) -> None:
+        self.account, self.name, self.shape, self.dtype = account, name, tuple(shape), np.dtype(dtype)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        account.add(name, self.nbytes)
+
+    def __del__(self) -> None:
+        self.account.remove(self.name, self.nbytes)
+
+
+class Trial:
+    """Runs a recorded step with stand-ins; what schedulers offer a recording (`graph.replay.Runs`).
+
+    results   bytes of what each task returned
+    """
+
+    description = "nothing is run"
+
+    def __init__(self, account: Account, unmerged: Graph, in_place: bool) -> None:
+        self.account, self.in_place = account, in_place
+        self.results: dict[Key, int] = {}
+        picks: dict[Key, dict[int, str]] = defaultdict(dict)
+        for node in unmerged.values():
+            if not is_leaf(node) and isinstance(node.func, Pick):
+                picks[only(node.args[0])][node.func.number] = node.func.axes
+        self.picks = {key: [axes for _, axes in sorted(found.items())] for key, found in picks.items()}
+
+    def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
+        tried = {
+            key: node if is_leaf(node) else combined(key, self._program(key, node.func), node.args)
+            for key, node in graph.items()
+        }
+        return list(dask.local.get_sync(with_leaves(tried, leaves), keys))
+
+    def fetch(self, results: list[Any]) -> list[Any]:
+        return results
+
+    def _program(self, key: Key, program: Program) -> Callable[..., Any]:
+        calls = [replace(call, function=self._stand_in(call)) for call in program.calls]
+        tried = Program(calls, program.arrivals, program.outputs)
+
+        def run(*arguments: Any) -> Any:
+            result = tried(*arguments)
+            self.results[key] = sum(value.nbytes for value in _stand_ins(result))
+            return result
+
+        return run
+
+    def _stand_in(self, call: Call) -> Callable[..., Any]:
+        """What returns stand-ins where the call would return arrays."""
+        function = getattr(call.function, "__self__", call.function)
+        if isinstance(function, Pick):
+            return function
+        layer = layer_of(call.key)
+        if isinstance(function, ChunkSum):
+            name = "gradients" if ".backward" in layer else "activations"
+            return lambda *arguments: StandIn(self.account, name, function.shape, function.dtype)
+        if isinstance(function, RowSum):
+            rows = function.last - function.first
+            return lambda *arguments: self._gradient_rows(function.call, rows)
+        if isinstance(function, RowUpdate):
+            return lambda *arguments: self._update(function)
+        return lambda *arguments: self._results(call.key, function, arguments)
+
+    def _gradient_rows(self, call: Any, rows: int) -> StandIn:
+        return StandIn(self.account, "gradients", (rows, *call.shape[1:]), call.dtype)
+
+    def _update(self, function: RowUpdate) -> None:
+        """In place: a block of the gradient's rows at a time is all that is made."""
+        for first, last in function.blocks:
+            self._gradient_rows(function.sums[0], last - first)
+
+    def _results(self, key: Key, function: Any, arguments: Sequence[Any]) -> Any:
+        """The results of a kernel call, from the letters of its signature."""
+        sizes = _sizes(function, arguments)
+        dtype = next(array.dtype for array in _stand_ins(arguments) if array.dtype.kind == "f")
+        if key not in self.picks:
+            return StandIn(self.account, "activations", [sizes[axis] for axis in function.axes], dtype)
+        names = ["activations"] * len(self.picks[key])
+        if layer_of(key) == "adamw":
+            names = ["parameters", "optimizer", "optimizer"]
+        return tuple(
+            StandIn(self.account, name, [sizes[axis] for axis in axes], dtype)
+            for name, axes in zip(names, self.picks[key], strict=True)
+        )
+
+
+def _sizes(function: Any, arguments: Sequence[Any]) -> dict[str, int]:
+    """The size of each axis of a call; what is gathered along t has its length as T."""
+    sizes: dict[str, int] = {}
+    for argument, axes in zip(arguments, function.inputs):
+        if isinstance(argument, list):
+            sizes |= dict(zip(axes, argument[0].shape))
+            sizes["T"] = sum(part.shape[axes.index("t")] for part in argument)
+        else:
+            sizes |= dict(zip(axes, argument.shape))
+    if function.kernel in NEW_AXES:
+        sizes |= NEW_AXES[function.kernel](sizes, function.options)
+    return sizes
+
+
+def _stand_ins(values: Any) -> list[Any]:
+    """All arrays in nested sequences, each once."""
+    if isinstance(values, list | tuple):
+        return list({id(array): array for value in values for array in _stand_ins(value)}.values())
+    return [] if values is None else [values]

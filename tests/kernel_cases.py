@@ -1,0 +1,178 @@
+"""Every layer's kernels beside an independent float64 formula: what the tests of the kernels go through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear
+
+Arrays = dict[str, np.ndarray]
+# No multiple of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
+B, T, C, HEADS, OUTPUTS, VOCABULARY, PADDED, POSITIONS = 2, 37, 48, 3, 70, 67, 72, 41
+
+
+def summed(kernel: Callable[..., np.ndarray], like: np.ndarray, *arguments: np.ndarray) -> np.ndarray:
+    """A summing kernel's sum; the total starts as NaN, so a sum that reads it shows."""
+    return kernel(*arguments, total=np.full(like.shape, np.nan, like.dtype), accumulate=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer: `forward` and `reference` take all arrays; a gradient takes dy and all arrays."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    forward: Callable[[Arrays], np.ndarray]
+    reference: Callable[[Arrays], np.ndarray]
+    gradients: dict[str, Callable[[np.ndarray, Arrays], np.ndarray]]
+    indices: dict[str, int] = field(default_factory=dict)
+
+    def arrays(self, dtype: str = "float64") -> Arrays:
+        random = np.random.default_rng(5)
+        made: Arrays = {}
+        for name, shape in self.shapes.items():
+            if name in self.indices:
+                made[name] = random.integers(0, self.indices[name], shape).astype(np.int32)
+            else:
+                made[name] = random.normal(size=shape).astype(dtype)
+        return made
+
+    def dy(self, y: np.ndarray) -> np.ndarray:
+        return np.random.default_rng(6).normal(size=y.shape).astype(y.dtype)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _layernorm(a: Arrays) -> np.ndarray:
+    x = a["x"]
+    rstd = 1 / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return (x - x.mean(-1, keepdims=True)) * rstd * a["weight"] + a["bias"]
+
+
+def _gelu(a: Arrays) -> np.ndarray:
+    return 0.5 * a["x"] * (1 + np.tanh(np.sqrt(2 / np.pi) * (a["x"] + 0.044715 * a["x"] ** 3)))
+
+
+def softmax_attention(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Attention with the whole (T, T) matrix: output and log-sum-exp."""
+    b, t, _ = qkv.shape
+    q, k, v = (part.reshape(b, t, heads, -1).transpose(0, 2, 1, 3) for part in np.split(qkv, 3, -1))
+    scores = np.where(np.tri(t, dtype=bool), q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1]), -np.inf)
+    top = scores.max(-1, keepdims=True)
+    p = np.exp(scores - top)
+    total = p.sum(-1, keepdims=True)
+    return (p / total @ v).transpose(0, 2, 1, 3).reshape(b, t, -1), (top + np.log(total))[..., 0]
+
+
+def _losses(a: Arrays) -> np.ndarray:
+    logits = a["x"] @ a["wte"][:VOCABULARY].T
+    top = logits.max(-1)
+    log_sum = top + np.log(np.exp(logits - top[..., None]).sum(-1))
+    return log_sum - np.take_along_axis(logits, a["targets"][..., None].astype(int), -1)[..., 0]
+
+
+def _attention_backward(dy: np.ndarray, a: Arrays) -> np.ndarray:
+    return attention.backward(dy, a["qkv"], *attention.forward(a["qkv"], HEADS), HEADS)
+
+
+def _dlogits(a: Arrays) -> np.ndarray:
+    return crossentropy.forward(a["x"], a["wte"], a["targets"], VOCABULARY)[1]
+
+
+def _case(name: str, shapes: dict[str, tuple[int, ...]], *functions: Any, **indices: int) -> Case:
+    return Case(name, shapes, *functions, indices=indices)
+
+
+CASES = (
+    _case(
+        "embedding",
+        {"tokens": (B, T), "wte": (PADDED, C), "positions": (T,), "wpe": (POSITIONS, C)},
+        lambda a: embedding.forward(a["tokens"], a["wte"], a["positions"], a["wpe"]),
+        lambda a: a["wte"][a["tokens"]] + a["wpe"][a["positions"]],
+        {
+            "wte": lambda dy, a: summed(embedding.backward_wte, a["wte"], dy, a["tokens"]),
+            "wpe": lambda dy, a: summed(embedding.backward_wpe, a["wpe"], dy, a["positions"]),
+        },
+        tokens=VOCABULARY,
+        positions=POSITIONS,
+    ),
+    _case(
+        "layernorm",
+        {"x": (B, T, C), "weight": (C,), "bias": (C,)},
+        lambda a: layernorm.forward(a["x"], a["weight"], a["bias"]),
+        _layernorm,
+        {
+            "x": lambda dy, a: layernorm.backward_x(dy, a["x"], a["weight"]),
+            "weight": lambda dy, a: summed(layernorm.backward_weight, a["weight"], dy, a["x"]),
+            "bias": lambda dy, a: summed(linear.backward_bias, a["bias"], dy),
+        },
+    ),
+    _case(
+        "linear",
+        {"x": (B, T, C), "weight": (OUTPUTS, C), "bias": (OUTPUTS,)},
+        lambda a: linear.forward(a["x"], a["weight"], a["bias"]),
+        lambda a: a["x"] @ a["weight"].T + a["bias"],
+        {
+            "x": lambda dy, a: linear.backward_x(dy, a["weight"]),
+            "weight": lambda dy, a: summed(linear.backward_weight, a["weight"], dy, a["x"]),
+            "bias": lambda dy, a: summed(linear.backward_bias, a["bias"], dy),
+        },
+    ),
+    _case(
+        "unembedding",
+        {"x": (B, T, C), "wte": (PADDED, C)},
+        lambda a: linear.forward_without_bias(a["x"], a["wte"]),
+        lambda a: a["x"] @ a["wte"].T,
+        {
+            "x": lambda dy, a: linear.backward_x(dy, a["wte"]),
+            "wte": lambda dy, a: summed(linear.backward_weight, a["wte"], dy, a["x"]),
+        },
+    ),
+    _case(
+        "gelu",
+        {"x": (B, T, C)},
+        lambda a: gelu.forward(a["x"]),
+        _gelu,
+        {"x": lambda dy, a: gelu.backward(dy, a["x"])},
+    ),
+    _case(
+        "add",
+        {"x": (B, T, C), "y": (B, T, C)},
+        lambda a: add.forward(a["x"], a["y"]),
+        lambda a: a["x"] + a["y"],
+        {},
+    ),
+    _case(
+        "attention",
+        {"qkv": (B, T, 3 * C)},
+        lambda a: attention.forward(a["qkv"], HEADS)[0],
+        lambda a: softmax_attention(a["qkv"], HEADS)[0],
+        {"qkv": _attention_backward},
+    ),
+    _case(
+        "crossentropy",
+        {"x": (B, T, C), "wte": (PADDED, C), "targets": (B, T)},
+        lambda a: crossentropy.forward(a["x"], a["wte"], a["targets"], VOCABULARY)[0],
+        _losses,
+        {
+            "x": lambda dy, a: crossentropy.backward_x(dy, _dlogits(a), a["wte"]),
+            "wte": lambda dy, a: summed(crossentropy.backward_wte, a["wte"], dy, _dlogits(a), a["x"]),
+        },
+        targets=VOCABULARY,
+    ),
+    _case(
+        "mean",
+        {"losses": (B, T)},
+        lambda a: crossentropy.mean_forward(
+            a["losses"], B * T, total=np.full((), np.nan, a["losses"].dtype), accumulate=False
+        ),
+        lambda a: np.asarray(a["losses"].mean()),
+        {"losses": lambda dy, a: crossentropy.mean_backward(dy, a["losses"], B * T)},
+    ),
+)
+GRADIENTS = [(case, name) for case in CASES for name in case.gradients]
