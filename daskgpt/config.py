@@ -168,13 +168,21 @@ class DataflowConfig:
         "size of a task; auto = from measured kernel times",
         choices=("kernel", "segment", "block", "chunk", "auto"),
     )
+    barrier: str = setting(
+        "step",
+        "where everybody waits; layer = fork-join, none = steps overlap",
+        choices=("layer", "phase", "step", "none"),
+    )
+    window: int = setting(4, "steps in flight with barrier none", unit="steps")
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one a core")
 
     def __post_init__(self) -> None:
         for name in ("batch_chunk", "sequence_chunk", "threads"):
             value = getattr(self, name)
             require(value >= 0, "DataflowConfig", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+        require(self.window >= 1, "DataflowConfig", "window must be at least 1", {"window": self.window}, "Try 4.")
         _one_of(self, "grain")
+        _one_of(self, "barrier")
 
 
 @dataclass(frozen=True)

@@ -4,44 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
+from daskgpt.blocks import ChunkSum
 from daskgpt.graph.grain import GroupOf, groups
-from daskgpt.graph.inplace import RowUpdate
-from daskgpt.graph.nodes import Graph, Key
+from daskgpt.graph.inplace import RowSum, RowUpdate
+from daskgpt.graph.nodes import Graph, Key, is_leaf
 
 
-def groups_of(graph: Graph, grain: str, updates: Callable[[str], Hashable] | None = None) -> GroupOf:
+def groups_of(
+    graph: Graph, grain: str, updates: Callable[[str], Hashable] | None = None, phases: bool = False
+) -> GroupOf:
     """The groups of a step's graph at a grain.
 
     updates   parameter -> the group of its gradient and update; None where nothing is updated
+    phases    whether forward, backward and update stay in tasks of their own
     """
     chunk_group = groups(graph, grain, stretch_of)
-    owners = update_tasks(graph) if updates and grain != "kernel" else {}
+    owners = update_tasks(graph, (ChunkSum, RowSum) if phases else (ChunkSum,)) if updates and grain != "kernel" else {}
 
     def group_of(key: Key) -> Hashable:
+        phase = phase_of(key) if phases else ""
         if updates is None or key not in owners:
-            return chunk_group(key)
+            group = chunk_group(key)
+            return group if group is None else (phase, group)
         # Each share of a large tensor's rows stays a task.
-        share = key[1] if isinstance(graph[key].func, RowUpdate) else 0
-        return "update", updates(owners[key]), share
+        share = key[1] if isinstance(graph[key].func, RowUpdate | RowSum) else 0
+        return phase, "update", updates(owners[key]), share
 
     return group_of
 
 
-def update_tasks(graph: Graph) -> dict[Key, str]:
+def phase_of(key: Key) -> str:
+    """forward, backward or update."""
+    return layer_of(key).partition(".")[2] or "update"
+
+
+def stage_of(key: Key) -> str:
+    """The loop of a fork-join program that a task belongs to: a layer's forward, a layer's backward, or the update."""
+    phase, where = phase_of(key), where_of(key)
+    if phase == "update":
+        return phase
+    return f"{layer_of(key)}-{where if phase == 'forward' else where.rpartition('.')[0]}"
+
+
+def update_tasks(graph: Graph, sums: tuple[type, ...]) -> dict[Key, str]:
     """The tasks that update a parameter, and its name: AdamW, what is picked from it, and the last sum before it.
 
     An earlier sum (the gradient that the unembedding gives to the tied embedding) stays apart: it is there long before
-    the rest, and what it reads can be dropped.
+    the rest, and what it reads can be dropped. So does the same sum by rows beside an update that makes its own.
     """
     owners = {}
     for key, node in graph.items():
         layer, parameter = layer_of(key), where_of(key)
         if layer == "adamw":
             owners[key] = parameter
-            if isinstance(node.func, RowUpdate):
-                continue
             for dependency in node.dependencies:
-                if ".backward" in layer_of(dependency):
+                if not is_leaf(graph[dependency]) and isinstance(graph[dependency].func, sums):
                     owners[dependency] = parameter
     return owners
 

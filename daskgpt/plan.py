@@ -16,13 +16,14 @@ import dask.local
 import numpy as np
 
 from daskgpt.blocks import ChunkSum, Pick
+from daskgpt.config import GPT2Config
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, only, with_leaves
-from daskgpt.graph.program import Call, Program
+from daskgpt.graph.program import Call, Program, calls_of
 from daskgpt.grouping import layer_of
 from daskgpt.layers import LAYERS
 from daskgpt.parameters import parameter_shapes
-from daskgpt.schedulers import LocalScheduler
+from daskgpt.schedulers import ClusterScheduler, LocalScheduler
 from daskgpt.step import TrainingStep
 from daskgpt.training import Plan
 
@@ -59,23 +60,41 @@ def predict(plan: Plan) -> Prediction:
     scratch, the interpreter and its libraries. The grain auto, which only a measured step can settle, stands for block.
     """
     dataflow = plan.dataflow
-    in_place = dataflow.scheduler in ("sync", "threads") and LocalScheduler.in_place
+    in_place = LocalScheduler.in_place if dataflow.scheduler in ("sync", "threads") else ClusterScheduler.in_place
     grain = "block" if dataflow.grain == "auto" else dataflow.grain
-    step = TrainingStep(plan.config, plan.batch_shape, plan.chunk, plan.optimizer, grain=grain, in_place=in_place)
-    account = Account()
-    values = {name: np.broadcast_to(np.zeros((), a.dtype), a.shape) for name, a in step.recording.inputs.items()}
-    state = {}
-    for name, shape in parameter_shapes(plan.config).items():
-        for kind in ("weight", "m", "v"):
-            dtype = step.recording.outputs["loss"].dtype
-            state[f"{kind}.{name}"] = StandIn(account, CLASSES[0 if kind == "weight" else 2], shape, dtype)
-    trial = Trial(account, step.recording.unmerged, in_place)
-    kept = step.recording.run(trial, values, step.recording.layout.pack(state))
-    assert kept  # what a step returns lives until its last task has run
+    barrier = dataflow.barrier
+    step = TrainingStep(
+        plan.config, plan.batch_shape, plan.chunk, plan.optimizer, grain=grain, barrier=barrier, in_place=in_place
+    )
+    trial = tried(plan.config, step, 1)
+    together = tried(plan.config, step, dataflow.window) if barrier == "none" and in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
     return Prediction(
-        grain, len(trial.results), account.made, account.at_peak, str(largest[0]).rstrip("_"), trial.results[largest]
+        grain=grain,
+        tasks=len(trial.results),
+        made=trial.account.made,
+        at_peak=together.account.at_peak,
+        largest_task="-".join(str(largest[0]).split("-")[:2]).rstrip("_"),
+        largest_bytes=trial.results[largest],
     )
+
+
+def tried(config: GPT2Config, step: TrainingStep, window: int) -> Trial:
+    """What is known after one step, or several that overlap, without data."""
+    recording, trial = step.recording, Trial(step.recording.unmerged, step.in_place)
+    values = {name: np.broadcast_to(np.zeros((), a.dtype), a.shape) for name, a in recording.inputs.items()}
+    dtype = recording.outputs["loss"].dtype
+    state = {}
+    for name, shape in parameter_shapes(config).items():
+        state[f"weight.{name}"] = StandIn(trial.account, "parameters", shape, dtype)
+        for moment in ("m", "v"):
+            state[f"{moment}.{name}"] = StandIn(trial.account, "optimizer", shape, dtype)
+    packs = recording.layout.pack(state)
+    if window > 1:
+        recording.run_window(trial, [values] * window, packs)
+    else:
+        recording.run(trial, values, packs)
+    return trial
 
 
 def describe_prediction(found: Prediction) -> str:
@@ -126,13 +145,14 @@ class StandIn:
 class Trial:
     """Runs a recorded step with stand-ins; what schedulers offer a recording (`graph.replay.Runs`).
 
+    account   of all arrays
     results   bytes of what each task returned
     """
 
     description = "nothing is run"
 
-    def __init__(self, account: Account, unmerged: Graph, in_place: bool) -> None:
-        self.account, self.in_place = account, in_place
+    def __init__(self, unmerged: Graph, in_place: bool) -> None:
+        self.account, self.in_place = Account(), in_place
         self.results: dict[Key, int] = {}
         picks: dict[Key, dict[int, str]] = defaultdict(dict)
         for node in unmerged.values():
@@ -141,21 +161,21 @@ class Trial:
         self.picks = {key: [axes for _, axes in sorted(found.items())] for key, found in picks.items()}
 
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
-        tried = {
-            key: node if is_leaf(node) else combined(key, self._program(key, node.func), node.args)
+        without_data = {
+            key: combined(key, self._program(key, node.func), node.args) if calls_of(node) else node
             for key, node in graph.items()
         }
-        return list(dask.local.get_sync(with_leaves(tried, leaves), keys))
+        return list(dask.local.get_sync(with_leaves(without_data, leaves), keys))
 
     def fetch(self, results: list[Any]) -> list[Any]:
         return results
 
     def _program(self, key: Key, program: Program) -> Callable[..., Any]:
         calls = [replace(call, function=self._stand_in(call)) for call in program.calls]
-        tried = Program(calls, program.arrivals, program.outputs)
+        without_data = Program(calls, program.arrivals, program.outputs)
 
         def run(*arguments: Any) -> Any:
-            result = tried(*arguments)
+            result = without_data(*arguments)
             self.results[key] = sum(value.nbytes for value in _stand_ins(result))
             return result
 
@@ -171,7 +191,7 @@ class Trial:
             name = "gradients" if ".backward" in layer else "activations"
             return lambda *arguments: StandIn(self.account, name, function.shape, function.dtype)
         if isinstance(function, RowSum):
-            rows = function.last - function.first
+            rows = function.blocks[-1][1] - function.blocks[0][0]
             return lambda *arguments: self._gradient_rows(function.call, rows)
         if isinstance(function, RowUpdate):
             return lambda *arguments: self._update(function)
@@ -181,8 +201,8 @@ class Trial:
         return StandIn(self.account, "gradients", (rows, *call.shape[1:]), call.dtype)
 
     def _update(self, function: RowUpdate) -> None:
-        """In place: a block of the gradient's rows at a time is all that is made."""
-        for first, last in function.blocks:
+        """In place: a block of the gradient's rows at a time is all that is made, where the gradient is not given."""
+        for first, last in function.blocks if function.sums else ():
             self._gradient_rows(function.sums[0], last - first)
 
     def _results(self, key: Key, function: Any, arguments: Sequence[Any]) -> Any:

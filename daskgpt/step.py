@@ -17,7 +17,7 @@ from daskgpt.graph.inplace import InPlace, update_in_place
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
 from daskgpt.graph.replay import Layout, Recording, Runs
 from daskgpt.graph.spans import Span
-from daskgpt.grouping import groups_of, layer_group, layer_of, title
+from daskgpt.grouping import groups_of, layer_group, layer_of, phase_of, stage_of, title
 from daskgpt.kernels.adamw import adamw_inplace
 from daskgpt.model import logits, mean_loss, transformer
 from daskgpt.optimizer import hyper_parameters, update
@@ -25,6 +25,7 @@ from daskgpt.parameters import parameter_shapes
 from daskgpt.tape import Tape
 
 Lazy = dict[str, da.Array]
+Batch = tuple[np.ndarray, np.ndarray]
 
 # Mean seconds of a task from which on the threaded scheduler's share is small (a task costs it 0.1 to 0.2 ms).
 LONG_ENOUGH = 4e-3
@@ -65,10 +66,14 @@ class TrainingStep:
         optimizer: OptimizerConfig,
         dtype: np.typing.DTypeLike = np.float32,
         grain: str = "block",
+        barrier: str = "step",
         in_place: bool = False,
     ) -> None:
-        """in_place  whether the state's arrays are written over: for schedulers that never compute a task again"""
-        self.optimizer, self.in_place = optimizer, in_place
+        """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
+        in_place  whether the state's arrays are written over: for schedulers that never compute a task again
+        """
+        self.optimizer, self.barrier, self.in_place = optimizer, barrier, in_place
+        self.phases = barrier in ("layer", "phase")
         tape = Tape()
         tokens, targets = _batch_leaves(tape, batch_shape, chunk)
         weights, m, v = (_parameter_leaves(tape, config, kind, dtype) for kind in ("weight", "m", "v"))
@@ -86,7 +91,7 @@ class TrainingStep:
             state,
             new,
             title_of=title,
-            in_place=partial(_in_place, summed=math.prod(batch_shape)) if in_place else None,
+            in_place=partial(_in_place, summed=math.prod(batch_shape), fused=not self.phases) if in_place else None,
         )
         self.set_grain(grain)
 
@@ -95,7 +100,9 @@ class TrainingStep:
 
         Out of place the packs of the state change with the grain: set it before the first step.
         """
-        self.recording.merge(groups_of(self.recording.unmerged, grain, layer_group))
+        self.recording.merge(groups_of(self.recording.unmerged, grain, layer_group, self.phases))
+        if self.phases:
+            self.recording.wait_between(stage_of if self.barrier == "layer" else phase_of, tokens=not self.in_place)
         self.grain = grain
 
     def choose_grain(self, spans: Sequence[Span]) -> str:
@@ -105,7 +112,7 @@ class TrainingStep:
             seconds[span.key] = seconds.get(span.key, 0.0) + span.end - span.start
         graph, means = self.recording.unmerged, {}
         for grain in GRAINS:
-            group_of = groups_of(graph, grain, layer_group)
+            group_of = groups_of(graph, grain, layer_group, self.phases)
             tasks = len({group_of(key) or key for key in seconds})
             means[grain] = sum(seconds.values()) / tasks
         enough = [grain for grain, mean in means.items() if mean >= LONG_ENOUGH]
@@ -127,11 +134,28 @@ class TrainingStep:
         self, scheduler: Runs, state: State, tokens: np.ndarray, targets: np.ndarray, steps: int
     ) -> tuple[float, State]:
         """Loss before the update, and the new state; `steps` is the length of the run (for the learning rate)."""
-        hyper = hyper_parameters(self.optimizer, state.step, steps)
-        values = {"tokens": tokens, "targets": targets, "hyper": hyper}
-        handles, packs = self.recording.run(scheduler, values, state.packs)
-        loss = float(self.recording.output(scheduler, handles)["loss"])
-        return loss, State(state.layout, packs, state.step + 1)
+        handles, state = self.submit(scheduler, state, (tokens, targets), steps)
+        return self.loss(scheduler, handles), state
+
+    def submit(self, scheduler: Runs, state: State, batch: Batch, steps: int) -> tuple[list[Any], State]:
+        """Start a step: handles of its loss, and the state after it. A cluster goes on by itself."""
+        handles, packs = self.recording.run(scheduler, self._values(batch, state.step, steps), state.packs)
+        return handles, State(state.layout, packs, state.step + 1)
+
+    def window(self, scheduler: Runs, state: State, batches: Sequence[Batch], steps: int) -> tuple[list[float], State]:
+        """Several steps that overlap as one graph, with the same results: their losses, and the state after them."""
+        values = [self._values(batch, state.step + number, steps) for number, batch in enumerate(batches)]
+        handles = self.recording.run_window(scheduler, values, state.packs)
+        losses = [self.loss(scheduler, own) for own in handles]
+        return losses, State(state.layout, state.packs, state.step + len(batches))
+
+    def loss(self, scheduler: Runs, handles: list[Any]) -> float:
+        """The loss of a submitted step, waited for."""
+        return float(self.recording.output(scheduler, handles)["loss"])
+
+    def _values(self, batch: Batch, step: int, steps: int) -> dict[str, np.ndarray]:
+        tokens, targets = batch
+        return {"tokens": tokens, "targets": targets, "hyper": hyper_parameters(self.optimizer, step, steps)}
 
 
 class Inference:
@@ -201,9 +225,9 @@ def loss_and_gradients(
     return loss, _gradients(tape, weights, loss)
 
 
-def _in_place(graph: Graph, summed: int) -> InPlace:
+def _in_place(graph: Graph, summed: int, fused: bool) -> InPlace:
     updates = [key for key in graph if layer_of(key) == "adamw" and len(key) == 1]
-    return update_in_place(graph, updates, adamw_inplace, summed)
+    return update_in_place(graph, updates, adamw_inplace, summed, fused)
 
 
 def _gradients(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:

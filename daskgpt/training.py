@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from daskgpt.kernels._jit import all_cached, compile_all
 from daskgpt.parameters import initial_parameters, parameter_count
 from daskgpt.run_folder import RunFolder, load
 from daskgpt.schedulers import open_scheduler
-from daskgpt.step import Inference, State, TrainingStep
+from daskgpt.step import Batch, Inference, State, TrainingStep
 
 
 @dataclass
@@ -174,39 +174,73 @@ def _steps(plan: Plan, scheduler: Runs, step: TrainingStep, state: State) -> Ite
     """State and metrics after each step."""
     validate = Inference(plan.config, plan.batch_shape, plan.chunk, state.layout, ("loss",))
     size = {"batch_size": plan.data.batch_size, "sequence_length": plan.data.sequence_length}
-    for number in range(plan.run.steps):
+    tokens = plan.data.batch_size * plan.data.sequence_length
+    number = 0
+    while number < plan.run.steps:
         start = time.perf_counter()
-        tokens, targets = batch(plan.dataset.training, **size, seed=plan.run.seed, step=number)
-        loss, state = run_step(plan, scheduler, step, state, (tokens, targets))
-        seconds = time.perf_counter() - start
-        metrics = {"step": number, "loss": loss, "tokens_per_s": round(tokens.size / seconds, 1)}
-        last = number + 1 == plan.run.steps
-        if last or (plan.run.validate_every and (number + 1) % plan.run.validate_every == 0):
-            metrics["validation_loss"] = validation_loss(plan, scheduler, validate, state)
-        yield state, metrics
+        numbers = range(number, number + _together(plan, step, number))
+        batches = [batch(plan.dataset.training, **size, seed=plan.run.seed, step=n) for n in numbers]
+        losses, state = run_steps(plan, scheduler, step, state, batches)
+        rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
+        for number, loss in zip(numbers, losses):
+            metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
+            if number + 1 == _next_validation(plan, number):
+                metrics["validation_loss"] = validation_loss(plan, scheduler, validate, state)
+            yield state, metrics
+        number += 1
+
+
+def _next_validation(plan: Plan, number: int) -> int:
+    """How many steps will have been made at the next validation."""
+    every = plan.run.validate_every or plan.run.steps
+    return min((number // every + 1) * every, plan.run.steps)
+
+
+def _together(plan: Plan, step: TrainingStep, number: int) -> int:
+    """How many steps from this one on may overlap."""
+    if plan.dataflow.barrier != "none" or _to_be_measured(plan, step):
+        return 1
+    return min(plan.dataflow.window, _next_validation(plan, number) - number)
 
 
 def training_step(plan: Plan, scheduler: Runs) -> TrainingStep:
     """The step of a plan. With grain auto it starts as single kernels, to be measured, where that can change later."""
-    grain = plan.dataflow.grain
+    grain, barrier = plan.dataflow.grain, plan.dataflow.barrier
     if grain == "auto":
         # A cluster's task costs milliseconds, whatever the kernels do: there the tasks are large from the start.
-        grain = "kernel" if scheduler.in_place else "block"
+        # Fork-join means a wait after each layer, which a task of several layers would hide.
+        grain = "kernel" if scheduler.in_place or barrier == "layer" else "block"
     return TrainingStep(
-        plan.config, plan.batch_shape, plan.chunk, plan.optimizer, grain=grain, in_place=scheduler.in_place
+        plan.config,
+        plan.batch_shape,
+        plan.chunk,
+        plan.optimizer,
+        grain=grain,
+        barrier=barrier,
+        in_place=scheduler.in_place,
     )
 
 
-def run_step(
-    plan: Plan, scheduler: Runs, step: TrainingStep, state: State, batch: tuple[np.ndarray, np.ndarray]
-) -> tuple[float, State]:
-    """One step; with grain auto, the first one is measured and decides how the tasks of the others are merged."""
-    if plan.dataflow.grain != "auto" or step.grain != "kernel":
-        return step(scheduler, state, *batch, plan.run.steps)
-    with recorded_spans() as spans:
-        result = step(scheduler, state, *batch, plan.run.steps)
-    tqdm.write(f"grain      {step.choose_grain(spans)}")
-    return result
+def _to_be_measured(plan: Plan, step: TrainingStep) -> bool:
+    return plan.dataflow.grain == "auto" and step.grain == "kernel" and plan.dataflow.barrier != "layer"
+
+
+def run_steps(
+    plan: Plan, scheduler: Runs, step: TrainingStep, state: State, batches: Sequence[Batch]
+) -> tuple[list[float], State]:
+    """Some steps; with grain auto, the first one is measured and decides how the tasks of the others are merged."""
+    if _to_be_measured(plan, step):
+        with recorded_spans() as spans:
+            loss, state = step(scheduler, state, *batches[0], plan.run.steps)
+        tqdm.write(f"grain      {step.choose_grain(spans)}")
+        return [loss], state
+    if scheduler.in_place and len(batches) > 1:
+        return step.window(scheduler, state, batches, plan.run.steps)
+    submitted = []
+    for own in batches:
+        handles, state = step.submit(scheduler, state, own, plan.run.steps)
+        submitted.append(handles)
+    return [step.loss(scheduler, handles) for handles in submitted], state
 
 
 def validation_loss(plan: Plan, scheduler: Runs, inference: Inference, state: State) -> float:

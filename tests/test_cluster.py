@@ -47,17 +47,12 @@ def text(tmp_path_factory):
     return path
 
 
-def start(command, environment, **options):
-    """A process in a session of its own, so that whatever it starts can be found."""
-    return subprocess.Popen(command, env=environment, start_new_session=True, text=True, **options)
-
-
-def members(session):
-    """Processes of a session that still run; one that only waits for its parent to notice its end does not."""
+def members(leader):
+    """What still runs of a process and all that it started; what has ended and waits to be noticed does not count."""
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue  # ended meanwhile
@@ -67,7 +62,7 @@ def members(session):
 @contextmanager
 def started(command, environment, **options):
     """The process, of which nothing is left afterwards."""
-    process = start(command, environment, **options)
+    process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **options)
     try:
         yield process
     finally:
@@ -90,9 +85,9 @@ def wait_until(holds, process=None):
     raise AssertionError(f"not within {PATIENCE} seconds")
 
 
-def training(text, scheduler, out, steps, *more):
+def training(text, scheduler, out, steps):
     """The command line of a short run."""
-    flags = [*shlex.split(f"{MODEL} {RUN}"), "--steps", str(steps), "--data", str(text), "--out", str(out), *more]
+    flags = [*shlex.split(f"{MODEL} {RUN}"), "--steps", str(steps), "--data", str(text), "--out", str(out)]
     return [sys.executable, "-m", "daskgpt.train", "--scheduler", scheduler, *flags]
 
 
@@ -256,7 +251,7 @@ def test_script_says_so_when_the_workers_end(environment, tmp_path):
 
 def test_script_says_so_when_a_worker_does_not_register(environment, tmp_path):
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\ntime.sleep(4)\n")
+    slow.write_text("import time\ntime.sleep(2)\n")
     command = [START, "--workers", "1", "--port", "0", "--patience", "1"]
     late = environment | {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(slow)}
     with started(command, late, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

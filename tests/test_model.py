@@ -74,12 +74,12 @@ def test_gradient_in_a_random_direction_in_float64(random):
     assert exact == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
 
 
-def losses_and_parameters(scheduler, threads, chunk, steps=3, grain="block", in_place=None):
+def losses_and_parameters(scheduler, threads, chunk, steps=3, grain="block", in_place=None, barrier="step"):
     random = np.random.default_rng(5)
     losses = []
     with open_scheduler(scheduler, threads) as opened:
         in_place = opened.in_place if in_place is None else in_place
-        step = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain, in_place=in_place)
+        step = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain, barrier=barrier, in_place=in_place)
         state = step.initial(random_parameters(SMALL, random))
         for _ in range(steps):
             loss, state = step(opened, state, *random_batch(SMALL, random), steps)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
@@ -18,12 +18,13 @@ FIGURES = {"01_one_step": 3}
 SECONDS = 120  # for one cell; the first start on a machine compiles kernels
 
 
-class ThisPython(KernelSpecManager):
-    """Knows one kernel, whatever is registered on the machine: the interpreter that runs the tests."""
+class ThisPython(AsyncKernelManager):
+    """Starts the interpreter that runs the tests, whatever kernels are registered on the machine."""
 
-    def get_kernel_spec(self, kernel_name):
+    @property
+    def kernel_spec(self):
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return KernelSpec(argv=argv, display_name=kernel_name, language="python")
+        return KernelSpec(argv=argv, display_name="Python", language="python")
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -38,9 +39,8 @@ def executed(request, tmp_path_factory):
         "IPYTHONDIR": str(folder / "ipython"),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     }
-    manager = AsyncKernelManager(kernel_spec_manager=ThisPython(), kernel_name="python3")
-    client = NotebookClient(notebook, km=manager, timeout=SECONDS, resources={"metadata": {"path": str(folder)}})
-    client.execute(env=environment)
+    place = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=SECONDS, resources=place, kernel_manager_class=ThisPython).execute(env=environment)
     assert [path.name for path in folder.iterdir() if path.name != "ipython"] == [], "the notebook left files behind"
     return request.param.stem, notebook.cells
 

@@ -40,18 +40,23 @@ class InPlace:
 
 
 class RowSum:
-    """Some rows of a sum over the chunks, for a sum that is too large for one task."""
+    """Some rows of a sum over the chunks, in a task of their own; what it starts from are the same rows."""
 
     axes = ""
 
-    def __init__(self, call: Any, first: int, last: int) -> None:
-        self.call, self.first, self.last = call, first, last
+    def __init__(self, call: Any, blocks: Sequence[tuple[int, int]]) -> None:
+        self.call, self.blocks = call, tuple(blocks)
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         return self.call.arrange(chunks)
 
     def run(self, parts: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
-        return self.call.rows(parts, None if start is None else start[self.first : self.last], self.first, self.last)
+        base, end = self.blocks[0][0], self.blocks[-1][1]
+        total = np.empty((end - base, *self.call.shape[1:]), self.call.dtype)
+        for first, last in self.blocks:
+            own = slice(first - base, last - base)
+            total[own] = self.call.rows(parts, None if start is None else start[own], first, last)
+        return total
 
 
 class RowUpdate:
@@ -79,6 +84,8 @@ class RowUpdate:
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """Each sum's parts, what the first one starts from, and weight, m, v and hyper."""
         parts, start, position = [], [], 0
+        if not self.sums:
+            start, position = [chunks[0]], 1
         for call, count in zip(self.sums, self.counts):
             own, *rest = call.arrange(chunks[position : position + count])
             parts.append(own)
@@ -97,38 +104,56 @@ class RowUpdate:
             self.kernel(weight, gradient, m, v, hyper, **self.options)
 
 
-def update_in_place(graph: Graph, updates: Sequence[Key], kernel: Callable[..., Any], summed: int) -> InPlace:
+def update_in_place(
+    graph: Graph, updates: Sequence[Key], kernel: Callable[..., Any], summed: int, fused: bool = True
+) -> InPlace:
     """Rewrite the updates of a graph to work in place.
 
     updates   the tasks (weight, gradient, m, v, hyper) -> tuple of the three new tensors
     kernel    that does the same in place
     summed    how many rows each gradient is summed over, for all chunks together
+    fused     whether a gradient is summed by the task that uses it; else it is written whole by tasks of its own
     """
     dependents = _dependents(graph)
     new, done, after = dict(graph), [], {}
     for update in updates:
         weight, gradient, m, v, hyper = graph[update].args
-        sums = _chain(graph, dependents, only(gradient), summed)
+        last = only(gradient)
+        sums = _chain(graph, dependents, last, summed) if fused else []
         arguments = [list(graph[key].args) for key in sums]
         for later in arguments[1:]:
             later.pop()  # the sum it goes on from is made in the same task
         calls = [graph[key].func for key in sums]
-        before = _start(graph, sums[0])
-        for key in [update, *dependents[update], *sums]:
+        before = _start(graph, sums[0]) if sums else last
+        for key in [update, *dependents[update], *sums, *_starts(graph, before)]:
             del new[key]
-        for number, blocks in enumerate(_shares(calls[0])):
-            if before is not None:
-                part = (f"{before[0]}.rows", number)
-                new[part] = combined(part, RowSum(graph[before].func, blocks[0][0], blocks[-1][1]), graph[before].args)
-                arguments[0][-1] = reference(part)
+        for number, blocks in enumerate(_shares(graph[last].func)):
+            first = [reference(_row_sum(graph, new, before, number, blocks))] if before else []
+            if arguments and before:
+                arguments[0][-1] = first[0]
+            given = [*(a for own in arguments for a in own)] if arguments else first
             key = (update[0], number)
             call = RowUpdate(calls, [len(own) for own in arguments], kernel, graph[update].func.options, blocks)
-            new[key] = combined(key, call, [*(a for own in arguments for a in own), weight, m, v, hyper])
+            new[key] = combined(key, call, [*given, weight, m, v, hyper])
             done.append(key)
-            after[key] = [key for key in dependents[only(weight)] if key != update]
-        if before is not None:
-            del new[before]
+            after[key] = [reader for reader in dependents[only(weight)] if reader != update]
     return InPlace(new, done, after)
+
+
+def _row_sum(graph: Graph, new: Graph, key: Key, number: int, blocks: Sequence[tuple[int, int]]) -> Key:
+    """Add the task that sums some rows of a gradient, and the ones it goes on from; return its key."""
+    arguments = list(graph[key].args)
+    before = _start(graph, key)
+    if before is not None:
+        arguments[-1] = reference(_row_sum(graph, new, before, number, blocks))
+    part = (f"{key[0]}.rows", number)
+    new[part] = combined(part, RowSum(graph[key].func, blocks), arguments)
+    return part
+
+
+def _starts(graph: Graph, key: Key | None) -> list[Key]:
+    """A sum and those it goes on from."""
+    return [] if key is None else [key, *_starts(graph, _start(graph, key))]
 
 
 def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int) -> list[Key]:

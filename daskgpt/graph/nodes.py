@@ -17,7 +17,7 @@ Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
 
 __all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
-__all__ += ["combined", "only", "pieces", "reference", "renamed", "task", "with_leaves"]
+__all__ += ["combined", "only", "pieces", "reference", "renamed", "task", "waiting_for", "with_leaves"]
 
 
 def keys_of(array: da.Array) -> list[Key]:
@@ -100,3 +100,10 @@ def only(argument: Any) -> Key:
     """The one task that an argument names, however deep in lists."""
     (key,) = (argument.key,) if isinstance(argument, TaskRef) else argument.dependencies
     return key
+
+
+def waiting_for(node: GraphNode, earlier: Iterable[Key]) -> GraphNode:
+    """The same task, to run after others whose results it does not look at (they come last among its arguments)."""
+    assert isinstance(node, Task)
+    extra = [TaskRef(key) for key in earlier if key not in node.dependencies]
+    return Task(node.key, node.func, *node.args, *extra) if extra else node

@@ -102,6 +102,11 @@ def program_of(
     return Program(calls, arrivals, [slots[key] for key in outputs]), needed
 
 
+def calls_of(node: GraphNode) -> tuple[Call, ...]:
+    """The calls that a merged task makes; none for a task of another kind (a barrier)."""
+    return getattr(node.func, "calls", ())
+
+
 def _function_of(node: GraphNode, slots: Mapping[Key, int]) -> tuple[Callable[..., Any], list[Any]]:
     """What a task calls, with slots for its arguments: a kernel call sorts out Dask's nested lists beforehand."""
     function, arguments = arguments_of(node, slots)

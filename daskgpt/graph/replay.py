@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,10 +10,11 @@ from typing import Any, Protocol
 import dask.array as da
 import numpy as np
 
+from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.grain import GroupOf, merge
 from daskgpt.graph.inplace import InPlace
-from daskgpt.graph.nodes import Graph, Key, graph_of, keys_of, pieces
-from daskgpt.graph.program import Place
+from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
+from daskgpt.graph.program import Place, calls_of
 
 STATE = "state"
 
@@ -99,25 +101,71 @@ class Recording:
         self.graph = merged.graph
         self.places = {name: [merged.places[key] for key in own] for name, own in keys.items()}
         self.layout = self._given_layout or _layout({name: merged.places[key] for name, key in results.items()})
+        self._output_keys = list(dict.fromkeys(place.key for places in self.places.values() for place in places))
+        self._windows: dict[int, Graph] = {}
         self._updates = list(dict.fromkeys(merged.places[key].key for key in self._written))
         if results:  # in the order of the packs
             self._updates = [merged.places[results[names[0]]].key for names in self.layout.packs]
+
+    def wait_between(self, stage_of: Callable[[Key], str], *, tokens: bool) -> None:
+        """Put a barrier after each stage of the merged tasks, see `with_barriers`."""
+        first = {key: calls_of(node)[0].key for key, node in self.graph.items() if not is_leaf(node)}
+        self.graph = with_barriers(self.graph, lambda key: stage_of(first[key]), tokens=tokens)
 
     def run(
         self, scheduler: Runs, values: Mapping[str, np.ndarray], packs: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """One run: handles of the outputs for `output`, and the packs of the new state."""
-        data: dict[Key, Any] = {(STATE, number): pack for number, pack in enumerate(packs)}
-        for name, value in values.items():
-            data |= pieces(self.inputs[name], value)
-        keys = list(dict.fromkeys(place.key for places in self.places.values() for place in places))
-        results = scheduler.run(self.graph, data, keys + self._updates)
-        return results[: len(keys)], results[len(keys) :] if self._results else list(packs)
+        data = self._data(values) | self._state(packs)
+        results = scheduler.run(self.graph, data, self._output_keys + self._updates)
+        count = len(self._output_keys)
+        return results[:count], results[count:] if self._results else list(packs)
+
+    def run_window(
+        self, scheduler: Runs, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]
+    ) -> list[list[Any]]:
+        """Several runs as one graph, without a barrier between them; the handles of each one's outputs.
+
+        A task waits only for what it needs: one that reads a tensor of the state for the update of that tensor in the
+        run before, and an update for the readers of its own run. Only where the state is updated in place.
+        """
+        graph = self._window(len(values))
+        data = self._state(packs)
+        for run, own in enumerate(values):
+            data |= {_in_run(key, run): value for key, value in self._data(own).items()}
+        outputs = [[_in_run(key, run) for key in self._output_keys] for run in range(len(values))]
+        flat = [key for keys in outputs for key in keys] + [_in_run(key, len(values) - 1) for key in self._updates]
+        results = iter(scheduler.run(graph, data, flat))
+        return [[next(results) for _ in keys] for keys in outputs]
+
+    def _window(self, runs: int) -> Graph:
+        """The recorded graph so many times, with the edges from each update to the readers of the next run."""
+        if runs not in self._windows:
+            home = {call.key: key for key, node in self.graph.items() if not is_leaf(node) for call in calls_of(node)}
+            updates: dict[Key, set[Key]] = defaultdict(set)
+            for update, readers in self._after.items():
+                for reader in readers:
+                    updates[home[reader]].add(home[update])
+            own = self.graph.keys() | {key for array in self.inputs.values() for key in keys_of(array)}
+            graph: Graph = {}
+            for run in range(runs):
+                copy = renamed(self.graph, {key: _in_run(key, run) for key in own})
+                for key in updates if run else ():
+                    earlier = sorted(_in_run(update, run - 1) for update in updates[key])
+                    copy[_in_run(key, run)] = waiting_for(copy[_in_run(key, run)], earlier)
+                graph |= copy
+            self._windows = {runs: graph}
+        return self._windows[runs]
+
+    def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
+        return {key: part for name, value in values.items() for key, part in pieces(self.inputs[name], value).items()}
+
+    def _state(self, packs: Sequence[Any]) -> dict[Key, Any]:
+        return {(STATE, number): pack for number, pack in enumerate(packs)}
 
     def output(self, scheduler: Runs, handles: list[Any]) -> dict[str, np.ndarray]:
         """The outputs as whole arrays."""
-        keys = dict.fromkeys(place.key for places in self.places.values() for place in places)
-        results = dict(zip(keys, scheduler.fetch(handles)))
+        results = dict(zip(self._output_keys, scheduler.fetch(handles)))
         arrays = {}
         for name, places in self.places.items():
             array = self.outputs[name]
@@ -125,6 +173,11 @@ class Recording:
             for piece, place in zip(pieces(array, arrays[name]).values(), places):
                 piece[...] = results[place.key] if place.number is None else results[place.key][place.number]
         return arrays
+
+
+def _in_run(key: Key, run: int) -> Key:
+    """A key of one of several runs in a graph."""
+    return (f"{key[0]}-{run}", *key[1:])
 
 
 def _layout(places: Mapping[str, Place]) -> Layout:

@@ -1,0 +1,242 @@
+"""Time training steps: `python -m daskgpt.bench --help`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from daskgpt import machine
+from daskgpt.compare.llmc import compare_llmc
+from daskgpt.compare.messages import TorchOptions
+from daskgpt.compare.torch_process import compare_torch, require_torch
+from daskgpt.compare.turns import Comparison
+from daskgpt.config import (
+    PRESETS,
+    DataConfig,
+    DataflowConfig,
+    GPT2Config,
+    OptimizerConfig,
+    RunConfig,
+    preset,
+    require,
+    setting,
+)
+from daskgpt.data.dataset import Dataset
+from daskgpt.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.measure import Measurement, Steps, measure
+from daskgpt.parameters import parameter_count
+from daskgpt.plan import describe_prediction, predict
+from daskgpt.schedulers import open_scheduler
+from daskgpt.training import Plan, compile_kernels
+
+PRECISION = "float32"
+DESCRIPTION = """\
+Time training steps on random tokens.
+
+step        milliseconds from a batch to its loss with everything updated: median, least and largest of the timed steps
+forward, backward, update
+            milliseconds a step in which kernels of that pass ran, divided by the number of threads. They come from
+            steps of their own, in which the start and end of each kernel call is recorded. The sums that make a weight
+            gradient count as backward where they are tasks, and as update where they are one task with AdamW (the
+            schedulers sync and threads, which update in place)
+overhead    1 - busy / (threads * wall): the share of the threads' time in the recorded steps in which no kernel ran
+arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices
+            of products, each multiplied and added in the forward pass and twice in the backward one; causal attention
+            meets (T + 1) / 2 tokens on average), and their share of the rate that NumPy's BLAS reaches in this run on
+            large float32 matrices and as many threads
+memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
+
+--against torch runs the same model, tokens and optimizer in PyTorch, in a process of its own, the two taking turns.
+--against llm.c PATH runs a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens.
+"""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is timed."""
+
+    steps: int = setting(10, "timed steps; with --against, turns", unit="steps")
+    warmup: int = setting(3, "steps before them", unit="steps")
+    recorded: int = setting(3, "steps after them in which every kernel call is recorded", unit="steps")
+    batch_size: int = setting(12, "B, sequences a step")
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens")
+    seed: int = setting(0, "seed of initial values and tokens")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "warmup", "recorded"):
+            value = getattr(self, name)
+            require(value >= 1, "BenchConfig", f"{name} must be at least 1", {name: value}, "Give a larger number.")
+
+
+def parser() -> Parser:
+    """All flags."""
+    from argparse import RawDescriptionHelpFormatter
+
+    flags = Parser(
+        prog="daskgpt.bench",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
+    flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
+    flags.add_argument("--plan", action="store_true", help="print tasks and memory of a step, and run nothing")
+    flags.add_argument(
+        "--against", nargs="+", default=[], metavar=("NAME", "PATH"), help="compare with torch, or with llm.c PATH"
+    )
+    flags.add_argument("--torch-compile", action="store_true", help="with --against torch: torch.compile the model")
+    flags.add_argument("--torch-bf16", action="store_true", help="with --against torch: bfloat16 autocast")
+    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
+    for config in (BenchConfig, DataflowConfig):
+        add_flags(flags, config)
+    return flags
+
+
+def main(arguments: list[str]) -> int:
+    """Check everything, run what is asked for, print it."""
+    values = parser().parse_args(arguments)
+    asked, opponent = from_flags(BenchConfig, values), opponent_of(values.against)
+    config = preset(values.preset, **given_flags(GPT2Config, values))
+    plan = plan_of(config, asked, from_flags(DataflowConfig, values))
+    if values.plan:
+        print(describe_prediction(predict(plan)))
+        return 0
+    with quiet(values.json):
+        options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
+        found = run(plan, asked, opponent, options)
+    facts = {"preset": values.preset} | setup(plan)
+    if isinstance(found, Comparison):
+        print(json.dumps(found.record() | facts) if values.json else found.describe())
+    else:
+        print(json.dumps(record(plan, found) | facts) if values.json else describe(plan, found))
+    return 0
+
+
+def opponent_of(words: list[str]) -> tuple[str, Path | None]:
+    """The program to compare with, "" for none, and its path.
+
+    Errors   ValueError unless it is nothing, torch, or llm.c with a path; RuntimeError for torch that is not installed
+    """
+    if not words:
+        return "", None
+    require(
+        (words[0] == "torch" and len(words) == 1) or (words[0] == "llm.c" and len(words) == 2),
+        "bench",
+        "--against must be torch, or llm.c and the path of its program",
+        {"against": " ".join(words)},
+        "Try --against torch.",
+    )
+    if words[0] == "torch":
+        require_torch()
+    return words[0], Path(words[1]) if len(words) == 2 else None
+
+
+def plan_of(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Plan:
+    """The checked plan of a run on random tokens, with a constant learning rate."""
+    none = np.empty(0, np.uint16)
+    return Plan(
+        config,
+        Dataset(none, none, config.vocabulary, "none", "random tokens"),
+        DataConfig(batch_size=asked.batch_size, sequence_length=asked.sequence_length),
+        OptimizerConfig(schedule="constant"),
+        dataflow,
+        RunConfig(seed=asked.seed),
+    )
+
+
+def run(
+    plan: Plan, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions
+) -> Measurement | Comparison:
+    """The measurement of a plan, alone or against somebody."""
+    name, path = opponent
+    compile_kernels()
+    with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:
+        steps = Steps(plan, scheduler, asked.seed)
+        if name == "torch":
+            return compare_torch(steps, options, asked.warmup, asked.steps)
+        if path is not None:
+            return compare_llmc(steps, path, asked.warmup, asked.steps)
+        return measure(steps, asked.warmup, asked.steps, asked.recorded)
+
+
+@contextmanager
+def quiet(wanted: bool) -> Iterator[None]:
+    """Send what is printed on the way to standard error, so that standard output has one line."""
+    if not wanted:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def setup(plan: Plan) -> dict[str, Any]:
+    """What was run where, for a record."""
+    (batch_size, length), (batch_chunk, sequence_chunk) = plan.batch_shape, plan.chunk
+    return {
+        "batch_size": batch_size,
+        "sequence_length": length,
+        "batch_chunk": batch_chunk,
+        "sequence_chunk": sequence_chunk,
+        "scheduler": plan.dataflow.scheduler,
+        "precision": PRECISION,
+        "cpu": machine.processor(),
+        "versions": machine.versions("numpy", "numba", "dask", "distributed"),
+    }
+
+
+def record(plan: Plan, found: Measurement) -> dict[str, Any]:
+    """The numbers of a measurement, for a machine to read."""
+    step = found.step
+    return {
+        **step.fields("step_ms", 1e3, 3),
+        **{f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in found.busy.items()},
+        "tokens_per_s": round(plan.batch_shape[0] * plan.batch_shape[1] / step.median, 1),
+        "gflops": round(found.rate / 1e9, 3),
+        "matmul_gflops": round(found.matmul_rate / 1e9, 3),
+        "matmul_share": round(found.rate / found.matmul_rate, 4),
+        "tasks": found.tasks,
+        "grain": found.grain,
+        "overhead": round(found.idle, 4),
+        "peak_gb": round(found.peak / 1e9, 4),
+        "threads": found.threads,
+    }
+
+
+def describe(plan: Plan, found: Measurement) -> str:
+    """The same for a person."""
+    (batch_size, length), (batch_chunk, sequence_chunk) = plan.batch_shape, plan.chunk
+    step, tokens = found.step, batch_size * length
+    chunks = tokens // (batch_chunk * sequence_chunk)
+    per = "thread" if found.threads == 1 else f"{found.threads} threads"
+    lines = [
+        ("model", f"{parameter_count(plan.config):,} parameters"),
+        ("batch", f"{batch_size} x {length} tokens, {chunks} chunks of {batch_chunk} x {sequence_chunk}"),
+        ("tasks", f"{found.tasks:,} a step (grain {found.grain}), {plan.dataflow.scheduler}, {per}"),
+        ("machine", machine.processor()),
+        ("step", f"{_ms(step.median)}   {step.least * 1e3:,.1f} .. {step.largest * 1e3:,.1f}"),
+        *((f"  {name}", _ms(seconds)) for name, seconds in found.busy.items()),
+        ("overhead", f"{found.idle:10.1%}   of the threads' time without a kernel"),
+        ("tokens", f"{tokens / step.median:10,.0f}   a second"),
+        (
+            "arithmetic",
+            f"{found.rate / 1e9:10,.1f} GFLOP/s, {found.rate / found.matmul_rate:.0%} of the {PRECISION} matrix "
+            f"product's {found.matmul_rate / 1e9:,.1f}",
+        ),
+        ("memory", f"{found.peak / 1e9:10.3f} GB at most"),
+    ]
+    return "\n".join(f"{name:12} {text}" for name, text in lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:10,.1f} ms"
+
+
+if __name__ == "__main__":
+    run_command(main)
