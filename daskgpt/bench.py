@@ -37,6 +37,7 @@ from daskgpt.schedulers import open_scheduler
 from daskgpt.training import Plan, compile_kernels
 
 PRECISION = "float32"
+BUSY = 0.2  # cores of others, from which on a note is printed
 DESCRIPTION = """\
 Time training steps on random tokens.
 
@@ -109,9 +110,12 @@ def main(arguments: list[str]) -> int:
         print(describe_prediction(predict(plan)))
         return 0
     with quiet(values.json):
+        others = machine.busy_cores()
+        if others and others > BUSY:
+            print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
         options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
         found = run(plan, asked, opponent, options)
-    facts = {"preset": values.preset} | setup(plan)
+    facts = {"preset": values.preset, "others_cores": others} | setup(plan)
     if isinstance(found, Comparison):
         print(json.dumps(found.record() | facts) if values.json else found.describe())
     else:

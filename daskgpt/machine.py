@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +17,8 @@ import numpy as np
 
 import daskgpt
 
-STATUS, CLEAR_REFS, CPU_INFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/cpuinfo")
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CPU_INFO, STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
 PRODUCT_SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round
 
 
@@ -62,6 +65,26 @@ def processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def busy_cores(seconds: float = 0.5) -> float | None:
+    """How many cores other programs keep busy while this one sleeps; None where the system does not say."""
+    before = _busy_ticks()
+    time.sleep(seconds)
+    after = _busy_ticks()
+    if before is None or after is None:
+        return None
+    return round((after - before) / os.sysconf("SC_CLK_TCK") / seconds, 2)
+
+
+def _busy_ticks() -> int | None:
+    """Ticks that all cores have spent on programs and the system: user, nice, system; interrupts; not idle or stolen."""
+    try:
+        words = STAT.read_text().split("\n")[0].split()
+    except OSError:
+        return None
+    user, nice, system, _idle, _wait, irq, softirq = map(int, words[1:8])
+    return user + nice + system + irq + softirq
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Versions of Python, of daskgpt and of some packages."""
     return {"python": platform.python_version(), "daskgpt": daskgpt.__version__} | {
@@ -85,7 +108,7 @@ def matmul_rate(threads: int) -> float:
 
     def products(number: int, count: int) -> None:
         for _ in range(count):
-            matmul(*matrices[number], results[number])
+            matmul(matrices[number][0], matrices[number][1], results[number])
 
     with threadpool_limits(limits=1, user_api="blas"):
         _seconds_of_all(products, threads, 1)

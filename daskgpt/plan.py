@@ -19,7 +19,7 @@ from daskgpt.blocks import ChunkSum, Pick
 from daskgpt.config import GPT2Config
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, only, with_leaves
-from daskgpt.graph.program import Call, Program, calls_of
+from daskgpt.graph.program import Call, Program
 from daskgpt.grouping import layer_of
 from daskgpt.layers import LAYERS
 from daskgpt.parameters import parameter_shapes
@@ -84,7 +84,7 @@ def tried(config: GPT2Config, step: TrainingStep, window: int) -> Trial:
     recording, trial = step.recording, Trial(step.recording.unmerged, step.in_place)
     values = {name: np.broadcast_to(np.zeros((), a.dtype), a.shape) for name, a in recording.inputs.items()}
     dtype = recording.outputs["loss"].dtype
-    state = {}
+    state: dict[str, Any] = {}
     for name, shape in parameter_shapes(config).items():
         state[f"weight.{name}"] = StandIn(trial.account, "parameters", shape, dtype)
         for moment in ("m", "v"):
@@ -162,7 +162,7 @@ class Trial:
 
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
         without_data = {
-            key: combined(key, self._program(key, node.func), node.args) if calls_of(node) else node
+            key: node if is_leaf(node) else combined(key, self._without_data(key, node.func), node.args)
             for key, node in graph.items()
         }
         return list(dask.local.get_sync(with_leaves(without_data, leaves), keys))
@@ -170,7 +170,9 @@ class Trial:
     def fetch(self, results: list[Any]) -> list[Any]:
         return results
 
-    def _program(self, key: Key, program: Program) -> Callable[..., Any]:
+    def _without_data(self, key: Key, program: Any) -> Callable[..., Any]:
+        if not isinstance(program, Program):  # a barrier
+            return program
         calls = [replace(call, function=self._stand_in(call)) for call in program.calls]
         without_data = Program(calls, program.arrivals, program.outputs)
 

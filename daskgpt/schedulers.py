@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import dask.local
 import dask.threaded
 import numpy as np
-from distributed import Client, Future, LocalCluster
+from distributed import Client, Future, KilledWorker, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from daskgpt.allocator import keep_memory
@@ -20,7 +24,8 @@ from daskgpt.config import require
 from daskgpt.graph.nodes import Graph, Key, renamed, with_leaves
 from daskgpt.graph.replay import Runs
 
-CONNECT_TIMEOUT = "10s"
+CONNECT_TIMEOUT = 10  # seconds
+DASHBOARD_PORT = 8787
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
 
@@ -61,7 +66,13 @@ class ClusterScheduler:
         return list(self.client.get(renamed(data, new), [new[key] for key in keys], sync=False))
 
     def fetch(self, results: list[Any]) -> list[Any]:
-        return list(self.client.gather(results))
+        try:
+            return list(self.client.gather(results))
+        except (CancelledError, KilledWorker) as error:
+            raise RuntimeError(
+                f"ClusterScheduler: every worker must live until the end of a run; got {type(error).__name__}, "
+                "a worker lost with its part of the parameters. Start again, from an earlier model file with --init."
+            ) from None
 
     def _held(self, value: Any) -> Any:
         """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
@@ -109,24 +120,34 @@ def _local(name: str, threads: int) -> LocalScheduler:
 @contextmanager
 def _cluster(workers: int) -> Iterator[ClusterScheduler]:
     with (
-        LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, host="127.0.0.1") as cluster,
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address=f"127.0.0.1:{_dashboard_port()}",
+        ) as cluster,
         Client(cluster) as client,
     ):
         yield _ready(client, f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}")
 
 
+def _dashboard_port() -> int:
+    """Dask's usual port if it is free, else any: another run's dashboard may be there."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", DASHBOARD_PORT))
+        except OSError:
+            return 0
+        return DASHBOARD_PORT
+
+
 @contextmanager
 def _connected(address: str) -> Iterator[ClusterScheduler]:
-    arguments = (
-        {"scheduler_file": address.removeprefix("file:")} if address.startswith("file:") else {"address": address}
-    )
-    try:
-        client = Client(**arguments, timeout=CONNECT_TIMEOUT)
-    except (OSError, TimeoutError) as error:
-        raise RuntimeError(
-            f"open_scheduler: a Dask scheduler must answer; got scheduler={address} ({type(error).__name__}). "
-            "Start one with `dask scheduler` and check the address."
-        ) from None
+    if address.startswith("file:"):
+        client = _client(address, scheduler_file=_scheduler_file(address))
+    else:
+        client = _client(address, address=address)
     with client:
         try:
             client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
@@ -137,6 +158,32 @@ def _connected(address: str) -> Iterator[ClusterScheduler]:
             ) from None
         workers = len(client.scheduler_info(n_workers=-1)["workers"])
         yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
+
+
+def _scheduler_file(address: str) -> str:
+    """The path of a scheduler file that exists: Dask itself would wait for it for ever."""
+    path = Path(address.removeprefix("file:"))
+    deadline = time.monotonic() + CONNECT_TIMEOUT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"open_scheduler: the scheduler file must exist; got none at scheduler={address} in {CONNECT_TIMEOUT} "
+                "seconds. Start one with `dask scheduler --scheduler-file FILE`."
+            )
+        time.sleep(0.1)
+    return str(path)
+
+
+def _client(shown: str, **arguments: str) -> Client:
+    try:
+        return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
+    except (OSError, TimeoutError, TypeError, ValueError) as error:
+        # TypeError: tls:// without certificates; ValueError: an address or a scheduler file that is none.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RuntimeError(
+            f"open_scheduler: a Dask scheduler must answer; got scheduler={shown} ({reason}). "
+            "Start one with `dask scheduler` and check the address."
+        ) from None
 
 
 def _ready(client: Any, description: str) -> ClusterScheduler:

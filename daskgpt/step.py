@@ -27,8 +27,9 @@ from daskgpt.tape import Tape
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 
-# Mean seconds of a task from which on the threaded scheduler's share is small (a task costs it 0.1 to 0.2 ms).
-LONG_ENOUGH = 4e-3
+# Mean seconds of a task from which on the threaded scheduler's share is small: a task costs it 0.1 to 0.2 ms, and most
+# tasks are shorter than the mean.
+LONG_ENOUGH = 10e-3
 
 
 @dataclass
@@ -74,6 +75,7 @@ class TrainingStep:
         """
         self.optimizer, self.barrier, self.in_place = optimizer, barrier, in_place
         self.phases = barrier in ("layer", "phase")
+        self.measured = False
         tape = Tape()
         tokens, targets = _batch_leaves(tape, batch_shape, chunk)
         weights, m, v = (_parameter_leaves(tape, config, kind, dtype) for kind in ("weight", "m", "v"))
@@ -107,6 +109,7 @@ class TrainingStep:
 
     def choose_grain(self, spans: Sequence[Span]) -> str:
         """Set the finest grain whose tasks last long enough, from the kernel times of one step; return the finding."""
+        self.measured = True
         seconds: dict[Key, float] = {}
         for span in spans:
             seconds[span.key] = seconds.get(span.key, 0.0) + span.end - span.start

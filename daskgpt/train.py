@@ -15,6 +15,7 @@ from daskgpt.config import (
 )
 from daskgpt.data.encodings import get_encoding
 from daskgpt.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.plan import describe_prediction, predict
 from daskgpt.run_folder import RunFolder, load
 from daskgpt.sampling import sample
 from daskgpt.schedulers import open_scheduler
@@ -25,6 +26,7 @@ def parser() -> Parser:
     """All flags of a run."""
     flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", allow_abbrev=False)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
+    flags.add_argument("--plan", action="store_true", help="print tasks and memory of a step, and run nothing")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
     for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig):
         add_flags(flags, config)
@@ -45,6 +47,9 @@ def main(arguments: list[str]) -> int:
         overrides = {"positions": data.sequence_length} | overrides
     config = model_config(values.preset, overrides, dataset.vocabulary, run.init)
     plan = Plan(config, dataset, data, optimizer, dataflow, run)
+    if values.plan:
+        print(describe_prediction(predict(plan)))
+        return 0
     initial = start_values(plan)
     compile_kernels()
     with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:

@@ -222,7 +222,7 @@ def training_step(plan: Plan, scheduler: Runs) -> TrainingStep:
 
 
 def _to_be_measured(plan: Plan, step: TrainingStep) -> bool:
-    return plan.dataflow.grain == "auto" and step.grain == "kernel" and plan.dataflow.barrier != "layer"
+    return plan.dataflow.grain == "auto" and step.in_place and plan.dataflow.barrier != "layer" and not step.measured
 
 
 def run_steps(

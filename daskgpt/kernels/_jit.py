@@ -52,7 +52,7 @@ def wide_vectors(typing_context: Any) -> Any:
 
 
 def _numba_type(word: str, real: Any) -> Any:
-    """r2 -> a float array that is read, w1 -> one that is written, i1 -> an int32 array, n -> int64, f -> a float."""
+    """r2 -> a float array that is read, w1 -> one that is written, i1 -> int32, h1 and H1 -> uint16, n -> int64, f -> a float."""
     if word == "n":
         return numba.int64
     if word == "f":
@@ -153,9 +153,9 @@ class Kernel:
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Decorator of a private Numba function: `kernel("r2 r1 w2 n f")` says what its arguments are.
 
-    r = float array that is read, w = float array that is written, i = int32 array that is read, each with its number
-    of dimensions and contiguous; n = whole number; f = number of the arrays' dtype. Arrays that are read may be read-
-    only.
+    r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
+    is read, H = uint16 array that is written, each with its number of dimensions and contiguous; n = whole number;
+    f = number of the arrays' dtype. Arrays that are read may be read-only.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:

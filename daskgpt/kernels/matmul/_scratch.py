@@ -4,22 +4,25 @@ import threading
 
 import numpy as np
 
+from daskgpt.kernels.matmul.units import Unit, request_tiles, unit
+
 _PAGE = 4096
 
 
 class _Scratch(threading.local):
-    """One thread's memory; it only grows."""
+    """One thread's memory; it only grows. The thread's first use of it asks for the tile registers, too."""
 
     def __init__(self) -> None:
         self.memory = np.empty(0, np.uint8)
         self.size = 0
         self.address = 0
+        if unit() is Unit.AMX:
+            request_tiles()
 
-    def grow(self, size: int) -> int:
+    def grow(self, size: int) -> None:
         self.memory = np.empty(size + _PAGE, np.uint8)
         self.size = size
         self.address = -(-self.memory.ctypes.data // _PAGE) * _PAGE
-        return self.address
 
 
 _scratch = _Scratch()
@@ -29,7 +32,9 @@ def scratch(*sizes: int) -> list[int]:
     """Addresses of blocks of these many bytes, each at the start of a page; they hold until this thread's next call."""
     rounded = [-(-size // _PAGE) * _PAGE for size in sizes]
     total = sum(rounded)
-    place = _scratch.address if total <= _scratch.size else _scratch.grow(total)
+    if total > _scratch.size:
+        _scratch.grow(total)
+    place = _scratch.address
     addresses = []
     for size in rounded:
         addresses.append(place)

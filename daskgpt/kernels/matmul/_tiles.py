@@ -1,8 +1,8 @@
 """The two units' instructions, as Numba intrinsics, and the one product both compute: a block of 32 x 32 sums.
 
-A *tile* is 1 KB: 16 rows of 64 bytes. Left tiles hold 16 rows of 32 bfloat16 numbers. Right tiles hold 16 pairs of rows of 16
-columns, the two numbers of a pair side by side. A *panel* has 32 rows of the left operand (or 32 columns of the right one): along the
-summed axis, 32 numbers a step, two tiles. A *block* of sums is 32 rows of 32 float32 numbers.
+A *tile* is 1 KB: 16 rows of 64 bytes. Left tiles hold 16 rows of 32 bfloat16 numbers. Right tiles hold 16 pairs of rows of 16 columns,
+the two numbers of a pair side by side. A *panel* has 32 rows of the left operand (or 32 columns of the right one): along the summed axis,
+32 numbers a step, two tiles. A *block* of sums is 32 rows of 32 float32 numbers.
 
 On a processor without the unit the intrinsics generate nothing; `units` sees to it that they are not reached.
 """
@@ -15,18 +15,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from daskgpt.kernels._jit import helper
+from daskgpt.kernels.matmul._vectors import BITS, REALS, at, load, spread, store
 from daskgpt.kernels.matmul.units import Unit, compiles
 
 TILE = 1024
 STEP = 2 * TILE
-_AMX = int(Unit.AMX)
 BLOCK = 4096
-SIDE = 32
+# Bytes from row to row in a block.
+ROW = 128
+# Steps that are multiplied before the other operand moves on: 16 KB of one panel stay in the first cache.
+DEPTH = 8
+AMX = int(Unit.AMX)
 
 _I8, _I32, _I64, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
 _POINTER = _I8.as_pointer()
-_REALS = ir.VectorType(ir.FloatType(), 16)
-_PAIRS = ir.VectorType(_I32, 16)
 # Rows of sums that AVX-512 keeps in registers: 8 x 2 vectors, two more for the right operand.
 _GROUP = 8
 
@@ -61,14 +63,6 @@ def _instruction(name, kinds, values):
     return generate
 
 
-def _numbers(*tiles):
-    return [ir.Constant(_I8, tile.literal_value) for tile in tiles]
-
-
-def _literal(*tiles):
-    return all(isinstance(tile, types.IntegerLiteral) for tile in tiles)
-
-
 @intrinsic
 def load_configuration(typing_context, address):
     def values(builder, arguments):
@@ -84,23 +78,23 @@ def release_tiles(typing_context):
 
 def _move(name, tile):
     def values(builder, arguments):
-        return [*_numbers(tile), builder.inttoptr(arguments[1], _POINTER), arguments[2]]
+        return [ir.Constant(_I8, tile.literal_value), builder.inttoptr(arguments[1], _POINTER), arguments[2]]
 
     return types.void(tile, _int, _int), _instruction(name, [_I8, _POINTER, _I64], values)
 
 
 @intrinsic
-def load_tile(typing_context, tile, address, stride):
-    return _move("llvm.x86.tileloadd64", tile) if _literal(tile) else None
+def load_tile(typing_context, tile, address, step):
+    return _move("llvm.x86.tileloadd64", tile) if isinstance(tile, types.IntegerLiteral) else None
 
 
 @intrinsic
-def store_tile(typing_context, tile, address, stride):
-    return _move("llvm.x86.tilestored64", tile) if _literal(tile) else None
+def store_tile(typing_context, tile, address, step):
+    return _move("llvm.x86.tilestored64", tile) if isinstance(tile, types.IntegerLiteral) else None
 
 
-# Tiles 0 to 3 are the sums, 4 and 5 the left operand's two panels, 6 and 7 the right one's. In assembly, because LLVM would keep
-# a pointer for every address of the loop and run out of registers.
+# Tiles 0 to 3 are the sums, 4 and 5 the left panel, 6 and 7 the right one. In assembly, because LLVM would keep a pointer for
+# every address of the loop and run out of registers.
 _LOOP = """
 1:
 tileloadd ($0,$3,1), %tmm4
@@ -134,7 +128,7 @@ def multiply_tiles(typing_context, left, right, steps):
 
 
 @intrinsic
-def prefetch(typing_context, address):
+def _prefetch(typing_context, address):
     """Fetch the cache line at `address` into the second cache; any address is allowed."""
 
     def generate(context, builder, signature, arguments):
@@ -145,71 +139,48 @@ def prefetch(typing_context, address):
     return types.void(_int), generate
 
 
-@intrinsic
-def prefetch_write(typing_context, address):
-    """Fetch the cache line at `address`, to be written soon."""
-
-    def generate(context, builder, signature, arguments):
-        operands = [builder.inttoptr(arguments[0], _POINTER), *(ir.Constant(_I32, number) for number in (1, 3, 1))]
-        _call(builder, "llvm.prefetch.p0", [_POINTER, _I32, _I32, _I32], operands)
-        return context.get_dummy_value()
-
-    return types.void(_int), generate
-
-
-def _vector_at(builder, address, offset):
-    return builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), _REALS.as_pointer())
-
-
 def _dot(builder, total, left, right):
     """vdpbf16ps: total += the products of 16 pairs of bfloat16 numbers, both products of a pair."""
-    kind = ir.FunctionType(_REALS, [_REALS, _PAIRS, _PAIRS])
+    kind = ir.FunctionType(REALS, [REALS, BITS, BITS])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return builder.call(function, [total, left, right])
 
 
 def _multiply_pair(builder, sums, left, right):
     """Add one pair of columns of 8 left rows, times the same pair of rows of a right panel, to the sums."""
-    columns = [builder.bitcast(builder.load(_vector_at(builder, right, offset), align=4), _PAIRS) for offset in (0, TILE)]
+    columns = [load(builder, right, offset, BITS) for offset in (0, TILE)]
     for row in range(_GROUP):
-        place = builder.add(left, ir.Constant(_I64, 64 * row))
-        pair = builder.load(builder.inttoptr(place, _I32.as_pointer()), align=4)
-        lanes = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, ir.Constant(_I32, 0))
-        lanes = builder.shuffle_vector(lanes, lanes, ir.Constant(_PAIRS, [0] * 16))
+        pair = spread(builder, builder.load(at(builder, left, 64 * row, _I32), align=4))
         for half in (0, 1):
             total = sums[row, half]
-            builder.store(_dot(builder, builder.load(total), lanes, columns[half]), total)
+            builder.store(_dot(builder, builder.load(total), pair, columns[half]), total)
 
 
-def _sums_at(builder, address, step, row, half):
-    place = builder.add(address, builder.mul(step, ir.Constant(_I64, row)))
-    return _vector_at(builder, place, 64 * half)
+def _place(builder, address, step, row, half):
+    """Address of 16 of a block's sums."""
+    start = builder.add(address, builder.mul(step, ir.Constant(_I64, row)))
+    return builder.add(start, ir.Constant(_I64, 64 * half))
 
 
 @intrinsic
-def multiply_rows(typing_context, left, right, steps, start, start_step, total, total_step):
+def _multiply_rows(typing_context, left, right, steps, start, start_step, total, total_step):
     """8 rows x 32 columns of float32 at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
 
     def generate(context, builder, signature, arguments):
         left, right, steps, start, start_step, total, total_step = arguments
         if not compiles(Unit.AVX512):
             return context.get_dummy_value()
-        places = [(row, half) for row in range(_GROUP) for half in (0, 1)]
-        sums = {place: cgutils.alloca_once(builder, _REALS) for place in places}
-        for row, half in places:
-            value = builder.load(_sums_at(builder, start, start_step, row, half), align=4)
-            builder.store(value, sums[row, half])
+        sums = {(row, half): cgutils.alloca_once(builder, REALS) for row in range(_GROUP) for half in (0, 1)}
+        for (row, half), place in sums.items():
+            builder.store(load(builder, _place(builder, start, start_step, row, half), 0, REALS), place)
         with cgutils.for_range(builder, builder.mul(steps, ir.Constant(_I64, 16))) as loop:
-            step = builder.lshr(loop.index, ir.Constant(_I64, 4))
+            step = builder.mul(builder.lshr(loop.index, ir.Constant(_I64, 4)), ir.Constant(_I64, STEP))
             pair = builder.and_(loop.index, ir.Constant(_I64, 15))
-            rows = builder.add(left, builder.mul(step, ir.Constant(_I64, STEP)))
-            rows = builder.add(rows, builder.mul(pair, ir.Constant(_I64, 4)))
-            columns = builder.add(right, builder.mul(step, ir.Constant(_I64, STEP)))
-            columns = builder.add(columns, builder.mul(pair, ir.Constant(_I64, 64)))
+            rows = builder.add(builder.add(left, step), builder.mul(pair, ir.Constant(_I64, 4)))
+            columns = builder.add(builder.add(right, step), builder.mul(pair, ir.Constant(_I64, 64)))
             _multiply_pair(builder, sums, rows, columns)
-        for row, half in places:
-            value = builder.load(sums[row, half])
-            builder.store(value, _sums_at(builder, total, total_step, row, half), align=4)
+        for (row, half), place in sums.items():
+            store(builder, builder.load(place), _place(builder, total, total_step, row, half), 0)
         return context.get_dummy_value()
 
     return types.void(*[_int] * 7), generate
@@ -232,7 +203,7 @@ def _multiply_by_tiles(left, right, steps, start, start_step, total, total_step)
 def _multiply_by_vectors(left, right, steps, start, start_step, total, total_step):
     for row in range(0, 32, 8):
         rows = left + row // 16 * TILE + row % 16 * 64
-        multiply_rows(rows, right, steps, start + row * start_step, start_step, total + row * total_step, total_step)
+        _multiply_rows(rows, right, steps, start + row * start_step, start_step, total + row * total_step, total_step)
 
 
 @helper
@@ -242,7 +213,7 @@ def multiply_block(unit, left, right, steps, start, start_step, total, total_ste
     start_step and total_step are the bytes from row to row; a start_step of 0 starts every row with the same 32 numbers. Each sum goes on
     where it was: how the summed axis is cut into calls does not change a bit.
     """
-    if unit == _AMX:
+    if unit == AMX:
         _multiply_by_tiles(left, right, steps, start, start_step, total, total_step)
     else:
         _multiply_by_vectors(left, right, steps, start, start_step, total, total_step)
@@ -253,4 +224,18 @@ def fetch(panel, steps, part, parts):
     """Fetch part `part` of `parts` of a panel's first steps into the second cache, ahead of their use."""
     lines = STEP // 64 * steps
     for line in range(part * lines // parts, (part + 1) * lines // parts):
-        prefetch(panel + line * 64)
+        _prefetch(panel + line * 64)
+
+
+@helper
+def open_unit(unit, configuration):
+    """To be called once in a kernel, before its first product."""
+    if unit == AMX:
+        load_configuration(configuration)
+
+
+@helper
+def close_unit(unit):
+    """To be called once in a kernel, after its last product: a thread that keeps its tiles is slower to switch."""
+    if unit == AMX:
+        release_tiles()

@@ -1,0 +1,1 @@
+"""The same training step in other programs, measured beside ours."""

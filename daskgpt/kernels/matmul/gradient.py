@@ -1,0 +1,185 @@
+"""The product that sums over the tokens: dweight = dyᵀ x, whole or by rows of the weight; and the bias's gradient."""
+
+import functools
+import math
+
+import numpy as np
+
+from daskgpt.kernels._arrays import check_output, check_shape
+from daskgpt.kernels._jit import helper, kernel, wide_vectors
+from daskgpt.kernels.blas import address_of
+from daskgpt.kernels.matmul import _portable
+from daskgpt.kernels.matmul._operands import ceiling, operand, words
+from daskgpt.kernels.matmul._pack import pack_pairs
+from daskgpt.kernels.matmul._scratch import scratch
+from daskgpt.kernels.matmul._tiles import CONFIGURATION, DEPTH, ROW, STEP, _prefetch, close_unit, multiply_block, open_unit
+from daskgpt.kernels.matmul._vectors import add_columns, add_widened, copy_row
+from daskgpt.kernels.matmul.bfloat16 import BFLOAT16, FLOAT32
+from daskgpt.kernels.matmul.units import Unit, unit
+
+# dy's and x's panels that are multiplied with each other, and the rows of sums, share the second cache.
+_LEFT_BYTES, _RIGHT_BYTES, MOST_ROWS = 1 << 19, 1 << 19, 256
+CONFIGURATION_ADDRESS = CONFIGURATION.ctypes.data
+ZEROS = np.zeros(ROW // 2, BFLOAT16)
+
+
+import os
+DIST=int(os.environ.get('DIST','-1'))
+@helper
+def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
+    """32 rows of sums, `columns` wide: target = start + a left panel @ the right panels. start_step 0: one block's row for all columns."""
+    for step in range(0, steps, DEPTH):
+        count = min(DEPTH, steps - step)
+        for column in range(0, columns, 32):
+            begin, begin_step = target + column * 4, target_step
+            if step == 0:
+                begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
+            if step == 0 and DIST >= 0:
+                for row in range(32):
+                    _prefetch(target + row * target_step + column * 4 + DIST * 128)
+                    _prefetch(target + row * target_step + column * 4 + DIST * 128 + 64)
+            multiply_block(
+                unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
+                begin, begin_step, target + column * 4, target_step,
+            )  # fmt: skip
+
+
+@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n n n n")
+def _multiply(
+    dy, x, total, zeros, unit, configuration, dy_halves, x_halves, tokens, outputs, channels, first, last, accumulate, staged,
+    left, right, sums, block_rows, block_columns,
+):  # fmt: skip
+    """The loops, from outside: blocks of rows, blocks of columns, 32 rows."""
+    wide_vectors()
+    open_unit(unit, configuration)
+    dy_size, x_size = 2 if dy_halves else 4, 2 if x_halves else 4
+    steps = (tokens + 31) // 32
+    panel, row_bytes, sums_step = steps * STEP, channels * 4, block_columns * 4 + 64
+    pack_pairs(address_of(x), x_halves, channels * x_size, tokens, channels, False, right, panel)
+    for row0 in range(first, last, block_rows):
+        rows = min(block_rows, last - row0)
+        pack_pairs(address_of(dy) + row0 * dy_size, dy_halves, outputs * dy_size, tokens, rows, True, left, panel)
+        for column in range(0, channels, block_columns):
+            columns = min(block_columns, channels - column)
+            for i in range(0, rows, 32):
+                high = min(32, rows - i)
+                place = address_of(total) + (row0 - first + i) * row_bytes + column * 4
+                aside = staged or high < 32 or columns % 32 != 0
+                target, target_step = (sums, sums_step) if aside else (place, row_bytes)
+                if aside and accumulate:
+                    for row in range(high):
+                        copy_row(place + row * row_bytes, sums + row * sums_step, columns)
+                start, start_step = (target, target_step) if accumulate else (address_of(zeros), 0)
+                panels = right + column // 32 * panel
+                sum_rows(unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step)
+                if aside:
+                    for row in range(high):
+                        copy_row(sums + row * sums_step, place + row * row_bytes, columns)
+    close_unit(unit)
+
+
+@kernel("h1 H1 n n n n n n")
+def _sum_tokens(dy, sums, halves, tokens, outputs, first, last, accumulate):
+    wide_vectors()
+    size = 2 if halves else 4
+    if not accumulate:
+        sums[:] = 0
+    for token in range(tokens):
+        row = address_of(dy) + (token * outputs + first) * size
+        for column in range(0, last - first, 32):
+            if halves:
+                add_widened(address_of(sums) + column * 4, row + column * 2, last - first - column)
+            else:
+                add_columns(address_of(sums) + column * 4, row + column * 4, last - first - column)
+
+
+@functools.lru_cache(1024)
+def _plan(tokens: int, channels: int) -> tuple[int, int, bool]:
+    """Rows and columns of a block, and whether sums go through memory of their own.
+
+    Tiles that are written straight to rows a multiple of 2 KB apart fight for a few places of the first cache; with few tokens, where
+    writing is most of the work, copying them row by row is faster.
+    """
+    step_bytes = ceiling(tokens, 32) // 32 * STEP
+    rows = min(MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
+    columns = min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
+    return rows, columns, tokens <= 128 and math.gcd(channels * 4, 4096) > 1024
+
+
+def row_range(where: str, outputs: int, rows: tuple[int, int] | None) -> tuple[int, int]:
+    """The rows of the weight, all of them by default; raises ValueError when they do not exist."""
+    first, last = (0, outputs) if rows is None else rows
+    if not 0 <= first < last <= outputs:
+        raise ValueError(f"{where}: rows must be (first, end) within 0..{outputs}; got rows={rows}. Count the outputs.")
+    return first, last
+
+
+def check_tokens(where: str, dy: np.ndarray, x: np.ndarray) -> None:
+    """Raise ValueError unless dy and x have the same tokens."""
+    if dy.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{where}: dy and x must have the same tokens; got dy.shape={dy.shape}, x.shape={x.shape}. Give one chunk's."
+        )
+
+
+def backward_weight(
+    dy: np.ndarray,
+    x: np.ndarray,
+    *,
+    total: np.ndarray,
+    accumulate: bool,
+    rows: tuple[int, int] | None = None,
+) -> np.ndarray:
+    """Gradient of a linear layer with respect to its weight, in bfloat16 with float32 sums; with `rows`, only to these rows of it.
+
+    total (+)= Σ_tokens dyᵀ x
+
+    Shapes   dy (..., O), x (..., C), total (O, C), or (end - first, C) with rows=(first, end) -> total
+    Dtype    dy and x float32 or bfloat16, total float32
+    Cost     2 O C operations a token; a weight's rows can be shared out to several tasks without a change of bits
+    Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not exist or total cannot be written
+    """
+    where = "matmul.backward_weight"
+    check_tokens(where, dy, x)
+    outputs, channels = dy.shape[-1], x.shape[-1]
+    first, last = row_range(where, outputs, rows)
+    check_output(where, "total", total, (last - first, channels), FLOAT32)
+    tokens = dy.size // outputs
+    if unit() is Unit.PORTABLE or tokens == 0:
+        return _portable.gradient(where, dy, x, total, accumulate, first, last)
+    dy_words, dy_halves = operand(where, "dy", dy)
+    x_words, x_halves = operand(where, "x", x)
+    block_rows, block_columns, staged = _plan(tokens, channels)
+    steps = ceiling(tokens, 32) // 32
+    left, right, sums = scratch(
+        block_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (block_columns * 4 + 64)
+    )
+    _multiply(
+        dy_words, x_words, words(total), ZEROS, unit(), CONFIGURATION_ADDRESS, dy_halves, x_halves, tokens, outputs, channels,
+        first, last, accumulate, staged, left, right, sums, block_rows, block_columns,
+    )  # fmt: skip
+    return total
+
+
+def backward_bias(
+    dy: np.ndarray, *, total: np.ndarray, accumulate: bool, rows: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Gradient of a linear layer with respect to its bias: the sum over the tokens, in float32.
+
+    total (+)= Σ_tokens dy
+
+    Shapes   dy (..., O), total (O,), or (end - first,) with rows=(first, end) -> total
+    Dtype    dy float32 or bfloat16, total float32
+    Cost     one pass over dy
+    Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not exist or total cannot be written
+    """
+    where = "matmul.backward_bias"
+    outputs = dy.shape[-1]
+    first, last = row_range(where, outputs, rows)
+    check_output(where, "total", total, (last - first,), FLOAT32)
+    dy_words, halves = operand(where, "dy", dy)
+    sums = np.zeros(ceiling(last - first, 32), FLOAT32)
+    sums[: last - first] = total
+    _sum_tokens(dy_words, words(sums), halves, dy.size // outputs, outputs, first, last, accumulate)
+    total[:] = sums[: last - first]
+    return total
