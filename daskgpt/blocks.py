@@ -157,6 +157,7 @@ def apply(
     options: Mapping[str, Any] | None = None,
     new_axes: Mapping[str, int] | None = None,
     start: da.Array | None = None,
+    after: tuple[da.Array, str] | None = None,
 ) -> tuple[da.Array, ...]:
     """Call a kernel on every chunk; one lazy dask array an output. Nothing is computed.
 
@@ -164,6 +165,7 @@ def apply(
     signature  axes of arguments and outputs, see `daskgpt.layers`
     new_axes   sizes of axes that no argument has
     start      where a sum over the chunks starts (an array like the output), None for zero
+    after      an array and its axes whose chunk must be there before, although the kernel does not read it
 
     Errors     ValueError where chunks do not fit the signature
     """
@@ -183,6 +185,8 @@ def apply(
     else:
         grid = outputs[0] if len(outputs) == 1 else "".join(axis for axis in outputs[0] if axis in CUT)
         call = KernelCall(kernel, inputs, grid, options or {})
+        if after is not None:
+            arrays, inputs = [*arrays, after[0]], [*inputs, after[1]]
     if len(outputs) == 1:
         return (_blockwise(name, call, outputs[0], arrays, inputs, chunks, dtype),)
     # Dask's blockwise has one output: a task returns them all, in an array of tuples over the cut axes; each is picked.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
-from daskgpt.blocks import ChunkSum
+from daskgpt.blocks import ChunkSum, KernelCall
 from daskgpt.graph.grain import GroupOf, groups
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, is_leaf
+
+# Blocks, and chunks in the head, that may be worked on before the oldest of them is done with.
+LOOKAHEAD = 2
 
 
 def groups_of(
@@ -43,7 +47,9 @@ def stage_of(key: Key) -> str:
     phase, where = phase_of(key), where_of(key)
     if phase == "update":
         return phase
-    return f"{layer_of(key)}-{where if phase == 'forward' else where.rpartition('.')[0]}"
+    # The gradients of one layer belong together; what is computed again comes before them.
+    whole = phase == "forward" or where.endswith(".again")
+    return f"{layer_of(key)}-{where if whole else where.rpartition('.')[0]}"
 
 
 def update_tasks(graph: Graph, sums: tuple[type, ...]) -> dict[Key, str]:
@@ -81,6 +87,42 @@ def stretch_of(key: Key) -> Hashable:
     else:
         stretch = "h.0" if where[0] == "wte+wpe" else "head"
     return stretch, stretch != "head" and "backward" in layer_of(key)
+
+
+def memory_edges(graph: Graph) -> dict[Key, list[Key]]:
+    """Task -> tasks that must run before it, so that memory is given back in time.
+
+    Dask would take one chunk through the whole backward pass before the next one, and keep what the weight gradients of
+    all blocks wait for. So a block's backward waits for the updates of the blocks `LOOKAHEAD` above, and the logits of
+    a chunk wait until those of the chunk `LOOKAHEAD` before have been added to the unembedding's gradient.
+    """
+    updates: dict[int, list[Key]] = defaultdict(list)
+    for key in graph:
+        if phase_of(key) == "update" and (block := block_of(key)) is not None:
+            updates[block].append(key)
+    edges = {
+        key: updates[block + LOOKAHEAD]
+        for key in graph
+        if phase_of(key) == "backward" and (block := block_of(key)) is not None and block + LOOKAHEAD in updates
+    }
+    return edges | _head_edges(graph)
+
+
+def _head_edges(graph: Graph) -> dict[Key, list[Key]]:
+    def of_crossentropy(phase: str, kind: type) -> list[Key]:
+        return [key for key in graph if layer_of(key) == f"crossentropy.{phase}" and isinstance(graph[key].func, kind)]
+
+    heads, sums = sorted(of_crossentropy("forward", KernelCall)), of_crossentropy("backward", RowSum)
+    chunks = sorted({key[2] for key in sums})
+    if len(chunks) != len(heads):
+        return {}  # all chunks together are smaller than the gradient
+    return {head: [key for key in sums if key[2] == chunk] for head, chunk in zip(heads[LOOKAHEAD:], chunks)}
+
+
+def block_of(key: Key) -> int | None:
+    """The number of the transformer block a task belongs to."""
+    where = where_of(key).split(".")
+    return int(where[1]) if where[0] == "h" else None
 
 
 def layer_group(parameter: str) -> str:

@@ -37,6 +37,7 @@ class Layer:
     backward   argument -> its row, whose arrays are named among "dy", the forward's arguments and its outputs;
                PASS where the gradient is dy itself. An argument that is missing has no gradient.
     new_axes   sizes of axes that occur in an output but in no argument
+    cheap      whether the output is computed again in backward instead of being kept
     """
 
     name: str
@@ -44,6 +45,7 @@ class Layer:
     outputs: str
     backward: Mapping[str, Row | None]
     new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
+    cheap: bool = False
 
 
 PASS = None
@@ -67,6 +69,7 @@ LAYERNORM = Layer(
         "weight": Row(layernorm.backward_weight, "btC, btC -> C", "dy x"),
         "bias": Row(linear.backward_bias, "btC -> C", "dy"),
     },
+    cheap=True,
 )
 
 LINEAR = Layer(
@@ -85,6 +88,7 @@ GELU = Layer(
     forward=Row(gelu.forward, "btC -> btC", "x"),
     outputs="y",
     backward={"x": Row(gelu.backward, "btC, btC -> btC", "dy x")},
+    cheap=True,
 )
 
 ADD = Layer(

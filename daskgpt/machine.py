@@ -67,22 +67,20 @@ def processor() -> str:
 
 def busy_cores(seconds: float = 0.5) -> float | None:
     """How many cores other programs keep busy while this one sleeps; None where the system does not say."""
-    before = _busy_ticks()
+    before = busy_seconds()
     time.sleep(seconds)
-    after = _busy_ticks()
-    if before is None or after is None:
-        return None
-    return round((after - before) / os.sysconf("SC_CLK_TCK") / seconds, 2)
+    after = busy_seconds()
+    return None if before is None or after is None else round((after - before) / seconds, 2)
 
 
-def _busy_ticks() -> int | None:
-    """Ticks that all cores have spent on programs and the system: user, nice, system; interrupts; not idle or stolen."""
+def busy_seconds() -> float | None:
+    """Processor time of all programs and the system since the machine began; None where the system does not say."""
     try:
         words = STAT.read_text().split("\n")[0].split()
     except OSError:
         return None
     user, nice, system, _idle, _wait, irq, softirq = map(int, words[1:8])
-    return user + nice + system + irq + softirq
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def versions(*packages: str) -> dict[str, str]:

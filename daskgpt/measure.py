@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,10 @@ class Steps:
     def peak(self) -> int:
         """Most bytes in memory since then, of this process and of the workers, together."""
         return sum(everywhere(self.scheduler, machine.peak_memory, here=True))
+
+    def cpu(self) -> float:
+        """Seconds of processor time that this process and the workers have used."""
+        return sum(everywhere(self.scheduler, process_time, here=True))
 
     @property
     def tasks(self) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ class LocalScheduler:
 
     in_place = True  # no worker is lost here, so no task is computed twice
 
-    def __init__(self, get: Callable[..., Any], description: str) -> None:
-        self.get, self.description = get, description
+    def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
+        self.get, self.description, self.threads = get, description, threads
 
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
         return list(self.get(with_leaves(graph, leaves), keys))
@@ -55,10 +54,15 @@ class ClusterScheduler:
 
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
-        self.numbers = count()
+        self.runs = 0
+
+    @property
+    def threads(self) -> int:
+        """Of all workers together."""
+        return sum(self.client.nthreads().values())
 
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
-        number = next(self.numbers)
+        number, self.runs = self.runs, self.runs + 1
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
         held = {key: self._held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}
         new |= {key: future.key for key, future in held.items()}
@@ -114,7 +118,7 @@ def _local(name: str, threads: int) -> LocalScheduler:
     if name == "sync":
         return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
     get = partial(dask.threaded.get, num_workers=threads)
-    return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads")
+    return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads", threads)
 
 
 @contextmanager

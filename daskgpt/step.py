@@ -17,7 +17,7 @@ from daskgpt.graph.inplace import InPlace, update_in_place
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
 from daskgpt.graph.replay import Layout, Recording, Runs
 from daskgpt.graph.spans import Span
-from daskgpt.grouping import groups_of, layer_group, layer_of, phase_of, stage_of, title
+from daskgpt.grouping import groups_of, layer_group, layer_of, memory_edges, phase_of, stage_of, title
 from daskgpt.kernels.adamw import adamw_inplace
 from daskgpt.model import logits, mean_loss, transformer
 from daskgpt.optimizer import hyper_parameters, update
@@ -76,6 +76,8 @@ class TrainingStep:
         self.optimizer, self.barrier, self.in_place = optimizer, barrier, in_place
         self.phases = barrier in ("layer", "phase")
         self.measured = False
+        # From here on activations take more memory than weights do, and tasks wait so that it is given back in time.
+        self.large = math.prod(batch_shape) > config.channels
         tape = Tape()
         tokens, targets = _batch_leaves(tape, batch_shape, chunk)
         weights, m, v = (_parameter_leaves(tape, config, kind, dtype) for kind in ("weight", "m", "v"))
@@ -102,7 +104,9 @@ class TrainingStep:
 
         Out of place the packs of the state change with the grain: set it before the first step.
         """
-        self.recording.merge(groups_of(self.recording.unmerged, grain, layer_group, self.phases))
+        graph = self.recording.unmerged
+        waits = memory_edges(graph) if self.large and grain != "chunk" and self.in_place and not self.phases else {}
+        self.recording.merge(groups_of(graph, grain, layer_group, self.phases), waits)
         if self.phases:
             self.recording.wait_between(stage_of if self.barrier == "layer" else phase_of, tokens=not self.in_place)
         self.grain = grain
@@ -127,8 +131,8 @@ class TrainingStep:
         )
 
     def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
-        """Zero moments beside the parameters, which are copied where they would be written over."""
-        values = {f"weight.{name}": value.copy() if self.in_place else value for name, value in parameters.items()}
+        """Zero moments beside the parameters. In place they are written over: keep a copy if they are needed."""
+        values = {f"weight.{name}": value for name, value in parameters.items()}
         for moment in ("m", "v"):
             values |= {f"{moment}.{name}": np.zeros_like(value) for name, value in parameters.items()}
         return State(self.recording.layout, self.recording.layout.pack(values))

@@ -33,6 +33,7 @@ class Tape:
     def __init__(self, token: str | None = None) -> None:
         self.token = token or uuid4().hex[:8]
         self.records: list[Record] = []
+        self.recomputed: dict[str, da.Array] = {}
 
     def __call__(self, where: str, layer: Layer, *arguments: da.Array, **options: Any) -> da.Array:
         """The layer's first output, recorded for `backward`."""
@@ -77,18 +78,39 @@ class Tape:
         if row is PASS:
             gradients[name] = dy if before is None else self._add(f"{record.where}.{argument}", before, dy)
             return
-        arrays = record.arrays | {"dy": dy}
-        summed = not {"b", "t"} & set(parse(row.signature)[1][0])
+        inputs, (output,) = parse(row.signature)
+        given = row.arguments.split()
+        after = dy, inputs[given.index("dy")]
+        arrays = {name: self._again(array, after) for name, array in record.arrays.items() if name in given}
+        summed = not {"b", "t"} & set(output)
         (dx,) = apply(
             f"{record.layer.name}.backward-{record.where}.{argument}-{self.token}",
             row.kernel,
             row.signature,
-            [arrays[name] for name in row.arguments.split()],
+            [(arrays | {"dy": dy})[name] for name in given],
             options=_options(row, record.options),
             new_axes=_sizes(record, argument, row),
             start=before if summed else None,
         )
         gradients[name] = dx if summed or before is None else self._add(f"{record.where}.{argument}", before, dx)
+
+    def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
+        """What a cheap layer computed, computed again once the gradient has come so far: nobody keeps it until then."""
+        if array.name in self.recomputed:
+            return self.recomputed[array.name]
+        record = next((r for r in self.records if r.layer.cheap and r.arrays[r.layer.outputs].name == array.name), None)
+        if record is None:
+            return array
+        row = record.layer.forward
+        (self.recomputed[array.name],) = apply(
+            f"{record.layer.name}.backward-{record.where}.again-{self.token}",
+            row.kernel,
+            row.signature,
+            [record.arrays[name] for name in row.arguments.split()],
+            options=_options(row, record.options),
+            after=after,
+        )
+        return self.recomputed[array.name]
 
     def _add(self, where: str, x: da.Array, y: da.Array) -> da.Array:
         (total,) = apply(f"add.backward-{where}-{self.token}", add, "btC, btC -> btC", [x, y])

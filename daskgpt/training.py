@@ -125,7 +125,7 @@ def open_dataset(data: DataConfig) -> Dataset:
 def start_values(plan: Plan, parameters: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
     """Initial parameters: those given, those of the model file of `--init`, or random ones."""
     if parameters is not None:
-        return parameters
+        return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
     if plan.run.init:
         return load(plan.run.init)[1]
     return initial_parameters(plan.config, plan.run.seed)

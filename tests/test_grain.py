@@ -11,8 +11,9 @@ import pytest
 from conftest import SMALL, random_batch, random_parameters
 from test_model import losses_and_parameters
 
+import daskgpt
 from daskgpt import blocks
-from daskgpt.config import OptimizerConfig
+from daskgpt.config import DataConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import inplace
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
@@ -69,14 +70,17 @@ def test_updates_in_place_wait_for_every_reader_of_the_old_value():
     assert checked > 50
 
 
-def test_parameters_that_were_given_are_not_written_over(random):
-    parameters = random_parameters(SMALL, random)
+def test_parameters_that_were_given_are_not_written_over(random, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
+    parameters = random_parameters(config, random)
     before = {name: value.copy() for name, value in parameters.items()}
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), in_place=True)
-    with open_scheduler("sync") as scheduler:
-        step(scheduler, step.initial(parameters), *random_batch(SMALL, random), 1)
+    data = DataConfig(data=str(text), batch_size=4, sequence_length=12)
+    result = daskgpt.train(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters)
     for name, value in parameters.items():
         np.testing.assert_array_equal(value, before[name])
+        assert not np.array_equal(result.parameters[name], before[name])
 
 
 def tasks_of(grain, chunk):

@@ -82,6 +82,7 @@ def merge(
     places: Mapping[Key, Place],
     carried: Mapping[Key, tuple[Key, Key]],
     after: Mapping[Key, Iterable[Key]],
+    drop: bool = False,
 ) -> Merged:
     """Each group becomes one task; tasks of no group stay on their own, leaves stay as they are.
 
@@ -90,7 +91,10 @@ def merge(
     places     where leaves are found that are values in other data
     carried    leaves that the next run takes from what a task of this run returns: leaf -> (its data's key, the result)
     after      task -> tasks that must have run before it although it does not read them
+    drop       whether a value is dropped when its last reader has taken it, even though other results of its task are
+               still needed: only where no task runs twice
     """
+    wanted = list(wanted)
     members: dict[Hashable, list[Key]] = defaultdict(list)
     for key in in_order(graph):
         if not is_leaf(graph[key]):
@@ -103,16 +107,26 @@ def merge(
     for group, keys in outputs.items():
         for number, key in enumerate(keys):
             found[key] = Place(names[group], number if len(keys) > 1 else None)
+    readers = _readers(graph, home, set(wanted)) if drop else None
     for leaf, (data, result) in carried.items():
         found[leaf] = Place(data, found[result].number)
     merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in found}
     for group, keys in members.items():
-        program, needed = program_of(graph, keys, outputs[group], found)
+        program, needed = program_of(graph, keys, outputs[group], found, readers)
         before = {names[home[earlier]] for key in keys for earlier in after.get(key, ())}
         # What a task waits for comes last among its arguments: the program does not look at it.
         needed += sorted(before - {names[group], *needed})
         merged[names[group]] = task(names[group], program, needed)
     return Merged(merged, {key: found[key] for key in wanted})
+
+
+def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> dict[Key, int]:
+    """How many other groups read each value; one more where it is wanted from outside, so that it is never dropped."""
+    readers: dict[Key, set[Hashable]] = defaultdict(set)
+    for key in home:
+        for dependency in graph[key].dependencies:
+            readers[dependency].add(home[key])
+    return {key: len(readers[key] - {home[key]}) + (key in wanted) for key in home}
 
 
 def in_order(graph: Graph) -> list[Key]:

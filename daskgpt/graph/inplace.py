@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.graph.nodes import Graph, Key, combined, only, reference
+from daskgpt.graph.nodes import Graph, Key, combined, nested, only, reference
 
 TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
 
@@ -40,15 +40,22 @@ class InPlace:
 
 
 class RowSum:
-    """Some rows of a sum over the chunks, in a task of their own; what it starts from are the same rows."""
+    """Some rows of a sum over some chunks, in a task of their own; what it starts from are the same rows.
+
+    counts   how many arguments belong to each chunk
+    """
 
     axes = ""
 
-    def __init__(self, call: Any, blocks: Sequence[tuple[int, int]]) -> None:
-        self.call, self.blocks = call, tuple(blocks)
+    def __init__(self, call: Any, blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
+        self.call, self.blocks, self.counts = call, tuple(blocks), tuple(counts)
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        return self.call.arrange(chunks)
+        parts, position = [], 0
+        for count in self.counts:
+            parts.append(list(chunks[position : position + count]))
+            position += count
+        return [parts, *chunks[position:]]
 
     def run(self, parts: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
         base, end = self.blocks[0][0], self.blocks[-1][1]
@@ -128,7 +135,7 @@ def update_in_place(
         for key in [update, *dependents[update], *sums, *_starts(graph, before)]:
             del new[key]
         for number, blocks in enumerate(_shares(graph[last].func)):
-            first = [reference(_row_sum(graph, new, before, number, blocks))] if before else []
+            first = [reference(_row_sum(graph, new, before, number, blocks, summed))] if before else []
             if arguments and before:
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
@@ -140,15 +147,23 @@ def update_in_place(
     return InPlace(new, done, after)
 
 
-def _row_sum(graph: Graph, new: Graph, key: Key, number: int, blocks: Sequence[tuple[int, int]]) -> Key:
-    """Add the task that sums some rows of a gradient, and the ones it goes on from; return its key."""
-    arguments = list(graph[key].args)
-    before = _start(graph, key)
-    if before is not None:
-        arguments[-1] = reference(_row_sum(graph, new, before, number, blocks))
-    part = (f"{key[0]}.rows", number)
-    new[part] = combined(part, RowSum(graph[key].func, blocks), arguments)
-    return part
+def _row_sum(graph: Graph, new: Graph, key: Key, number: int, blocks: Sequence[tuple[int, int]], summed: int) -> Key:
+    """Add the tasks that sum some rows of a gradient, and the ones they go on from; return the last one's key.
+
+    Where a chunk's parts are larger than the total, each chunk has a task of its own, that adds its parts and lets go
+    of them.
+    """
+    call, before = graph[key].func, _start(graph, key)
+    parts, *_ = call.arrange([nested(argument) for argument in graph[key].args])
+    start = [] if before is None else [reference(_row_sum(graph, new, before, number, blocks, summed))]
+    together = len(parts) if summed < call.shape[-1] else 1
+    for first in range(0, len(parts), together):
+        own = parts[first : first + together]
+        task_key = (f"{key[0]}.rows", number, first)
+        references = [reference(item) for part in own for item in part]
+        new[task_key] = combined(task_key, RowSum(call, blocks, [len(part) for part in own]), references + start)
+        start = [reference(task_key)]
+    return task_key
 
 
 def _starts(graph: Graph, key: Key | None) -> list[Key]:

@@ -17,7 +17,7 @@ Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
 
 __all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
-__all__ += ["combined", "only", "pieces", "reference", "renamed", "task", "waiting_for", "with_leaves"]
+__all__ += ["combined", "nested", "only", "pieces", "reference", "renamed", "task", "waiting_for", "with_leaves"]
 
 
 def keys_of(array: da.Array) -> list[Key]:
@@ -71,14 +71,19 @@ def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any,
     """A task's function and its arguments, nested lists and all, with something else standing for each dependency."""
 
     def resolved(argument: Any) -> Any:
-        if isinstance(argument, TaskRef):
-            return standing_for[argument.key]
-        if isinstance(argument, List):
-            return [resolved(item) for item in argument.args]
-        raise TypeError(f"arguments_of: a task takes chunks and lists; got argument={argument!r}. Use blocks.apply.")
+        return [resolved(item) for item in argument] if isinstance(argument, list) else standing_for[argument]
 
     assert isinstance(node, Task)
-    return node.func, [resolved(argument) for argument in node.args]
+    return node.func, [resolved(nested(argument)) for argument in node.args]
+
+
+def nested(argument: Any) -> Any:
+    """An argument of a task as a key, or nested lists of keys."""
+    if isinstance(argument, TaskRef):
+        return argument.key
+    if isinstance(argument, List):
+        return [nested(item) for item in argument.args]
+    raise TypeError(f"nested: a task takes chunks and lists of them; got argument={argument!r}. Use blocks.apply.")
 
 
 def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:

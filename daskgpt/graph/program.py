@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from threading import get_ident
+from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any
 
-from daskgpt.graph.nodes import Graph, GraphNode, Key, arguments_of
-from daskgpt.graph.spans import RECORDER, Span
+from daskgpt.graph.nodes import Graph, GraphNode, Key, arguments_of, combined
+from daskgpt.graph.spans import RECORDER, Span, bytes_of
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 
@@ -33,15 +34,52 @@ class Call:
     flat: bool
 
 
+class Values:
+    """The results of a task that others read one by one: each is dropped when its last reader has taken it.
+
+    Dask drops the result of a task as a whole, when nobody needs any of it. The logits of a chunk would then live as
+    long as its loss.
+    """
+
+    def __init__(self, values: Sequence[Any], readers: Sequence[int]) -> None:
+        self.values, self.left, self.lock = list(values), list(readers), Lock()
+
+    def __getitem__(self, number: int) -> Any:
+        return self.values[number]
+
+    def take(self, number: int) -> Any:
+        """A value, for one of its readers."""
+        with self.lock:
+            value = self.values[number]
+            self.left[number] -= 1
+            if not self.left[number]:
+                self.values[number] = None
+        return value
+
+
 class Program:
     """What a merged task runs.
 
     It is called with the results of the tasks it depends on, and keeps values in numbered slots; a slot is emptied
     when its last reader has run, so that an activation lives no longer than in separate tasks.
+
+    run   its place among several runs in one graph, for who records
     """
 
-    def __init__(self, calls: Sequence[Call], arrivals: Sequence[tuple[int, int | None, int]], outputs: Sequence[int]):
+    run = 0
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        arrivals: Sequence[tuple[int, int | None, int]],
+        outputs: Sequence[int],
+        readers: Sequence[int] | None = None,
+    ) -> None:
+        """arrivals  (argument, number of the value in it or None, slot) of each value that comes from outside
+        readers   how many tasks read each output, where values are to be dropped one by one
+        """
         self.calls, self.arrivals, self.outputs = tuple(calls), tuple(arrivals), tuple(outputs)
+        self.readers = readers
         self.size = 1 + max((call.slot for call in calls), default=-1)
         self.size = max(self.size, 1 + max((slot for _, _, slot in arrivals), default=-1))
 
@@ -55,8 +93,13 @@ class Program:
     def _run(self, results: Sequence[Any]) -> Any:
         slots: list[Any] = [None] * self.size
         for argument, number, slot in self.arrivals:
-            slots[slot] = results[argument] if number is None else results[argument][number]
-        spans = RECORDER.spans
+            result = results[argument]
+            if number is None:
+                slots[slot] = result
+            else:
+                slots[slot] = result.take(number) if isinstance(result, Values) else result[number]
+        spans, thread = RECORDER.spans, get_ident()
+        run = 0 if spans is None else RECORDER.run_of(self.run)
         for call in self.calls:
             start = perf_counter() if spans is not None else 0.0
             if call.flat:
@@ -64,20 +107,26 @@ class Program:
             else:
                 slots[call.slot] = call.function(*_filled(call.arguments, slots))
             if spans is not None:
-                spans.append(Span(call.key, get_ident(), start, perf_counter()))
+                spans.append(Span(call.key, thread, start, perf_counter(), bytes_of(slots[call.slot]), run))
             for slot in call.ended:
                 slots[slot] = None
         if len(self.outputs) == 1:
             return slots[self.outputs[0]]
-        return tuple(slots[slot] for slot in self.outputs)
+        values = tuple(slots[slot] for slot in self.outputs)
+        return values if self.readers is None else Values(values, self.readers)
 
 
 def program_of(
-    graph: Graph, members: Sequence[Key], outputs: Sequence[Key], places: Mapping[Key, Place]
+    graph: Graph,
+    members: Sequence[Key],
+    outputs: Sequence[Key],
+    places: Mapping[Key, Place],
+    readers: Mapping[Key, int] | None,
 ) -> tuple[Program, list[Key]]:
     """The program of some tasks, in the given order, and the keys whose results it is called with.
 
     places   where values that come from outside are found; a key that is missing is a task of its own
+    readers  how many other tasks read each value, None where all are kept until the last of them is read
     """
     slots: dict[Key, int] = {}
     needed: list[Key] = []
@@ -99,12 +148,22 @@ def program_of(
         function, arguments = _function_of(graph[key], slots)
         ended = tuple(slot for slot, final in last.items() if final == number and slot not in kept)
         calls.append(Call(key, function, arguments, slots[key], ended, all(isinstance(a, int) for a in arguments)))
-    return Program(calls, arrivals, [slots[key] for key in outputs]), needed
+    counts = None if readers is None else [readers[key] for key in outputs]
+    return Program(calls, arrivals, [slots[key] for key in outputs], counts), needed
+
+
+def in_run(node: GraphNode, run: int) -> GraphNode:
+    """A merged task as part of one of several runs in a graph; other nodes (data, barriers) as they are."""
+    if not calls_of(node):
+        return node
+    program = copy(node.func)
+    program.run = run
+    return combined(node.key, program, node.args)
 
 
 def calls_of(node: GraphNode) -> tuple[Call, ...]:
     """The calls that a merged task makes; none for a task of another kind (a barrier)."""
-    return getattr(node.func, "calls", ())
+    return getattr(getattr(node, "func", None), "calls", ())
 
 
 def _function_of(node: GraphNode, slots: Mapping[Key, int]) -> tuple[Callable[..., Any], list[Any]]:

@@ -14,7 +14,7 @@ from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.grain import GroupOf, merge
 from daskgpt.graph.inplace import InPlace
 from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
-from daskgpt.graph.program import Place, calls_of
+from daskgpt.graph.program import Place, calls_of, in_run
 
 STATE = "state"
 
@@ -82,14 +82,18 @@ class Recording:
         self._leaves = {name: keys_of(array)[0] for name, array in state.items()}
         self._results = {name: keys_of(array)[0] for name, array in updated.items()}
         self._given_layout = layout
+        self._in_place = in_place is not None
         self._written, self._after = list(self._results.values()), {}
         if in_place:
             rewritten = in_place(self.unmerged)
             self.unmerged, self._written, self._after = rewritten.graph, rewritten.updates, rewritten.after
             self._results, self._given_layout = {}, Layout((tuple(state),))
 
-    def merge(self, group_of: GroupOf) -> None:
-        """Make the tasks of a run from groups of the unmerged ones. It can be done again with other groups."""
+    def merge(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> None:
+        """Make the tasks of a run from groups of the unmerged ones. It can be done again with other groups.
+
+        waits   task -> tasks that must have run before it for other reasons than their results
+        """
         leaves, results = self._leaves, self._results
         packs = {group: (STATE, n) for n, group in enumerate(dict.fromkeys(map(group_of, results.values())))}
         carried = {leaves[name]: (packs[group_of(result)], result) for name, result in results.items()}
@@ -97,7 +101,10 @@ class Recording:
         places = {leaves[name]: place for name, place in given.items() if name in leaves}
         keys = {name: keys_of(array) for name, array in self.outputs.items()}
         wanted = [*(key for own in keys.values() for key in own), *self._written]
-        merged = merge(self.unmerged, group_of, self.title_of, wanted, places, carried, self._after)
+        after = {
+            key: [*self._after.get(key, ()), *(waits or {}).get(key, ())] for key in {**self._after, **(waits or {})}
+        }
+        merged = merge(self.unmerged, group_of, self.title_of, wanted, places, carried, after, self._in_place)
         self.graph = merged.graph
         self.places = {name: [merged.places[key] for key in own] for name, own in keys.items()}
         self.layout = self._given_layout or _layout({name: merged.places[key] for name, key in results.items()})
@@ -141,21 +148,29 @@ class Recording:
     def _window(self, runs: int) -> Graph:
         """The recorded graph so many times, with the edges from each update to the readers of the next run."""
         if runs not in self._windows:
-            home = {call.key: key for key, node in self.graph.items() if not is_leaf(node) for call in calls_of(node)}
-            updates: dict[Key, set[Key]] = defaultdict(set)
-            for update, readers in self._after.items():
-                for reader in readers:
-                    updates[home[reader]].add(home[update])
+            updates = self.needs_of_last_run()
             own = self.graph.keys() | {key for array in self.inputs.values() for key in keys_of(array)}
             graph: Graph = {}
             for run in range(runs):
                 copy = renamed(self.graph, {key: _in_run(key, run) for key in own})
+                copy = {key: in_run(node, run) for key, node in copy.items()}
                 for key in updates if run else ():
                     earlier = sorted(_in_run(update, run - 1) for update in updates[key])
                     copy[_in_run(key, run)] = waiting_for(copy[_in_run(key, run)], earlier)
                 graph |= copy
             self._windows = {runs: graph}
         return self._windows[runs]
+
+    def needs_of_last_run(self) -> dict[Key, set[Key]]:
+        """Task -> the tasks of the run before that it has to wait for, where runs overlap."""
+        needs: dict[Key, set[Key]] = defaultdict(set)
+        home = {call.key: key for key, node in self.graph.items() for call in calls_of(node)}
+        for update, readers in self._after.items():
+            for reader in readers:
+                needs[home[reader]].add(home[update])
+        for key, node in self.graph.items() if self._results else ():
+            needs[key] |= {self._updates[d[1]] for d in node.dependencies if d[0] == STATE}
+        return {key: tasks for key, tasks in needs.items() if tasks}
 
     def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
         return {key: part for name, value in values.items() for key, part in pieces(self.inputs[name], value).items()}
