@@ -174,6 +174,11 @@ class DataflowConfig:
         choices=("layer", "phase", "step", "none"),
     )
     window: int = setting(4, "steps in flight with barrier none", unit="steps")
+    precision: str = setting(
+        "float32",
+        "operands of matrix products; auto = bfloat16 where it is faster here; float64 to verify only",
+        choices=("float32", "bfloat16", "auto", "float64"),
+    )
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one a core")
 
     def __post_init__(self) -> None:
@@ -183,6 +188,7 @@ class DataflowConfig:
         require(self.window >= 1, "DataflowConfig", "window must be at least 1", {"window": self.window}, "Try 4.")
         _one_of(self, "grain")
         _one_of(self, "barrier")
+        _one_of(self, "precision")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskgpt.kernels import add, attention, crossentropy, embedding, gather, gelu, layernorm, linear
+from daskgpt.kernels import (
+    adamw,
+    add,
+    attention,
+    bfloat16,
+    crossentropy,
+    embedding,
+    gather,
+    gelu,
+    layernorm,
+    linear,
+)
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, Any]
@@ -147,6 +158,25 @@ MEAN = Layer(
     outputs="loss",
     backward={"losses": Row(crossentropy.mean_backward, ", bt -> bt", "dy losses", "count")},
 )
+
+# What runs instead of a kernel where products are bfloat16; every other kernel stays.
+BFLOAT16: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    embedding.forward: bfloat16.embedding_forward,
+    linear.forward: bfloat16.linear_forward,
+    linear.forward_without_bias: bfloat16.linear_without_bias,
+    linear.backward_x: bfloat16.linear_backward_x,
+    linear.backward_weight: bfloat16.linear_backward_weight,
+    crossentropy.forward: bfloat16.crossentropy_forward,
+    crossentropy.backward_x: bfloat16.crossentropy_backward_x,
+    crossentropy.backward_wte: bfloat16.crossentropy_backward_wte,
+    adamw.adamw: bfloat16.adamw,
+    adamw.adamw_inplace: bfloat16.adamw_inplace,
+}
+
+# Sums over the chunks that the update of a trained matrix can make in the same pass.
+FUSED_UPDATES: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    bfloat16.linear_backward_weight: bfloat16.linear_update,
+}
 
 LAYERS: tuple[Layer, ...] = (
     EMBEDDING,

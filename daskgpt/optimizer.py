@@ -13,6 +13,7 @@ from daskgpt.blocks import apply
 from daskgpt.config import OptimizerConfig
 from daskgpt.kernels.adamw import adamw
 from daskgpt.parameters import decayed
+from daskgpt.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def update(
     v: Mapping[str, da.Array],
     hyper: da.Array,
     config: OptimizerConfig,
-    token: str,
+    tape: Tape,
 ) -> dict[str, Updated]:
     """One AdamW update of every tensor: a task each.
 
@@ -48,8 +49,8 @@ def update(
             "weight_decay": config.weight_decay if decayed(name, config.decay) else 0.0,
         }
         new = apply(
-            f"adamw-{name}-{token}",
-            adamw,
+            f"adamw-{name}-{tape.token}",
+            tape.replaced.get(adamw, adamw),
             f"{axes}, {axes}, {axes}, {axes}, S -> {axes}, {axes}, {axes}",
             [weight, gradients[name], m[name], v[name], hyper],
             options=options,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from daskgpt.blocks import ChunkSum, Pick
 from daskgpt.config import GPT2Config
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, only, with_leaves
-from daskgpt.graph.program import Call, Program
+from daskgpt.graph.program import Call, Program, Values
 from daskgpt.grouping import layer_of
 from daskgpt.layers import LAYERS
 from daskgpt.parameters import parameter_shapes
@@ -173,8 +174,8 @@ class Trial:
     def _without_data(self, key: Key, program: Any) -> Callable[..., Any]:
         if not isinstance(program, Program):  # a barrier
             return program
-        calls = [replace(call, function=self._stand_in(call)) for call in program.calls]
-        without_data = Program(calls, program.arrivals, program.outputs)
+        without_data = copy(program)
+        without_data.calls = tuple(replace(call, function=self._stand_in(call)) for call in program.calls)
 
         def run(*arguments: Any) -> Any:
             result = without_data(*arguments)
@@ -238,6 +239,8 @@ def _sizes(function: Any, arguments: Sequence[Any]) -> dict[str, int]:
 
 def _stand_ins(values: Any) -> list[Any]:
     """All arrays in nested sequences, each once."""
+    if isinstance(values, Values):
+        return _stand_ins(values.values)
     if isinstance(values, list | tuple):
         return list({id(array): array for value in values for array in _stand_ins(value)}.values())
     return [] if values is None else [values]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import dask.array as da
@@ -19,6 +18,8 @@ from daskgpt.graph.replay import Layout, Recording, Runs
 from daskgpt.graph.spans import Span
 from daskgpt.grouping import groups_of, layer_group, layer_of, memory_edges, phase_of, stage_of, title
 from daskgpt.kernels.adamw import adamw_inplace
+from daskgpt.kernels.bfloat16 import TrainedWeight
+from daskgpt.layers import FUSED_UPDATES
 from daskgpt.model import logits, mean_loss, transformer
 from daskgpt.optimizer import hyper_parameters, update
 from daskgpt.parameters import parameter_shapes
@@ -30,6 +31,21 @@ Batch = tuple[np.ndarray, np.ndarray]
 # Mean seconds of a task from which on the threaded scheduler's share is small: a task costs it 0.1 to 0.2 ms, and most
 # tasks are shorter than the mean.
 LONG_ENOUGH = 10e-3
+
+
+def dtype_of(precision: str) -> np.dtype:
+    """The dtype of parameters and activations; bfloat16 is what products round to."""
+    return np.dtype("float64" if precision == "float64" else "float32")
+
+
+def held(parameters: Mapping[str, np.ndarray], precision: str) -> dict[str, Any]:
+    """Parameters as a step holds them: at bfloat16, the matrices that are multiplied with packed copies."""
+    if precision != "bfloat16":
+        return {name: np.asarray(value, dtype_of(precision)) for name, value in parameters.items()}
+    return {
+        name: TrainedWeight.of(value) if value.ndim == 2 and name != "wpe.weight" else value
+        for name, value in parameters.items()
+    }
 
 
 @dataclass
@@ -44,16 +60,17 @@ class State:
     step: int = 0
 
     @classmethod
-    def of_weights(cls, parameters: Mapping[str, np.ndarray]) -> State:
+    def of_weights(cls, parameters: Mapping[str, np.ndarray], precision: str = "float32") -> State:
         """Parameters alone, for inference."""
-        weights = {f"weight.{name}": value for name, value in parameters.items()}
+        weights = {f"weight.{name}": value for name, value in held(parameters, precision).items()}
         layout = Layout((tuple(weights),))
         return cls(layout, layout.pack(weights))
 
     def parameters(self, scheduler: Runs) -> dict[str, np.ndarray]:
         """The parameters as arrays here, in the order of the table."""
         values = self.layout.unpack(scheduler.fetch(self.packs))
-        return {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
+        weights = {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
+        return {name: value.values if isinstance(value, TrainedWeight) else value for name, value in weights.items()}
 
 
 class TrainingStep:
@@ -65,7 +82,7 @@ class TrainingStep:
         batch_shape: tuple[int, int],
         chunk: tuple[int, int],
         optimizer: OptimizerConfig,
-        dtype: np.typing.DTypeLike = np.float32,
+        precision: str = "float32",
         grain: str = "block",
         barrier: str = "step",
         in_place: bool = False,
@@ -73,17 +90,17 @@ class TrainingStep:
         """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
         in_place  whether the state's arrays are written over: for schedulers that never compute a task again
         """
-        self.optimizer, self.barrier, self.in_place = optimizer, barrier, in_place
+        self.optimizer, self.precision, self.barrier, self.in_place = optimizer, precision, barrier, in_place
         self.phases = barrier in ("layer", "phase")
         self.measured = False
         # From here on activations take more memory than weights do, and tasks wait so that it is given back in time.
         self.large = math.prod(batch_shape) > config.channels
-        tape = Tape()
+        tape = Tape(precision)
         tokens, targets = _batch_leaves(tape, batch_shape, chunk)
-        weights, m, v = (_parameter_leaves(tape, config, kind, dtype) for kind in ("weight", "m", "v"))
+        weights, m, v = (_parameter_leaves(tape, config, kind, precision) for kind in ("weight", "m", "v"))
         hyper = array_of(f"hyper-{tape.token}", (3,), ((3,),), np.float64)
         loss = mean_loss(tape, config, weights, tokens, targets)
-        updated = update(weights, _gradients(tape, weights, loss), m, v, hyper, optimizer, tape.token)
+        updated = update(weights, _gradients(tape, weights, loss), m, v, hyper, optimizer, tape)
         state: Lazy = {}
         new: Lazy = {}
         for name, result in updated.items():
@@ -95,9 +112,18 @@ class TrainingStep:
             state,
             new,
             title_of=title,
-            in_place=partial(_in_place, summed=math.prod(batch_shape), fused=not self.phases) if in_place else None,
+            in_place=self._in_place(math.prod(batch_shape), tape) if in_place else None,
         )
         self.set_grain(grain)
+
+    def _in_place(self, summed: int, tape: Tape) -> Callable[[Graph], InPlace]:
+        kernel = tape.replaced.get(adamw_inplace, adamw_inplace)
+
+        def rewrite(graph: Graph) -> InPlace:
+            updates = [key for key in graph if layer_of(key) == "adamw" and len(key) == 1]
+            return update_in_place(graph, updates, kernel, summed, not self.phases, FUSED_UPDATES)
+
+        return rewrite
 
     def set_grain(self, grain: str) -> None:
         """Merge the step's tasks to another size; the state and every bit of the results stay the same.
@@ -132,7 +158,7 @@ class TrainingStep:
 
     def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
         """Zero moments beside the parameters. In place they are written over: keep a copy if they are needed."""
-        values = {f"weight.{name}": value for name, value in parameters.items()}
+        values: dict[str, Any] = {f"weight.{name}": value for name, value in held(parameters, self.precision).items()}
         for moment in ("m", "v"):
             values |= {f"{moment}.{name}": np.zeros_like(value) for name, value in parameters.items()}
         return State(self.recording.layout, self.recording.layout.pack(values))
@@ -178,17 +204,17 @@ class Inference:
         chunk: tuple[int, int],
         layout: Layout,
         wanted: tuple[str, ...],
-        dtype: np.typing.DTypeLike = np.float32,
+        precision: str = "float32",
         grain: str = "block",
     ) -> None:
         outputs: Lazy = {}
-        tape = Tape()
+        tape = Tape(precision)
         tokens, targets = _batch_leaves(tape, batch_shape, chunk)
-        weights = _parameter_leaves(tape, config, "weight", dtype)
+        weights = _parameter_leaves(tape, config, "weight", precision)
         if "logits" in wanted:
-            outputs["logits"] = logits(Tape(), config, weights, tokens)
+            outputs["logits"] = logits(Tape(precision), config, weights, tokens)
         if "activations" in wanted:
-            outputs["activations"] = transformer(Tape(), config, weights, tokens)
+            outputs["activations"] = transformer(Tape(precision), config, weights, tokens)
         if "loss" in wanted or "gradients" in wanted:
             outputs["loss"] = mean_loss(tape, config, weights, tokens, targets)
         if "gradients" in wanted:
@@ -232,11 +258,6 @@ def loss_and_gradients(
     return loss, _gradients(tape, weights, loss)
 
 
-def _in_place(graph: Graph, summed: int, fused: bool) -> InPlace:
-    updates = [key for key in graph if layer_of(key) == "adamw" and len(key) == 1]
-    return update_in_place(graph, updates, adamw_inplace, summed, fused)
-
-
 def _gradients(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
     one = from_numpy(f"one-{tape.token}", np.ones((), loss.dtype), ())
     gradients = tape.backward(loss, one)
@@ -249,7 +270,8 @@ def _batch_leaves(tape: Tape, shape: tuple[int, int], chunk: tuple[int, int]) ->
     return tokens, targets
 
 
-def _parameter_leaves(tape: Tape, config: GPT2Config, kind: str, dtype: np.typing.DTypeLike) -> Lazy:
+def _parameter_leaves(tape: Tape, config: GPT2Config, kind: str, precision: str) -> Lazy:
+    dtype = dtype_of(precision)
     return {
         name: array_of(f"{kind}.{name}-{tape.token}", shape, tuple((size,) for size in shape), dtype)
         for name, shape in parameter_shapes(config).items()

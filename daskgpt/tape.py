@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -10,7 +11,7 @@ import dask.array as da
 
 from daskgpt.blocks import apply, parse
 from daskgpt.kernels.add import forward as add
-from daskgpt.layers import PASS, Layer, Row
+from daskgpt.layers import BFLOAT16, PASS, Layer, Row
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Tape:
     would mean equal results.
     """
 
-    def __init__(self, token: str | None = None) -> None:
-        self.token = token or uuid4().hex[:8]
+    def __init__(self, precision: str = "float32") -> None:
+        """precision   "bfloat16" replaces the kernels of products, float32 and float64 are one code"""
+        self.token = uuid4().hex[:8]
+        self.replaced = BFLOAT16 if precision == "bfloat16" else {}
         self.records: list[Record] = []
         self.recomputed: dict[str, da.Array] = {}
 
@@ -45,7 +48,7 @@ class Tape:
         }
         results = apply(
             f"{layer.name}.forward-{where}-{self.token}",
-            layer.forward.kernel,
+            self.kernel(layer.forward),
             layer.forward.signature,
             arguments,
             options=_options(layer.forward, options),
@@ -85,7 +88,7 @@ class Tape:
         summed = not {"b", "t"} & set(output)
         (dx,) = apply(
             f"{record.layer.name}.backward-{record.where}.{argument}-{self.token}",
-            row.kernel,
+            self.kernel(row),
             row.signature,
             [(arrays | {"dy": dy})[name] for name in given],
             options=_options(row, record.options),
@@ -104,13 +107,17 @@ class Tape:
         row = record.layer.forward
         (self.recomputed[array.name],) = apply(
             f"{record.layer.name}.backward-{record.where}.again-{self.token}",
-            row.kernel,
+            self.kernel(row),
             row.signature,
             [record.arrays[name] for name in row.arguments.split()],
             options=_options(row, record.options),
             after=after,
         )
         return self.recomputed[array.name]
+
+    def kernel(self, row: Row) -> Callable[..., Any]:
+        """The kernel of a row at this tape's precision."""
+        return self.replaced.get(row.kernel, row.kernel)
 
     def _add(self, where: str, x: da.Array, y: da.Array) -> da.Array:
         (total,) = apply(f"add.backward-{where}-{self.token}", add, "btC, btC -> btC", [x, y])

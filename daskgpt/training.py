@@ -18,10 +18,13 @@ from daskgpt.data.dataset import Dataset, batch, load_dataset, validation_batche
 from daskgpt.graph.replay import Runs
 from daskgpt.graph.spans import recorded_spans
 from daskgpt.kernels._jit import all_cached, compile_all
+from daskgpt.kernels.matmul import Unit, unit
 from daskgpt.parameters import initial_parameters, parameter_count
 from daskgpt.run_folder import RunFolder, load
 from daskgpt.schedulers import open_scheduler
 from daskgpt.step import Batch, Inference, State, TrainingStep
+
+LEAST_CHANNELS = 256  # from which on tiles gain more than rounding and packing cost
 
 
 @dataclass
@@ -58,6 +61,13 @@ class Plan:
             "Shorten the sequence or give more --positions.",
         )
         require(
+            self.dataflow.precision != "float64",
+            "train",
+            "a run must compute in float32 or bfloat16",
+            {"precision": self.dataflow.precision},
+            "float64 is for daskgpt.verify.",
+        )
+        require(
             self.dataset.vocabulary <= self.config.vocabulary,
             "train",
             "the model must know every token id of the encoding",
@@ -76,9 +86,16 @@ class Plan:
             "model": self.config,
             "data": replace(self.data, encoding=self.dataset.encoding_name),
             "optimizer": self.optimizer,
-            "dataflow": replace(self.dataflow, batch_chunk=batch_chunk, sequence_chunk=sequence_chunk),
+            "dataflow": replace(
+                self.dataflow, batch_chunk=batch_chunk, sequence_chunk=sequence_chunk, precision=self.precision
+            ),
             "run": self.run,
         }
+
+    @property
+    def precision(self) -> str:
+        """The operands of matrix products, with auto resolved."""
+        return choose_precision(self.dataflow.precision, self.config.channels)[0]
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -172,7 +189,7 @@ def run_plan(
 
 def _steps(plan: Plan, scheduler: Runs, step: TrainingStep, state: State) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
-    validate = Inference(plan.config, plan.batch_shape, plan.chunk, state.layout, ("loss",))
+    validate = Inference(plan.config, plan.batch_shape, plan.chunk, state.layout, ("loss",), plan.precision)
     size = {"batch_size": plan.data.batch_size, "sequence_length": plan.data.sequence_length}
     tokens = plan.data.batch_size * plan.data.sequence_length
     number = 0
@@ -203,6 +220,23 @@ def _together(plan: Plan, step: TrainingStep, number: int) -> int:
     return min(plan.dataflow.window, _next_validation(plan, number) - number)
 
 
+def choose_precision(wanted: str, channels: int) -> tuple[str, str]:
+    """The precision to compute with, and why.
+
+    Errors   ValueError or RuntimeError where DASKGPT_MATMUL names a unit that is unknown or missing
+    """
+    if wanted == "float32":
+        return wanted, "products in float32"
+    name = unit().name.lower()
+    if wanted == "bfloat16":
+        return wanted, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
+    if unit() is Unit.AMX and channels >= LEAST_CHANNELS:
+        return "bfloat16", f"auto: {name} multiplies it several times faster than float32"
+    if unit() is Unit.AMX:
+        return "float32", f"auto: with {channels} channels (below {LEAST_CHANNELS}) bfloat16 would gain little"
+    return "float32", f"auto: this processor has no tile unit ({name}), bfloat16 would not be faster"
+
+
 def training_step(plan: Plan, scheduler: Runs) -> TrainingStep:
     """The step of a plan. With grain auto it starts as single kernels, to be measured, where that can change later."""
     grain, barrier = plan.dataflow.grain, plan.dataflow.barrier
@@ -215,6 +249,7 @@ def training_step(plan: Plan, scheduler: Runs) -> TrainingStep:
         plan.batch_shape,
         plan.chunk,
         plan.optimizer,
+        precision=plan.precision,
         grain=grain,
         barrier=barrier,
         in_place=scheduler.in_place,
@@ -266,6 +301,7 @@ def describe(plan: Plan, scheduler: Runs) -> str:
             f"vocabulary {c.vocabulary}, positions {c.positions}",
             f"data       {plan.dataset.description}",
             f"batch      {batch_size} x {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
+            f"precision  {': '.join(choose_precision(plan.dataflow.precision, c.channels))}",
             f"scheduler  {getattr(scheduler, 'description', scheduler)}",
         )
     )

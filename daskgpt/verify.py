@@ -6,24 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskgpt.config import DataConfig, DataflowConfig, chunk_sizes, setting
+from daskgpt.config import DataConfig, DataflowConfig, chunk_sizes, nearest, require
 from daskgpt.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.formats.llmc import read_debug_state, read_model
+from daskgpt.formats.llmc import FilePath, read_debug_state, read_model
 from daskgpt.kernels._jit import compile_all
 from daskgpt.parameters import PARAMETERS
 from daskgpt.schedulers import open_scheduler
-from daskgpt.step import Inference, State
+from daskgpt.step import Inference, State, dtype_of
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
 # another order than the float64 reference's differ by a few 1e-6.
-TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
-
-
-@dataclass(frozen=True)
-class VerifyConfig:
-    """Which numbers to compute with."""
-
-    precision: str = setting("float32", "numbers of activations and parameters", choices=("float32", "float64"))
+# Operands rounded to 8 bits differ by up to 2**-9 each; through three blocks that adds up to a few per cent at worst.
+TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
@@ -42,26 +36,32 @@ def main(arguments: list[str]) -> int:
     )
     flags.add_argument("model", metavar="MODEL.bin", help="llm.c model file")
     flags.add_argument("debug_state", metavar="DEBUG_STATE.bin", help="llm.c debug state of that model")
-    add_flags(flags, VerifyConfig)
     add_flags(flags, DataflowConfig)
     values = flags.parse_args(arguments)
-    precision = from_flags(VerifyConfig, values).precision
-    comparisons = compare(values.model, values.debug_state, from_flags(DataflowConfig, values), precision)
-    return print_table(comparisons, TOLERANCE[precision])
+    dataflow: DataflowConfig = from_flags(DataflowConfig, values)
+    comparisons = compare(values.model, values.debug_state, dataflow)
+    return print_table(comparisons, TOLERANCE[dataflow.precision])
 
 
-def compare(model: str, debug_state: str, dataflow: DataflowConfig, precision: str) -> list[Comparison]:
+def compare(model: FilePath, debug_state: FilePath, dataflow: DataflowConfig) -> list[Comparison]:
     """Largest difference of each tensor, computed in the given chunks by the given scheduler."""
     config, parameters = read_model(model)
+    precision = dataflow.precision
+    require(
+        precision in TOLERANCE,
+        "verify",
+        "the precision must be given",
+        {"precision": precision},
+        nearest(precision, list(TOLERANCE)),
+    )
     state = read_debug_state(debug_state, config)
-    dtype = np.dtype(precision)
     shape = state.tokens.shape
     chunk = chunk_sizes(DataConfig(batch_size=shape[0], sequence_length=shape[1]), dataflow)
-    weights = State.of_weights({name: value.astype(dtype) for name, value in parameters.items()})
+    weights = State.of_weights(parameters, precision)
     wanted = ("logits", "loss", "gradients")
-    compile_all(dtype)
+    compile_all(dtype_of(precision))
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
-        inference = Inference(config, shape, chunk, weights.layout, wanted, dtype)
+        inference = Inference(config, shape, chunk, weights.layout, wanted, precision)
         found = inference(scheduler, weights, state.tokens, state.targets)
     rows = [
         _comparison("logits", found["logits"][..., : config.vocabulary], state.logits),

@@ -35,10 +35,13 @@ def lazy_batch(batch, chunk):
 @pytest.mark.parametrize("scheduler", ["sync", "threads"])
 @pytest.mark.parametrize("chunk", CHUNKS, ids=str)
 def test_golden_logits_loss_and_gradients(chunk, scheduler):
-    dataflow = DataflowConfig(batch_chunk=chunk[0], sequence_chunk=chunk[1], scheduler=scheduler, threads=2)
-    comparisons = compare(GOLDEN / "gpt2_small.bin", GOLDEN / "gpt2_small_debug_state.bin", dataflow, "float32")
-    assert len(comparisons) == 18
-    assert {c.name: c.difference for c in comparisons if c.difference > TOLERANCE["float32"]} == {}
+    for precision, tolerance in TOLERANCE.items():
+        dataflow = DataflowConfig(
+            batch_chunk=chunk[0], sequence_chunk=chunk[1], scheduler=scheduler, threads=2, precision=precision
+        )
+        comparisons = compare(GOLDEN / "gpt2_small.bin", GOLDEN / "gpt2_small_debug_state.bin", dataflow)
+        assert len(comparisons) == 18
+        assert {c.name: c.difference for c in comparisons if c.difference > tolerance} == {}, precision
 
 
 @pytest.mark.parametrize(("decay", "losses"), [("all", "losses_decay_all"), ("matrices", "losses_decay_2d")])
@@ -74,12 +77,12 @@ def test_gradient_in_a_random_direction_in_float64(random):
     assert exact == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
 
 
-def losses_and_parameters(scheduler, threads, chunk, steps=3, grain="block", in_place=None, barrier="step"):
+def losses_and_parameters(scheduler, threads, chunk, steps=3, grain="block", in_place=None, **options):
     random = np.random.default_rng(5)
     losses = []
     with open_scheduler(scheduler, threads) as opened:
         in_place = opened.in_place if in_place is None else in_place
-        step = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain, barrier=barrier, in_place=in_place)
+        step = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain, in_place=in_place, **options)
         state = step.initial(random_parameters(SMALL, random))
         for _ in range(steps):
             loss, state = step(opened, state, *random_batch(SMALL, random), steps)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -84,9 +84,11 @@ class RowUpdate:
         kernel: Callable[..., Any],
         options: dict[str, Any],
         blocks: Sequence[tuple[int, int]],
+        fused: Callable[..., Any] | None,
     ) -> None:
+        """fused   does sum and update of rows in one pass where there is only one sum; None where no kernel does"""
         self.sums, self.counts, self.kernel = tuple(sums), tuple(counts), kernel
-        self.options, self.blocks = options, tuple(blocks)
+        self.options, self.blocks, self.fused = options, tuple(blocks), fused
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """Each sum's parts, what the first one starts from, and weight, m, v and hyper."""
@@ -101,8 +103,11 @@ class RowUpdate:
         return [parts, start, [_unwrapped(chunk) for chunk in chunks[position:]]]
 
     def run(self, parts: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
+        base, end = self.blocks[0][0], self.blocks[-1][1]
+        if self.fused is not None:
+            self.fused(parts[0], start[0] if start else None, state, base, end, **self.options)
+            return
         *tensors, hyper = state
-        base = self.blocks[0][0]
         for first, last in self.blocks:
             gradient = start[0][first - base : last - base] if start else None
             for number, (call, own) in enumerate(zip(self.sums, parts)):
@@ -112,7 +117,12 @@ class RowUpdate:
 
 
 def update_in_place(
-    graph: Graph, updates: Sequence[Key], kernel: Callable[..., Any], summed: int, fused: bool = True
+    graph: Graph,
+    updates: Sequence[Key],
+    kernel: Callable[..., Any],
+    summed: int,
+    fused: bool = True,
+    fused_kernels: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> InPlace:
     """Rewrite the updates of a graph to work in place.
 
@@ -120,6 +130,7 @@ def update_in_place(
     kernel    that does the same in place
     summed    how many rows each gradient is summed over, for all chunks together
     fused     whether a gradient is summed by the task that uses it; else it is written whole by tasks of its own
+    fused_kernels   summing kernel -> kernel that does its sum and the update in one pass
     """
     dependents = _dependents(graph)
     new, done, after = dict(graph), [], {}
@@ -140,7 +151,9 @@ def update_in_place(
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
             key = (update[0], number)
-            call = RowUpdate(calls, [len(own) for own in arguments], kernel, graph[update].func.options, blocks)
+            one_pass = (fused_kernels or {}).get(calls[0].kernel) if len(calls) == 1 else None
+            options = graph[update].func.options
+            call = RowUpdate(calls, [len(own) for own in arguments], kernel, options, blocks, one_pass)
             new[key] = combined(key, call, [*given, weight, m, v, hyper])
             done.append(key)
             after[key] = [reader for reader in dependents[only(weight)] if reader != update]

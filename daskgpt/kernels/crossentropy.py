@@ -29,12 +29,16 @@ def _softmax(row):
     return top + math.log(total)
 
 
-@kernel("n r2 r2 i1 n w1 w2")
-def _forward(blas, x, wte, targets, vocabulary, losses, y):
+@kernel("n r2 r2 n w2")
+def _logits(blas, x, wte, vocabulary, y):
+    product(blas, 0, 1, x, wte[:vocabulary], x.dtype.type(0), y)
+
+
+@kernel("i1 n w1 w2")
+def _softmax_losses(targets, vocabulary, losses, y):
     wide_vectors()
-    real = x.dtype.type
-    product(blas, 0, 1, x, wte[:vocabulary], real(0), y)
-    for i in range(x.shape[0]):
+    real = y.dtype.type
+    for i in range(y.shape[0]):
         logit = y[i, targets[i]]
         losses[i] = _softmax(y[i, :vocabulary]) - logit
         y[i, targets[i]] -= real(1)
@@ -85,17 +89,50 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
     """
     where = "crossentropy.forward"
     check_shape(where, "wte", wte, (len(wte), x.shape[-1]))
-    check_shape(where, "targets", targets, x.shape[:-1])
-    if not 0 < vocabulary <= len(wte):
+    _check_vocabulary(where, vocabulary, len(wte))
+    dlogits = np.empty((*x.shape[:-1], len(wte)), x.dtype)
+    _logits(gemm_address(x.dtype), rows(x), np.ascontiguousarray(wte), vocabulary, rows(dlogits))
+    return softmax_losses(dlogits, targets, vocabulary), dlogits
+
+
+def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Cross-entropy of every token from its logits, which are turned into their gradient in place.
+
+    loss = log(sum(exp(logits))) - logits[target];  logits become softmax(logits) - onehot(target), padding 0
+
+    Shapes   logits (b, t, V padded), targets (b, t) -> losses (b, t)
+    Dtype    int32 targets; float32 or float64
+    Cost     1 exp a logit
+    Errors   ValueError for a target outside of the vocabulary, or shapes that do not fit
+    """
+    where = "crossentropy.forward"
+    check_shape(where, "targets", targets, logits.shape[:-1])
+    _check_vocabulary(where, vocabulary, logits.shape[-1])
+    losses = np.empty(logits.shape[:-1], logits.dtype)
+    _softmax_losses(
+        checked_indices(where, "targets", targets, vocabulary), vocabulary, losses.reshape(-1), rows(logits)
+    )
+    return losses
+
+
+def scale_rows(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Each token's row times its factor.
+
+    Shapes   x (b, t, C), factors (b, t) -> (b, t, C)
+    Dtype    float32 or float64, one for both
+    """
+    check_shape("crossentropy.scale_rows", "factors", factors, x.shape[:-1])
+    y = np.empty(x.shape, x.dtype)
+    _scale_rows(rows(x), np.ascontiguousarray(factors).reshape(-1), rows(y))
+    return y
+
+
+def _check_vocabulary(where: str, vocabulary: int, padded: int) -> None:
+    if not 0 < vocabulary <= padded:
         raise ValueError(
-            f"{where}: vocabulary must be from 1 to the {len(wte)} rows of wte; got vocabulary={vocabulary}. "
+            f"{where}: vocabulary must be from 1 to the {padded} rows of wte; got vocabulary={vocabulary}. "
             "Check the padded vocabulary."
         )
-    losses, dlogits = np.empty(x.shape[:-1], x.dtype), np.empty((*x.shape[:-1], len(wte)), x.dtype)
-    flat_targets = checked_indices(where, "targets", targets, vocabulary)
-    arrays = rows(x), np.ascontiguousarray(wte), flat_targets, vocabulary, losses.reshape(-1), rows(dlogits)
-    _forward(gemm_address(x.dtype), *arrays)
-    return losses, dlogits
 
 
 def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarray:
@@ -132,10 +169,7 @@ def backward_wte(
     check_shape("crossentropy.backward_wte", "x", x, (*dy.shape, x.shape[-1]))
     check_output("crossentropy.backward_wte", "total", total, (len(total), x.shape[-1]), x.dtype)
     check_rows("crossentropy.backward_wte", total, first_row, dlogits.shape[-1])
-    x = rows(x)
-    scaled = np.empty_like(x)
-    _scale_rows(x, np.ascontiguousarray(dy).reshape(-1), scaled)
-    _backward_wte(gemm_address(x.dtype), rows(dlogits), first_row, scaled, accumulate, total)
+    _backward_wte(gemm_address(x.dtype), rows(dlogits), first_row, rows(scale_rows(x, dy)), accumulate, total)
     return total
 
 

@@ -1,0 +1,105 @@
+"""`--precision bfloat16`: the same bits however it is run, close to float32, and every unit forced."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import GOLDEN, SMALL, random_batch, random_parameters
+from test_grain import assert_same_bits
+from test_model import losses_and_parameters
+from tolerances import TOLERANCES
+
+from daskgpt.config import OptimizerConfig
+from daskgpt.kernels import bfloat16, linear
+from daskgpt.kernels.bfloat16 import TrainedWeight
+from daskgpt.kernels.matmul import pack_weight, works
+from daskgpt.kernels.matmul.units import Unit
+from daskgpt.schedulers import open_scheduler
+from daskgpt.step import TrainingStep, held
+from daskgpt.training import choose_precision
+
+UNITS = [unit.name.lower() for unit in Unit]
+
+
+def available(name):
+    if not works(Unit[name.upper()]):
+        pytest.skip(f"this processor has no {name} unit")
+
+
+def test_every_way_to_run_it_gives_the_same_bits():
+    expected = losses_and_parameters("sync", 1, (2, 12), grain="kernel", in_place=False, precision="bfloat16")
+    for grain, scheduler, in_place in itertools.product(("segment", "chunk"), ("sync", "threads"), (True, False)):
+        found = losses_and_parameters(scheduler, 2, (2, 12), grain=grain, in_place=in_place, precision="bfloat16")
+        assert_same_bits(found, expected, f"{grain} {scheduler} {in_place}")
+    for barrier in ("layer", "phase"):
+        found = losses_and_parameters("threads", 2, (2, 12), barrier=barrier, precision="bfloat16")
+        assert_same_bits(found, expected, barrier)
+
+
+def test_a_cluster_of_processes_gives_the_same_bits():
+    expected = losses_and_parameters("threads", 2, (2, 12), steps=2, precision="bfloat16")
+    found = losses_and_parameters("local", 2, (2, 12), steps=2, precision="bfloat16")
+    assert_same_bits(found, expected, "local")
+
+
+def test_losses_stay_close_to_those_of_float32():
+    exact, _ = losses_and_parameters("threads", 2, (2, 12), steps=10)
+    found, _ = losses_and_parameters("threads", 2, (2, 12), steps=10, precision="bfloat16")
+    np.testing.assert_allclose(found, exact, **TOLERANCES["bfloat16 losses"])
+    assert found != exact
+
+
+def test_an_update_renews_the_packed_copy():
+    random = np.random.default_rng(2)
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision="bfloat16", in_place=True)
+    state = step.initial(random_parameters(SMALL, random))
+    with open_scheduler("threads", 2) as scheduler:
+        _, state = step(scheduler, state, *random_batch(SMALL, random), 1)
+    trained = [value for pack in state.packs for value in pack if isinstance(value, TrainedWeight)]
+    assert len(trained) == 9  # four a block and the embedding
+    for weight in trained:
+        fresh = pack_weight(weight.values)
+        np.testing.assert_array_equal(weight.packed.forward, fresh.forward)
+        np.testing.assert_array_equal(weight.packed.backward, fresh.backward)
+
+
+def test_products_round_their_operands_and_nothing_else(random):
+    x, weight, bias = (random.normal(size=shape).astype("f4") for shape in ((2, 5, 40), (33, 40), (33,)))
+    exact = linear.forward(x, weight, bias)
+    found = bfloat16.linear_forward(x, TrainedWeight.of(weight), bias)
+    np.testing.assert_allclose(found, exact, **TOLERANCES["bfloat16 product"])
+    assert not np.array_equal(found, exact)
+
+
+def test_what_is_held_in_two_precisions():
+    values = held(random_parameters(SMALL, np.random.default_rng(1)), "bfloat16")
+    packed = {name for name, value in values.items() if isinstance(value, TrainedWeight)}
+    assert "wte.weight" in packed
+    assert "h.1.mlp.c_fc.weight" in packed
+    assert "wpe.weight" not in packed
+    assert not any(name.endswith("bias") for name in packed)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_every_unit_agrees_with_the_golden_state(unit):
+    available(unit)
+    command = [sys.executable, "-m", "daskgpt.verify", str(GOLDEN / "gpt2_small.bin")]
+    command += [str(GOLDEN / "gpt2_small_debug_state.bin"), "--precision", "bfloat16", "--batch-chunk", "2"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"DASKGPT_MATMUL": unit}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "all agree"
+
+
+def test_auto_says_what_it_picked_and_why():
+    assert choose_precision("float32", 768) == ("float32", "products in float32")
+    for channels in (128, 768):
+        picked, why = choose_precision("auto", channels)
+        assert picked == ("bfloat16" if works(Unit.AMX) and channels >= 256 else "float32")
+        assert why.startswith("auto: ")
