@@ -8,7 +8,8 @@ from kernel_cases import softmax_attention
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import attention, blas, crossentropy, linear
-from daskgpt.kernels.blas import PORTABLE, find_gemm, gemm_address, matmul
+from daskgpt.kernels.blas import PORTABLE, VARIABLE, find_gemm, gemm_address, matmul
+from daskgpt.kernels.sgemm import has_avx512
 
 SHAPES = [(1, 1, 1), (5, 7, 3), (33, 65, 17), (64, 48, 64), (2, 3, 0)]
 
@@ -23,14 +24,14 @@ def product(a: np.ndarray, b: np.ndarray, transpose_a: bool, transpose_b: bool) 
     return (a.T if transpose_a else a).astype("f8") @ (b.T if transpose_b else b).astype("f8")
 
 
-@pytest.fixture(params=["blas", "portable"])
+@pytest.fixture(params=["own", "numpy", "portable"])
 def address(request, monkeypatch):
-    """Both ways to multiply; NumPy's wheels bring a BLAS, so that one must be found."""
-    if request.param == "portable":
-        monkeypatch.setattr(blas, "find_gemm", lambda letter: PORTABLE)
-    else:
-        assert find_gemm("s") != PORTABLE
-        assert find_gemm("d") not in (PORTABLE, find_gemm("s"))
+    """The ways to multiply; NumPy's wheels bring a BLAS, so that one must be found."""
+    if request.param == "own" and not has_avx512():
+        pytest.skip("the processor has no AVX-512")
+    monkeypatch.setenv(VARIABLE, request.param)
+    assert find_gemm("s") != PORTABLE
+    assert find_gemm("d") not in (PORTABLE, find_gemm("s"))
     return request.param
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import IO
 
-from daskgpt.compare.turns import Comparison
+from daskgpt.compare.turns import Comparison, Pair
 from daskgpt.config import GPT2Config, require
 from daskgpt.measure import Spread, Steps, threads_of
 
@@ -39,8 +40,8 @@ def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Compar
     after = Spread.of(steps.run(timed)).median
     theirs = Spread.of([seconds for _, seconds in lines[warmup:]])
     first = steps.losses[0], lines[0][0]
-    pairs = [(before, theirs.median), (after, theirs.median)]
-    return Comparison("llm.c", pairs, timed, (steps.peak(), their_peak), first, threads)
+    pairs = [Pair(before, theirs.median), Pair(after, theirs.median)]
+    return Comparison("llm.c", pairs, timed, len(pairs), (steps.peak(), their_peak), first, threads)
 
 
 def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> tuple[list[tuple[float, float]], int]:
@@ -56,7 +57,7 @@ def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> 
     try:
         found = read_steps(process.stdout, config, steps)
     finally:
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)  # Popen.kill might wait for it, and its memory would not be told
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         process.stdout.close()

@@ -59,6 +59,11 @@ class Peak:
     """Ask for the most bytes in memory since then."""
 
 
+@dataclass(frozen=True)
+class Cpu:
+    """Ask for the seconds of processor time that the process has used."""
+
+
 def send(stream: IO[bytes], message: Any) -> None:
     pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
     stream.flush()

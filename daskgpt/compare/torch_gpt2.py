@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daskgpt import machine
-from daskgpt.compare.messages import Peak, Ran, ResetPeak, Run, Start, receive, send
+from daskgpt.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, receive, send
 from daskgpt.config import GPT2Config, OptimizerConfig
 from daskgpt.parameters import decayed
 
@@ -153,6 +153,8 @@ def serve() -> None:
             send(answers, machine.reset_peak_memory())
         elif isinstance(message, Peak):
             send(answers, machine.peak_memory())
+        elif isinstance(message, Cpu):
+            send(answers, process_time())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """PyTorch's side of a comparison: a process that trains the same GPT-2 when it is told to, and sleeps meanwhile.
 
-It is a process of its own so that neither side's threads and memory are in the other's way.
+It is a process of its own so that neither side's threads and memory are in the other's way. Its OpenMP threads spin for
+some milliseconds after their last work, which is over before our turn begins; forbidding it (OMP_WAIT_POLICY=passive in
+the environment) makes PyTorch's steps slower where they are short, so it is left as it is. The price: a thread that
+spins for one which another program keeps from running makes PyTorch many times slower, see `turns.alternate`.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Any
 
-from daskgpt.compare.messages import Peak, Ran, ResetPeak, Run, Start, TorchOptions, receive, send
-from daskgpt.compare.turns import Comparison, compare
+from daskgpt.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, TorchOptions, receive, send
+from daskgpt.compare.turns import Comparison, compare, undisturbed
 from daskgpt.measure import Steps, random_batch, threads_of
 from daskgpt.parameters import initial_parameters
 from daskgpt.training import Plan
@@ -67,6 +70,9 @@ class TorchProcess:
     def peak(self) -> int:
         return int(self.ask(Peak()))
 
+    def cpu(self) -> float:
+        return float(self.ask(Cpu()))
+
     def ask(self, message: Any) -> Any:
         """The answer to a message.
 
@@ -101,9 +107,10 @@ def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) 
         first = steps.losses[0], torch.losses[0]
         check_losses(first, options)
         pairs, block = compare(steps, torch, warmup, turns)
+        used = undisturbed(pairs, turns)
         kinds = ["bfloat16 autocast" if options.bf16 else "float32"] + ["compiled"] * options.compiled
         name = f"PyTorch {torch.version}, {', '.join(kinds)}"
-        return Comparison(name, pairs, block, (steps.peak(), torch.peak()), first, threads)
+        return Comparison(name, used, block, len(pairs), (steps.peak(), torch.peak()), first, threads)
 
 
 def check_losses(first: tuple[float, float], options: TorchOptions) -> None:

@@ -1,13 +1,20 @@
-"""Matrix products inside Numba kernels: NumPy's own BLAS, called by its address.
+"""Matrix products inside Numba kernels: a function with BLAS's interface, called by its address.
 
 A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
-library is loaded. The address 0 stands for a plain Numba product with the same interface, for a NumPy whose BLAS
-cannot be found. The number of BLAS threads is not set here: whoever runs kernels in several threads limits it to one.
+function is loaded. The environment variable DASKGPT_BLAS chooses the function:
+
+    own        `sgemm` for float32, NumPy's BLAS for float64; the default where the processor has AVX-512
+    numpy      NumPy's own BLAS; the default elsewhere
+    portable   the address 0: a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
+
+They differ in the last bits: all processes of one run need the same one. The number of threads of NumPy's BLAS is not
+set here: whoever runs kernels in several threads limits it to one.
 """
 
 import ctypes
 import functools
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from daskgpt.kernels import sgemm
 from daskgpt.kernels._jit import helper, kernel
 
 # What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
@@ -30,6 +38,7 @@ _SYMBOLS = (
 )
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 PORTABLE = 0
+VARIABLE = "DASKGPT_BLAS"
 
 
 def _libraries() -> Iterator[Path]:
@@ -58,8 +67,21 @@ def find_gemm(letter: str) -> int:
 
 
 def gemm_address(dtype: np.dtype) -> int:
-    """The `blas` argument of `gemm` for arrays of `dtype`."""
-    return find_gemm("s" if dtype.char == "f" else "d")
+    """The `blas` argument of `gemm` for arrays of `dtype`.
+
+    Errors   ValueError when the environment variable DASKGPT_BLAS says anything but own, numpy or portable;
+             RuntimeError when it says own and the processor has no AVX-512
+    """
+    choice = os.environ.get(VARIABLE) or ("own" if sgemm.has_avx512() else "numpy")
+    if choice not in ("own", "numpy", "portable"):
+        raise ValueError(
+            f"blas: {VARIABLE} must be own, numpy or portable; got {VARIABLE}={choice}. "
+            "Unset it to take the fastest of this processor."
+        )
+    if choice == "portable":
+        return PORTABLE
+    single = dtype.char == "f"
+    return sgemm.address() if single and choice == "own" else find_gemm("s" if single else "d")
 
 
 @intrinsic

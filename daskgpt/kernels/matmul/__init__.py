@@ -1,13 +1,14 @@
 """Products of a linear layer in bfloat16 with float32 sums: what `--precision bfloat16` computes with.
 
-One interface, three units: AMX tiles, AVX-512 with BF16, and float32 BLAS on rounded operands. The processor decides, or the
-environment variable DASKGPT_MATMUL (amx, avx512 or portable). bfloat16 arrays are uint16 arrays.
+One interface, three units: AMX tiles, AVX-512 with BF16, and float32 BLAS on rounded operands. The processor decides,
+or the environment variable DASKGPT_MATMUL (amx, avx512 or portable). bfloat16 arrays are uint16 arrays.
 """
 
 from daskgpt.kernels.matmul.bfloat16 import from_bfloat16, to_bfloat16
 from daskgpt.kernels.matmul.gradient import backward_bias, backward_weight
 from daskgpt.kernels.matmul.linear import backward_x, forward, forward_gelu
 from daskgpt.kernels.matmul.units import Unit, unit, works
+from daskgpt.kernels.matmul.update import update_weight
 from daskgpt.kernels.matmul.weights import PackedWeight, pack_weight
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "pack_weight",
     "to_bfloat16",
     "unit",
+    "update_weight",
     "works",
 ]

@@ -49,7 +49,8 @@ def _store_block(block, rows, columns, target, halves, row_bytes):
             store_columns(block + row * ROW, target + row * row_bytes, columns)
 
 
-# Both loops always run over the whole block, so that a number never falls into the scalar end of a vector loop, which may round differently.
+# Both loops always run over the whole block, so that a number never falls into the scalar end of a vector loop, which
+# may round differently.
 @helper
 def _gelu_block(block):
     wide_vectors()
@@ -71,12 +72,25 @@ def _gelu_gradient_block(block, before):
 
 @helper
 def finish_block(
-    block, spare, row, column, rows, columns, width, residual, residual_halves, activation, before, before_halves, reals, halves
+    block,
+    spare,
+    row,
+    column,
+    rows,
+    columns,
+    width,
+    residual,
+    residual_halves,
+    activation,
+    before,
+    before_halves,
+    reals,
+    halves,
 ):
     """Everything that happens to the block of sums at (row, column) of results `width` wide.
 
-    residual, before, reals and halves are addresses of matrices of the results' shape, 0 where there is none: what is added, what GELU is
-    applied to (written by GELU, read by its gradient), and the results in float32 and in bfloat16.
+    residual, before, reals and halves are addresses of matrices of the results' shape, 0 where there is none: what is
+    added, what GELU is applied to (written by GELU, read by its gradient), and the results in float32 and in bfloat16.
     """
     place = row * width + column
     if residual != 0:

@@ -12,7 +12,8 @@ def check_dtype(where: str, name: str, array: np.ndarray) -> None:
     """Raise TypeError unless an operand is float32 or bfloat16."""
     if array.dtype != FLOAT32 and array.dtype != BFLOAT16:
         raise TypeError(
-            f"{where}: {name} must be float32, or bfloat16 kept as uint16; got {name}.dtype={array.dtype}. Convert it first."
+            f"{where}: {name} must be float32, or bfloat16 kept as uint16; got {name}.dtype={array.dtype}. "
+            "Convert it first."
         )
 
 

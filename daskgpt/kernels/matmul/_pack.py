@@ -1,7 +1,7 @@
 """Packing: a matrix in memory becomes panels of bfloat16 tiles, edges filled with zeros.
 
-The axis that the product sums over is either the matrix's columns (`pack_rows`) or its rows (`pack_pairs`). Both can transpose each tile,
-which turns a left operand's layout into a right operand's:
+The axis that the product sums over is either the matrix's columns (`pack_rows`) or its rows (`pack_pairs`). Both can
+transpose each tile, which turns a left operand's layout into a right operand's:
 
     pack_rows                 left operand     x of y = x weightᵀ, dy of dx = dy weight
     pack_rows, transposed     right operand    weight of y = x weightᵀ
@@ -10,7 +10,7 @@ which turns a left operand's layout into a right operand's:
 """
 
 from daskgpt.kernels._jit import helper
-from daskgpt.kernels.matmul._tiles import STEP, TILE
+from daskgpt.kernels.matmul._tiles import STEP, TILE, fetch_step
 from daskgpt.kernels.matmul._vectors import (
     copy_columns,
     pair_columns,
@@ -71,3 +71,30 @@ def pack_pairs(source, halves, row_bytes, rows, columns, transposed, target, pan
                 if transposed:
                     transpose_tile(tile)
                 tile += TILE
+
+
+@helper
+def pack_weight_rows(source, row, rows, outputs, channels, forward, backward):
+    """Rows of a float32 weight, from a multiple of 32 on, in both layouts, 32 x 32 numbers at a time."""
+    forward_panel, backward_panel = (channels + 31) // 32 * STEP, (outputs + 31) // 32 * STEP
+    row_bytes = channels * 4
+    for i in range(0, rows, 32):
+        panel = (row + i) // 32
+        for column in range(0, channels, 32):
+            place = source + i * row_bytes + column * 4
+            across = forward + panel * forward_panel + column // 32 * STEP
+            along = backward + column // 32 * backward_panel + panel * STEP
+            fetch_step(along + backward_panel)
+            for side in range(2):
+                _pack_tile_of_rows(
+                    place + side * 16 * row_bytes,
+                    False,
+                    row_bytes,
+                    rows - i - side * 16,
+                    channels - column,
+                    across + side * TILE,
+                )
+                transpose_tile(across + side * TILE)
+                _pack_tile_of_pairs(
+                    place + side * 64, False, row_bytes, rows - i, channels - column - side * 16, along + side * TILE
+                )

@@ -1,6 +1,7 @@
 """The products on any processor: operands rounded to bfloat16, products and sums in float32 by BLAS.
 
-BLAS may sum a row in another order when there are more rows or fewer, so here a row's last bits can depend on the others.
+BLAS may sum a row in another order when there are more rows or fewer, so here a row's last bits can depend on the
+others.
 """
 
 import numpy as np

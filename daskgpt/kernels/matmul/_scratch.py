@@ -1,4 +1,4 @@
-"""Memory that a thread's products work in: it is kept from call to call, because fresh memory costs a page fault every 4 KB."""
+"""Memory that a thread's products work in, kept from call to call: fresh memory costs a page fault every 4 KB."""
 
 import threading
 

@@ -1,8 +1,8 @@
-"""Operations on 16 numbers at a time, written in LLVM's vector types, at addresses: what packing and finishing a product needs.
+"""Operations on 16 numbers at a time, written in LLVM's vector types, at addresses: what surrounds a product.
 
-A loop that Numba vectorises first compares every pair of its arrays for overlap. That pays for long arrays, not for the 32 columns of a
-block of sums, so these few are spelled out. An address is a whole number; `count` says how many of the columns exist, and what lies
-beyond them is neither read (it counts as zero) nor written.
+A loop that Numba vectorises first compares every pair of its arrays for overlap. That pays for long arrays, not for the
+32 columns of a block of sums, so these few are spelled out. An address is a whole number; `count` says how many of the
+columns exist, and what lies beyond them is neither read (it counts as zero) nor written.
 """
 
 from llvmlite import ir
@@ -74,7 +74,7 @@ def _store_masked(builder, value, address, offset, mask):
 
 
 def _round_by_integers(builder, bits):
-    """To nearest, ties to even. A NaN keeps its upper half and becomes quiet, which the addition would not always do."""
+    """To nearest, ties to even. A NaN keeps its upper half and becomes quiet, which adding would not always do."""
     odd = builder.and_(builder.lshr(bits, splat(16)), splat(1))
     nearest = builder.add(builder.add(bits, splat(0x7FFF)), odd)
     nan = builder.icmp_unsigned(">", builder.and_(bits, splat(0x7FFFFFFF)), splat(0x7F800000))
@@ -115,7 +115,9 @@ def _convert(builder, count, convert, source, source_kind, target):
             store(builder, convert(builder, load(builder, source, 0, source_kind)), target, 0)
         with rest:
             mask = _mask(builder, count, 0)
-            _store_masked(builder, convert(builder, _load_masked(builder, source, 0, source_kind, mask)), target, 0, mask)
+            _store_masked(
+                builder, convert(builder, _load_masked(builder, source, 0, source_kind, mask)), target, 0, mask
+            )
 
 
 @intrinsic
@@ -169,7 +171,7 @@ def _store_pairs(builder, upper, lower, target):
 
 @intrinsic
 def pair_rounded(typing_context, upper, lower, target, upper_count, lower_count):
-    """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each followed by the one at `lower`; then zeros."""
+    """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
 
     def build(builder, upper, lower, target, upper_count, lower_count):
         first = _load_masked(builder, upper, 0, BITS, _mask(builder, upper_count, 0))
@@ -195,7 +197,8 @@ def pair_columns(typing_context, upper, lower, target, upper_count, lower_count)
 def transpose_tile(typing_context, tile):
     """Transpose a tile of 16 x 16 pairs in place.
 
-    Four rounds; round d exchanges, between rows i and i + d, the columns whose bit d is set with those whose bit d is clear.
+    Four rounds; round d exchanges, between rows i and i + d, the columns whose bit d is set with those whose bit d is
+    clear.
     """
 
     def build(builder, tile):
@@ -247,7 +250,9 @@ def store_columns(typing_context, source, target, count):
 
     def build(builder, source, target, count):
         for first in _PARTS:
-            _store_masked(builder, load(builder, source, first * 4, REALS), target, first * 4, _mask(builder, count, first))
+            _store_masked(
+                builder, load(builder, source, first * 4, REALS), target, first * 4, _mask(builder, count, first)
+            )
 
     return _operation(build, 3)
 
@@ -266,21 +271,14 @@ def store_rounded(typing_context, source, target, count):
 
 @intrinsic
 def copy_row(typing_context, source, target, count):
-    """`count` float32 numbers at target = those at source, in whole cache lines of the target."""
+    """`count` float32 numbers at target = those at source."""
 
     def build(builder, source, target, count):
-        line, four = ir.Constant(_I64, 15), ir.Constant(_I64, 2)
-        head = builder.and_(builder.lshr(builder.neg(target), four), line)
-        head = builder.select(builder.icmp_signed("<", head, count), head, count)
-        mask = _mask(builder, head, 0)
-        _store_masked(builder, _load_masked(builder, source, 0, REALS, mask), target, 0, mask)
-        skipped = builder.shl(head, four)
-        source, target, count = builder.add(source, skipped), builder.add(target, skipped), builder.sub(count, head)
         with cgutils.for_range(builder, builder.lshr(count, ir.Constant(_I64, 4))) as loop:
             place = builder.shl(loop.index, ir.Constant(_I64, 6))
             store(builder, load(builder, source, place, REALS), target, place)
-        rest = builder.and_(count, line)
-        place, mask = builder.shl(builder.sub(count, rest), four), _mask(builder, rest, 0)
+        rest = builder.and_(count, ir.Constant(_I64, 15))
+        place, mask = builder.shl(builder.sub(count, rest), ir.Constant(_I64, 2)), _mask(builder, rest, 0)
         _store_masked(builder, _load_masked(builder, source, place, REALS, mask), target, place, mask)
 
     return _operation(build, 3)
@@ -318,13 +316,3 @@ def read_whole(typing_context, address, index):
         return builder.load(builder.gep(pointer, [arguments[1]]), align=8)
 
     return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def real_pointer(typing_context, address):
-    """An address as a pointer that numba.carray takes."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), generate

@@ -1,52 +1,65 @@
 """The product that sums over the tokens: dweight = dyᵀ x, whole or by rows of the weight; and the bias's gradient."""
 
 import functools
-import math
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_output, check_shape
+from daskgpt.kernels._arrays import check_output
 from daskgpt.kernels._jit import helper, kernel, wide_vectors
 from daskgpt.kernels.blas import address_of
 from daskgpt.kernels.matmul import _portable
 from daskgpt.kernels.matmul._operands import ceiling, operand, words
 from daskgpt.kernels.matmul._pack import pack_pairs
 from daskgpt.kernels.matmul._scratch import scratch
-from daskgpt.kernels.matmul._tiles import CONFIGURATION, DEPTH, ROW, STEP, _prefetch, close_unit, multiply_block, open_unit
+from daskgpt.kernels.matmul._tiles import (
+    CONFIGURATION,
+    DEPTH,
+    ROW,
+    STEP,
+    close_unit,
+    multiply_block,
+    open_unit,
+    touch_block,
+)
 from daskgpt.kernels.matmul._vectors import add_columns, add_widened, copy_row
 from daskgpt.kernels.matmul.bfloat16 import BFLOAT16, FLOAT32
 from daskgpt.kernels.matmul.units import Unit, unit
 
 # dy's and x's panels that are multiplied with each other, and the rows of sums, share the second cache.
-_LEFT_BYTES, _RIGHT_BYTES, MOST_ROWS = 1 << 19, 1 << 19, 256
+_LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256
 CONFIGURATION_ADDRESS = CONFIGURATION.ctypes.data
 ZEROS = np.zeros(ROW // 2, BFLOAT16)
 
 
-import os
-DIST=int(os.environ.get('DIST','-1'))
 @helper
 def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
-    """32 rows of sums, `columns` wide: target = start + a left panel @ the right panels. start_step 0: one block's row for all columns."""
+    """32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
+
+    A start_step of 0 starts every block with the same 32 numbers.
+    """
     for step in range(0, steps, DEPTH):
         count = min(DEPTH, steps - step)
         for column in range(0, columns, 32):
             begin, begin_step = target + column * 4, target_step
             if step == 0:
                 begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
-            if step == 0 and DIST >= 0:
-                for row in range(32):
-                    _prefetch(target + row * target_step + column * 4 + DIST * 128)
-                    _prefetch(target + row * target_step + column * 4 + DIST * 128 + 64)
+                if start_step == 0:
+                    touch_block(unit, target + column * 4, target_step)
             multiply_block(
                 unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
                 begin, begin_step, target + column * 4, target_step,
             )  # fmt: skip
 
 
-@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n n n n")
+@helper
+def _copy_rows(source, source_step, target, target_step, rows, columns):
+    for row in range(rows):
+        copy_row(source + row * source_step, target + row * target_step, columns)
+
+
+@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n n n")
 def _multiply(
-    dy, x, total, zeros, unit, configuration, dy_halves, x_halves, tokens, outputs, channels, first, last, accumulate, staged,
+    dy, x, total, zeros, unit, configuration, dy_halves, x_halves, tokens, outputs, channels, first, last, accumulate,
     left, right, sums, block_rows, block_columns,
 ):  # fmt: skip
     """The loops, from outside: blocks of rows, blocks of columns, 32 rows."""
@@ -64,17 +77,17 @@ def _multiply(
             for i in range(0, rows, 32):
                 high = min(32, rows - i)
                 place = address_of(total) + (row0 - first + i) * row_bytes + column * 4
-                aside = staged or high < 32 or columns % 32 != 0
+                aside = high < 32 or columns % 32 != 0
                 target, target_step = (sums, sums_step) if aside else (place, row_bytes)
                 if aside and accumulate:
-                    for row in range(high):
-                        copy_row(place + row * row_bytes, sums + row * sums_step, columns)
+                    _copy_rows(place, row_bytes, sums, sums_step, high, columns)
                 start, start_step = (target, target_step) if accumulate else (address_of(zeros), 0)
                 panels = right + column // 32 * panel
-                sum_rows(unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step)
+                sum_rows(
+                    unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step
+                )
                 if aside:
-                    for row in range(high):
-                        copy_row(sums + row * sums_step, place + row * row_bytes, columns)
+                    _copy_rows(sums, sums_step, place, row_bytes, high, columns)
     close_unit(unit)
 
 
@@ -94,16 +107,11 @@ def _sum_tokens(dy, sums, halves, tokens, outputs, first, last, accumulate):
 
 
 @functools.lru_cache(1024)
-def _plan(tokens: int, channels: int) -> tuple[int, int, bool]:
-    """Rows and columns of a block, and whether sums go through memory of their own.
-
-    Tiles that are written straight to rows a multiple of 2 KB apart fight for a few places of the first cache; with few tokens, where
-    writing is most of the work, copying them row by row is faster.
-    """
+def _plan(tokens: int, channels: int) -> tuple[int, int]:
+    """Rows and columns of a block."""
     step_bytes = ceiling(tokens, 32) // 32 * STEP
-    rows = min(MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
-    columns = min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
-    return rows, columns, tokens <= 128 and math.gcd(channels * 4, 4096) > 1024
+    rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
+    return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
 
 
 def row_range(where: str, outputs: int, rows: tuple[int, int] | None) -> tuple[int, int]:
@@ -118,7 +126,8 @@ def check_tokens(where: str, dy: np.ndarray, x: np.ndarray) -> None:
     """Raise ValueError unless dy and x have the same tokens."""
     if dy.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"{where}: dy and x must have the same tokens; got dy.shape={dy.shape}, x.shape={x.shape}. Give one chunk's."
+            f"{where}: dy and x must have the same tokens; got dy.shape={dy.shape}, x.shape={x.shape}. "
+            "Give those of one chunk."
         )
 
 
@@ -130,7 +139,7 @@ def backward_weight(
     accumulate: bool,
     rows: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Gradient of a linear layer with respect to its weight, in bfloat16 with float32 sums; with `rows`, only to these rows of it.
+    """Gradient of a linear layer with respect to its weight, or to `rows` of it, in bfloat16 with float32 sums.
 
     total (+)= Σ_tokens dyᵀ x
 
@@ -149,14 +158,14 @@ def backward_weight(
         return _portable.gradient(where, dy, x, total, accumulate, first, last)
     dy_words, dy_halves = operand(where, "dy", dy)
     x_words, x_halves = operand(where, "x", x)
-    block_rows, block_columns, staged = _plan(tokens, channels)
+    block_rows, block_columns = _plan(tokens, channels)
     steps = ceiling(tokens, 32) // 32
     left, right, sums = scratch(
         block_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (block_columns * 4 + 64)
     )
     _multiply(
-        dy_words, x_words, words(total), ZEROS, unit(), CONFIGURATION_ADDRESS, dy_halves, x_halves, tokens, outputs, channels,
-        first, last, accumulate, staged, left, right, sums, block_rows, block_columns,
+        dy_words, x_words, words(total), ZEROS, unit(), CONFIGURATION_ADDRESS, dy_halves, x_halves, tokens, outputs,
+        channels, first, last, accumulate, left, right, sums, block_rows, block_columns,
     )  # fmt: skip
     return total
 

@@ -1,6 +1,7 @@
 """The products whose result has a row a token: y = x weightᵀ + bias and dx = dy weight, with what follows them."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +30,8 @@ from daskgpt.kernels.matmul.weights import PackedWeight, check_layout
 
 # The rows of x that are multiplied with one panel of the weight after another: they stay in the second cache.
 _ROWS_BYTES = 1 << 20
-# A summed axis longer than this is cut, into pieces of half the length with up to 256 rows.
-_LONGEST = 4096
+# A summed axis longer than this is cut into pieces of half the length, for so many rows, to read the weight less often.
+_LONGEST, _DEEP_ROWS = 2048, 256
 # Fewer blocks of rows than this use a panel up faster than it can be fetched ahead.
 _BLOCKS_TO_FETCH = 3
 _CONFIGURATION = CONFIGURATION.ctypes.data
@@ -43,7 +44,7 @@ def _multiply(
     x, weight, start, residual, before, reals, halves, unit, configuration, x_halves, residual_halves, before_halves,
     activation, rows, depth, width, start_step, left, sums, spare, block_step, chunk_rows, chunk_depth,
 ):  # fmt: skip
-    """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels of the weight, steps, blocks of rows."""
+    """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, blocks of rows."""
     wide_vectors()
     open_unit(unit, configuration)
     residual_place = address_of(residual) if residual.size else 0
@@ -77,17 +78,18 @@ def _multiply(
                         )  # fmt: skip
                         if done:
                             finish_block(
-                                block, spare, row0 + 32 * i, column, min(32, chunk - 32 * i), min(32, width - column), width,
-                                residual_place, residual_halves, activation, before_place, before_halves, reals_place, halves_place,
+                                block, spare, row0 + 32 * i, column, min(32, chunk - 32 * i), min(32, width - column),
+                                width, residual_place, residual_halves, activation, before_place, before_halves,
+                                reals_place, halves_place,
                             )  # fmt: skip
     close_unit(unit)
 
 
 @functools.lru_cache(1024)
 def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
-    """Rows and depth of a chunk, bytes of its left panels, bytes of its sums, bytes from one column of blocks to the next."""
+    """Rows and depth of a chunk, bytes of its left panels and its sums, bytes from a column of blocks to the next."""
     if depth > _LONGEST:
-        chunk_rows, chunk_depth = min(256, ceiling(rows, 32)), _LONGEST // 2
+        chunk_rows, chunk_depth = max(32, min(_DEEP_ROWS, ceiling(rows, 32))), _LONGEST // 2
         block_step = chunk_rows // 32 * BLOCK
         return chunk_rows, chunk_depth, chunk_rows * chunk_depth * 2, ceiling(width, 32) // 32 * block_step, block_step
     chunk_depth = ceiling(depth, 32)
@@ -98,7 +100,7 @@ def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
 
 
 def _starts(bias: np.ndarray | None, width: int) -> tuple[np.ndarray, int]:
-    """What the sums start with, for every 32 columns, and the bytes from 32 columns to the next: the bias, or one row of zeros."""
+    """What the sums start with, the bias or one row of zeros, and the bytes from 32 columns of it to the next."""
     if bias is None:
         return _ZEROS, 0
     if width % 32:
@@ -117,10 +119,10 @@ class _Results:
         self.reals = None if dtype == "bfloat16" else np.empty(shape, FLOAT32)
         self.halves = None if dtype == "float32" else np.empty(shape, BFLOAT16)
 
-    def words(self) -> tuple[np.ndarray, np.ndarray]:
-        return tuple(NOTHING if array is None else words(array) for array in (self.reals, self.halves))
+    def words(self) -> list[np.ndarray]:
+        return [NOTHING if array is None else words(array) for array in (self.reals, self.halves)]
 
-    def wanted(self) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    def wanted(self) -> Any:
         if self.reals is None:
             return self.halves
         return self.reals if self.halves is None else (self.reals, self.halves)
@@ -163,15 +165,15 @@ def forward(
     *,
     residual: np.ndarray | None = None,
     dtype: str = "float32",
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+) -> Any:
     """Linear layer in bfloat16 with float32 sums.
 
     y = x weightᵀ + bias + residual
 
-    Shapes   x (..., C), weight of (O, C), bias (O,), residual (..., O) -> y (..., O); with dtype "both" y in float32 and in bfloat16
+    Shapes   x (..., C), weight of (O, C), bias (O,), residual (..., O) -> y (..., O), two of them with dtype "both"
     Dtype    x and residual float32 or bfloat16, bias float32; y as `dtype` says: float32, bfloat16 or both
     Cost     2 C O operations a row; with AMX or AVX-512 a row's bits do not depend on the other rows
-    Errors   TypeError for other dtypes; ValueError when shapes do not fit; RuntimeError for a weight in another unit's layout
+    Errors   TypeError for other dtypes; ValueError when shapes do not fit; RuntimeError for another unit's layout
     """
     results = _Results("matmul.forward", dtype, (*x.shape[:-1], weight.outputs))
     _product(
@@ -216,12 +218,12 @@ def backward_x(
     before: np.ndarray | None = None,
     residual: np.ndarray | None = None,
     dtype: str = "float32",
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+) -> Any:
     """Gradient of a linear layer with respect to its input, in bfloat16 with float32 sums.
 
     dx = dy weight + residual, or, if x was GELU(before):  dbefore = (dy weight) GELU'(before)
 
-    Shapes   dy (..., O), weight of (O, C), before or residual (..., C) -> dx (..., C); with dtype "both" in float32 and in bfloat16
+    Shapes   dy (..., O), weight of (O, C), before or residual (..., C) -> dx (..., C), two of them with dtype "both"
     Dtype    dy, before and residual float32 or bfloat16; dx as `dtype` says: float32, bfloat16 or both
     Cost     2 C O operations a row; with AMX or AVX-512 a row's bits do not depend on the other rows
     Errors   TypeError for other dtypes; ValueError when shapes do not fit or both before and residual are given;
@@ -229,10 +231,23 @@ def backward_x(
     """
     where = "matmul.backward_x"
     if before is not None and residual is not None:
-        raise ValueError(f"{where}: before and residual cannot both apply; got two arrays. Add the residual afterwards.")
+        raise ValueError(
+            f"{where}: before and residual cannot both apply; got two arrays. Add the residual afterwards."
+        )
     activation = PLAIN if before is None else GELU_GRADIENT
     results = _Results(where, dtype, (*dy.shape[:-1], weight.channels))
     if before is not None:
         before = np.ascontiguousarray(before)
-    _product(where, "dy", dy, weight, True, bias=None, residual=residual, activation=activation, before=before, results=results)
+    _product(
+        where,
+        "dy",
+        dy,
+        weight,
+        True,
+        bias=None,
+        residual=residual,
+        activation=activation,
+        before=before,
+        results=results,
+    )
     return results.wanted()

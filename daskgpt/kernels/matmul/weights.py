@@ -8,8 +8,7 @@ from daskgpt.kernels._arrays import check_shape
 from daskgpt.kernels._jit import kernel, wide_vectors
 from daskgpt.kernels.blas import address_of
 from daskgpt.kernels.matmul._operands import aligned, ceiling, words
-from daskgpt.kernels.matmul._pack import pack_pairs, pack_rows
-from daskgpt.kernels.matmul._tiles import STEP
+from daskgpt.kernels.matmul._pack import pack_weight_rows
 from daskgpt.kernels.matmul.bfloat16 import FLOAT32, from_bfloat16, to_bfloat16
 from daskgpt.kernels.matmul.units import Unit, unit
 
@@ -18,8 +17,9 @@ from daskgpt.kernels.matmul.units import Unit, unit
 class PackedWeight:
     """A weight (outputs, channels) in bfloat16, laid out for y = x weightᵀ and for dx = dy weight.
 
-    In tiles, `forward` holds a panel for every 32 outputs and `backward` one for every 32 channels. The portable unit keeps the rounded
-    weight in float32 instead, one array for both. It can be sent to another process whose unit uses the same layout.
+    In tiles, `forward` holds a panel for every 32 outputs and `backward` one for every 32 channels. The portable unit
+    keeps the rounded weight in float32 instead, one array for both. It can be sent to another process whose unit uses
+    the same layout.
     """
 
     outputs: int
@@ -32,12 +32,9 @@ class PackedWeight:
 @kernel("h1 H1 H1 n n n n")
 def _pack(weight, forward, backward, outputs, channels, first, last):
     wide_vectors()
-    source = address_of(weight)
-    forward_panel, backward_panel = (channels + 31) // 32 * STEP, (outputs + 31) // 32 * STEP
-    target = address_of(forward) + first // 32 * forward_panel
-    pack_rows(source, False, channels * 4, last - first, channels, True, target, forward_panel)
-    target = address_of(backward) + first // 32 * STEP
-    pack_pairs(source, False, channels * 4, last - first, channels, False, target, backward_panel)
+    pack_weight_rows(
+        address_of(weight), first, last - first, outputs, channels, address_of(forward), address_of(backward)
+    )
 
 
 def check_rows(where: str, outputs: int, first: int, last: int) -> None:
@@ -73,10 +70,11 @@ def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first
 
     With `packed`, write over its rows from `first` on: several tasks can pack parts of one weight.
 
-    Shapes   weight (O, C) -> PackedWeight; with `packed`, (rows, C), where `first` and its end are multiples of 32 or the last row
+    Shapes   weight (O, C), or (rows, C) with `packed` -> PackedWeight
     Dtype    float32 -> bfloat16
     Cost     reads 4 bytes and writes 4 bytes a number
-    Errors   TypeError when weight is not float32; ValueError when rows or channels do not fit; RuntimeError for another unit's layout
+    Errors   TypeError when weight is not float32; ValueError when the channels do not fit or the rows do not begin and
+             end at multiples of 32 (or the last row); RuntimeError for another unit's layout
     """
     if weight.dtype != FLOAT32:
         raise TypeError(f"pack_weight: weight must be float32; got weight.dtype={weight.dtype}. Convert it first.")

@@ -1,0 +1,235 @@
+"""The float32 product of our own: beside float64, row by row the same bits, edges, the choice of a BLAS."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from daskgpt.kernels import blas, linear, sgemm
+from daskgpt.kernels.blas import PORTABLE, VARIABLE, find_gemm, gemm_address
+
+needs_avx512 = pytest.mark.skipif(not sgemm.has_avx512(), reason="the processor has no AVX-512")
+
+ODD = [1, 7, 17, 33, 65, 100, 129]
+TRANSPOSES = list(itertools.product((False, True), repeat=2))
+# More than one round over every block: rows, packed columns, steps, panels of the same width.
+LARGE = [(400, 70, 50), (40, 800, 60), (24, 33, 1700), (393, 401, 33), (64, 128, 64), (72, 64, 32), (9, 96, 64)]
+
+
+def as_stored(matrix: np.ndarray, transposed: bool, gap: int) -> np.ndarray:
+    """The matrix or its transpose with `gap` more numbers, NaN, after each row."""
+    rows = matrix.T if transposed else matrix
+    stored = np.full((rows.shape[0], rows.shape[1] + gap), np.nan, np.float32)
+    stored[:, : rows.shape[1]] = rows
+    return stored
+
+
+def call(a, b, c, m, n, k, transposes=(False, False), alpha=1.0, beta=0.0):
+    """cblas_sgemm through the address; the arrays' own row lengths."""
+    whole, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    kinds = [*[ctypes.c_int32] * 3, *[whole] * 3, real, place, whole, place, whole, real, place, whole]
+    function = ctypes.CFUNCTYPE(None, *kinds)(sgemm.address())
+    orders = [112 if transposed else 111 for transposed in transposes]
+    operands = a.ctypes.data, a.strides[0] // 4, b.ctypes.data, b.strides[0] // 4
+    function(101, *orders, m, n, k, alpha, *operands, beta, c.ctypes.data, c.strides[0] // 4)
+    return c
+
+
+def random_operands(m: int, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(m * 10000 + n * 100 + k)
+    return random.normal(size=(m, k)).astype("f4"), random.normal(size=(k, n)).astype("f4")
+
+
+def check(m: int, n: int, k: int) -> None:
+    """All transposes, with gaps between rows, beta 0 over NaN and beta 1; nothing beside the result is written."""
+    a, b = random_operands(m, n, k)
+    expected, tolerance = a.astype("f8") @ b.astype("f8"), 1e-6 * (10 + k)
+    for transposes in TRANSPOSES:
+        stored = as_stored(a, transposes[0], 3), as_stored(b, transposes[1], 2)
+        for beta in (0.0, 1.0):
+            c = np.full((m + 1, n + 5), 2.0 if beta else np.nan, np.float32)
+            call(*stored, c, m, n, k, transposes, beta=beta)
+            np.testing.assert_allclose(c[:m, :n], expected + 2 * beta, rtol=1e-5, atol=tolerance)
+            beside = c[:m, n:], c[m:]
+            assert all((part == 2).all() if beta else np.isnan(part).all() for part in beside)
+
+
+@needs_avx512
+@pytest.mark.parametrize("m", ODD)
+def test_odd_sizes_agree_with_float64(m):
+    for n, k in itertools.product(ODD, repeat=2):
+        check(m, n, k)
+
+
+@needs_avx512
+@pytest.mark.parametrize("shape", LARGE)
+def test_sizes_beyond_a_block_agree_with_float64(shape):
+    check(*shape)
+
+
+@needs_avx512
+@pytest.mark.parametrize("transposes", TRANSPOSES)
+def test_alpha_and_beta_scale(transposes):
+    a, b = random_operands(70, 50, 1000)
+    c = np.random.default_rng(1).normal(size=(70, 50)).astype("f4")
+    expected = -0.5 * (a.astype("f8") @ b.astype("f8")) + 0.25 * c
+    call(as_stored(a, transposes[0], 0), as_stored(b, transposes[1], 0), c, 70, 50, 1000, transposes, -0.5, 0.25)
+    np.testing.assert_allclose(c, expected, rtol=1e-5, atol=1e-3)
+
+
+@needs_avx512
+@pytest.mark.parametrize(("beta", "expected"), [(0.0, 0.0), (1.0, 3.0)])
+def test_a_sum_over_nothing_is_beta_times_c(beta, expected):
+    for transposes in TRANSPOSES:
+        c = np.full((20, 40), 3.0, np.float32)
+        call(np.ones((20, 40), "f4"), np.ones((40, 40), "f4"), c, 20, 40, 0, transposes, beta=beta)
+        np.testing.assert_array_equal(c, np.full((20, 40), expected, "f4"))
+
+
+@needs_avx512
+@pytest.mark.parametrize("shape", [(0, 5, 5), (5, 0, 5)])
+def test_an_empty_result_is_not_written(shape):
+    for transposes in TRANSPOSES:
+        c = np.full((6, 6), 3.0, np.float32)
+        call(np.ones((6, 6), "f4"), np.ones((6, 6), "f4"), c, *shape, transposes)
+        assert (c == 3).all()
+
+
+@needs_avx512
+@pytest.mark.parametrize("transposes", TRANSPOSES)
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (131, 77), (500, 30), (33, 900)])
+def test_a_row_has_the_same_bits_in_any_company(transposes, n, k):
+    """Any cut of the rows or of the columns, any position in memory: also other tiles, loops and edges."""
+    m = 413
+    a, b = random_operands(m, n, k)
+    whole = call(a, b, np.empty((m, n), "f4"), m, n, k)
+    for size in (1, 8, 50, 64, 390, m):
+        rows = slice(3, 3 + size)
+        count = len(a[rows])
+        stored = as_stored(a[rows], transposes[0], 1), as_stored(b[:, :n], transposes[1], 7)
+        part = call(*stored, np.empty((count, n), "f4"), count, n, k, transposes)
+        np.testing.assert_array_equal(part, whole[rows])
+        columns = slice(n // 3, n // 3 + max(n * size // m, 1))
+        wide = b[:, columns].shape[1]
+        stored = as_stored(a[rows], transposes[0], 0), as_stored(b[:, columns], transposes[1], 0)
+        part = call(*stored, np.empty((count, wide + 1), "f4"), count, wide, k, transposes)
+        np.testing.assert_array_equal(part[:, :wide], whole[rows, columns])
+
+
+@needs_avx512
+def test_sums_run_in_order_with_one_rounding_a_step():
+    depth, k = sgemm.DEPTH, sgemm.DEPTH + 5
+    a, b = np.ones((1, k), "f4"), np.ones((k, 1), "f4")
+    a[0, 0], a[0, 1 : depth - 1], a[0, depth - 1] = 2**24, 1, -(2.0**24)
+    # 2²⁴ swallows every 1 that follows it; the five ones of the next block are summed on their own.
+    assert call(a, b, np.empty((1, 1), "f4"), 1, 1, k).item() == 5
+
+
+@needs_avx512
+def test_infinity_and_nan_stay_in_their_row_and_column():
+    a, b = random_operands(40, 50, 20)
+    expected = a @ b
+    a[3, 4], b[5, 6] = np.inf, np.nan
+    got = call(a, b, np.empty((40, 50), "f4"), 40, 50, 20)
+    assert not np.isfinite(got[3]).any()
+    assert np.isnan(got[:, 6]).all()
+    finite = np.ones((40, 50), bool)
+    finite[3], finite[:, 6] = False, False
+    np.testing.assert_allclose(got[finite], expected[finite], rtol=1e-4, atol=1e-4)
+
+
+@needs_avx512
+def test_threads_at_the_same_time_get_the_same_bits():
+    shapes = [(70, 130, 800), (130, 70, 90), (64, 64, 64), (17, 400, 33)] * 6
+
+    def multiply(shape):
+        return [
+            call(as_stored(a, left, 0), as_stored(b, right, 0), np.empty(shape[:2], "f4"), *shape, (left, right))
+            for left, right in TRANSPOSES
+            for a, b in [random_operands(*shape)]
+        ]
+
+    alone = [multiply(shape) for shape in shapes]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(multiply, shapes))
+    for one, other in zip(itertools.chain(*alone), itertools.chain(*together), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@needs_avx512
+def test_scratch_memory_is_used_again():
+    """Without it every product would add 1.2 MB of its own, as long as there are places to keep them."""
+    code = (
+        "import resource, numpy as np; from daskgpt.kernels.blas import matmul\n"
+        "a, b, c = np.ones((768, 8), 'f4'), np.ones((768, 384), 'f4'), np.empty((8, 384), 'f4')\n"
+        "size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "matmul(a, b, c, transpose_a=True); before = size()\n"
+        "for _ in range(50): matmul(a, b, c, transpose_a=True)\n"
+        "print(size() - before)"
+    )
+    environment = os.environ | {VARIABLE: "own", "PYTHONPATH": str(Path(sgemm.__file__).parents[2])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 4096  # of 1 KB
+
+
+@needs_avx512
+def test_the_gradient_of_a_weight_does_not_depend_on_how_its_rows_are_cut(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "own")
+    random = np.random.default_rng(5)
+    dy, x = random.normal(size=(2, 40, 96)).astype("f4"), random.normal(size=(2, 40, 72)).astype("f4")
+    whole = linear.backward_weight(dy, x, total=np.empty((96, 72), "f4"), accumulate=False)
+    for size in (1, 8, 40):
+        for first in range(0, 96 - size + 1, 23):
+            total = np.full((size, 72), np.nan, "f4")
+            linear.backward_weight(dy, x, total=total, accumulate=False, first_row=first)
+            np.testing.assert_array_equal(total, whole[first : first + size])
+
+
+def test_the_variable_chooses(monkeypatch):
+    single, double = np.dtype("f4"), np.dtype("f8")
+    monkeypatch.setenv(VARIABLE, "numpy")
+    assert (gemm_address(single), gemm_address(double)) == (find_gemm("s"), find_gemm("d"))
+    monkeypatch.setenv(VARIABLE, "portable")
+    assert (gemm_address(single), gemm_address(double)) == (PORTABLE, PORTABLE)
+    for unset in ("", None):
+        monkeypatch.delenv(VARIABLE, raising=False) if unset is None else monkeypatch.setenv(VARIABLE, unset)
+        assert gemm_address(single) == (sgemm.address() if sgemm.has_avx512() else find_gemm("s"))
+        assert gemm_address(double) == find_gemm("d")
+
+
+@needs_avx512
+def test_the_variable_can_ask_for_ours(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "own")
+    assert gemm_address(np.dtype("f4")) == sgemm.address() not in (PORTABLE, find_gemm("s"))
+    assert gemm_address(np.dtype("f8")) == find_gemm("d")
+
+
+def test_any_other_choice_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "mkl")
+    with pytest.raises(ValueError) as error:
+        gemm_address(np.dtype("f4"))
+    assert str(error.value) == (
+        "blas: DASKGPT_BLAS must be own, numpy or portable; got DASKGPT_BLAS=mkl. "
+        "Unset it to take the fastest of this processor."
+    )
+
+
+def test_a_processor_without_avx512_takes_numpy_and_refuses_ours(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(sgemm, "has_avx512", lambda: False)
+    sgemm.address.cache_clear()
+    assert gemm_address(np.dtype("f4")) == blas.find_gemm("s")
+    monkeypatch.setenv(VARIABLE, "own")
+    with pytest.raises(
+        RuntimeError,
+        match=r"^sgemm: the processor must have AVX-512; got processor=\S+\. Set DASKGPT_BLAS=numpy, or unset it\.$",
+    ):
+        gemm_address(np.dtype("f4"))
