@@ -36,7 +36,6 @@ from daskgpt.plan import describe_prediction, predict
 from daskgpt.schedulers import open_scheduler
 from daskgpt.training import Plan, compile_kernels
 
-PRECISION = "float32"
 BUSY = 0.2  # cores of others, from which on a note is printed
 DESCRIPTION = """\
 Time training steps on random tokens.
@@ -189,7 +188,7 @@ def setup(plan: Plan) -> dict[str, Any]:
         "batch_chunk": batch_chunk,
         "sequence_chunk": sequence_chunk,
         "scheduler": plan.dataflow.scheduler,
-        "precision": PRECISION,
+        "precision": plan.precision,
         "cpu": machine.processor(),
         "versions": machine.versions("numpy", "numba", "dask", "distributed"),
     }
@@ -222,7 +221,7 @@ def describe(plan: Plan, found: Measurement) -> str:
     lines = [
         ("model", f"{parameter_count(plan.config):,} parameters"),
         ("batch", f"{batch_size} x {length} tokens, {chunks} chunks of {batch_chunk} x {sequence_chunk}"),
-        ("tasks", f"{found.tasks:,} a step (grain {found.grain}), {plan.dataflow.scheduler}, {per}"),
+        ("tasks", f"{found.tasks:,} a step (grain {found.grain}), {plan.dataflow.scheduler}, {per}, {plan.precision}"),
         ("machine", machine.processor()),
         ("step", f"{_ms(step.median)}   {step.least * 1e3:,.1f} .. {step.largest * 1e3:,.1f}"),
         *((f"  {name}", _ms(seconds)) for name, seconds in found.busy.items()),
@@ -230,7 +229,7 @@ def describe(plan: Plan, found: Measurement) -> str:
         ("tokens", f"{tokens / step.median:10,.0f}   a second"),
         (
             "arithmetic",
-            f"{found.rate / 1e9:10,.1f} GFLOP/s, {found.rate / found.matmul_rate:.0%} of the {PRECISION} matrix "
+            f"{found.rate / 1e9:10,.1f} GFLOP/s, {found.rate / found.matmul_rate:.0%} of the float32 matrix "
             f"product's {found.matmul_rate / 1e9:,.1f}",
         ),
         ("memory", f"{found.peak / 1e9:10.3f} GB at most"),

@@ -204,6 +204,8 @@ class RunConfig:
     )
     validation_batches: int = setting(20, "batches of a validation loss")
     sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens")
+    timeline: str = setting("", "write what the last steps ran when to FILE.json and FILE.html", unit="file")
+    timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps")
 
     def __post_init__(self) -> None:
         for name, least in {
@@ -212,6 +214,7 @@ class RunConfig:
             "validation_batches": 1,
             "sample_tokens": 0,
             "seed": 0,
+            "timeline_steps": 1,
         }.items():
             value = getattr(self, name)
             require(

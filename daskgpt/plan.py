@@ -17,20 +17,19 @@ import dask.local
 import numpy as np
 
 from daskgpt.blocks import ChunkSum, Pick
-from daskgpt.config import GPT2Config
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, only, with_leaves
 from daskgpt.graph.program import Call, Program, Values
-from daskgpt.grouping import layer_of
+from daskgpt.grouping import layer_of, where_of
+from daskgpt.kernels.matmul.weights import empty_weight
 from daskgpt.layers import LAYERS
 from daskgpt.parameters import parameter_shapes
 from daskgpt.schedulers import ClusterScheduler, LocalScheduler
-from daskgpt.step import TrainingStep
-from daskgpt.training import Plan
+from daskgpt.training import Plan, training_step
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations")
-# Every kernel whose result has an axis of its own size, and the function of the table that knows the size.
-NEW_AXES = {layer.forward.kernel: layer.new_axes for layer in LAYERS}
+# The function of the table that knows the sizes of axes that no argument has.
+NEW_AXES = {f"{layer.name}.forward": layer.new_axes for layer in LAYERS}
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,13 @@ def predict(plan: Plan) -> Prediction:
     """
     dataflow = plan.dataflow
     in_place = LocalScheduler.in_place if dataflow.scheduler in ("sync", "threads") else ClusterScheduler.in_place
-    grain = "block" if dataflow.grain == "auto" else dataflow.grain
-    barrier = dataflow.barrier
-    step = TrainingStep(
-        plan.config, plan.batch_shape, plan.chunk, plan.optimizer, grain=grain, barrier=barrier, in_place=in_place
-    )
-    trial = tried(plan.config, step, 1)
-    together = tried(plan.config, step, dataflow.window) if barrier == "none" and in_place else trial
+    if dataflow.grain == "auto":
+        plan = replace(plan, dataflow=replace(dataflow, grain="block"))
+    trial = tried(plan, in_place, 1)
+    together = tried(plan, in_place, dataflow.window) if dataflow.barrier == "none" and in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
     return Prediction(
-        grain=grain,
+        grain=plan.dataflow.grain,
         tasks=len(trial.results),
         made=trial.account.made,
         at_peak=together.account.at_peak,
@@ -80,14 +76,16 @@ def predict(plan: Plan) -> Prediction:
     )
 
 
-def tried(config: GPT2Config, step: TrainingStep, window: int) -> Trial:
+def tried(plan: Plan, in_place: bool, window: int) -> Trial:
     """What is known after one step, or several that overlap, without data."""
-    recording, trial = step.recording, Trial(step.recording.unmerged, step.in_place)
+    trial = Trial(plan, in_place)
+    recording = training_step(plan, trial).recording
+    trial.learn(recording.unmerged)
     values = {name: np.broadcast_to(np.zeros((), a.dtype), a.shape) for name, a in recording.inputs.items()}
     dtype = recording.outputs["loss"].dtype
     state: dict[str, Any] = {}
-    for name, shape in parameter_shapes(config).items():
-        state[f"weight.{name}"] = StandIn(trial.account, "parameters", shape, dtype)
+    for name, shape in parameter_shapes(plan.config).items():
+        state[f"weight.{name}"] = trial.weight(name, shape, dtype)
         for moment in ("m", "v"):
             state[f"{moment}.{name}"] = StandIn(trial.account, "optimizer", shape, dtype)
     packs = recording.layout.pack(state)
@@ -134,9 +132,12 @@ class Account:
 class StandIn:
     """An array without data; the account has its bytes as long as somebody holds it."""
 
-    def __init__(self, account: Account, name: str, shape: Sequence[int], dtype: np.typing.DTypeLike) -> None:
+    def __init__(
+        self, account: Account, name: str, shape: Sequence[int], dtype: np.typing.DTypeLike, packed: int = 0
+    ) -> None:
+        """packed   bytes of the same values in another form"""
         self.account, self.name, self.shape, self.dtype = account, name, tuple(shape), np.dtype(dtype)
-        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize + packed
         account.add(name, self.nbytes)
 
     def __del__(self) -> None:
@@ -152,9 +153,13 @@ class Trial:
 
     description = "nothing is run"
 
-    def __init__(self, unmerged: Graph, in_place: bool) -> None:
-        self.account, self.in_place = Account(), in_place
+    def __init__(self, plan: Plan, in_place: bool) -> None:
+        self.plan, self.account, self.in_place = plan, Account(), in_place
         self.results: dict[Key, int] = {}
+        self.picks: dict[Key, list[str]] = {}
+
+    def learn(self, unmerged: Graph) -> None:
+        """Which results of several each kernel has, by their axes: a graph says so where they are picked."""
         picks: dict[Key, dict[int, str]] = defaultdict(dict)
         for node in unmerged.values():
             if not is_leaf(node) and isinstance(node.func, Pick):
@@ -208,22 +213,28 @@ class Trial:
         for first, last in function.blocks if function.sums else ():
             self._gradient_rows(function.sums[0], last - first)
 
+    def weight(self, name: str, shape: Sequence[int], dtype: np.typing.DTypeLike) -> StandIn:
+        """A parameter: at bfloat16, a matrix that is multiplied is held packed as well."""
+        packed = 0
+        if self.plan.precision == "bfloat16" and len(shape) == 2 and name != "wpe.weight":
+            layout = empty_weight(*shape)
+            packed = sum({id(array): array.nbytes for array in (layout.forward, layout.backward)}.values())
+        return StandIn(self.account, "parameters", shape, dtype, packed)
+
     def _results(self, key: Key, function: Any, arguments: Sequence[Any]) -> Any:
         """The results of a kernel call, from the letters of its signature."""
-        sizes = _sizes(function, arguments)
+        sizes = _sizes(key, function, arguments)
         dtype = next(array.dtype for array in _stand_ins(arguments) if array.dtype.kind == "f")
         if key not in self.picks:
             return StandIn(self.account, "activations", [sizes[axis] for axis in function.axes], dtype)
-        names = ["activations"] * len(self.picks[key])
-        if layer_of(key) == "adamw":
-            names = ["parameters", "optimizer", "optimizer"]
-        return tuple(
-            StandIn(self.account, name, [sizes[axis] for axis in axes], dtype)
-            for name, axes in zip(names, self.picks[key], strict=True)
-        )
+        shapes = [[sizes[axis] for axis in axes] for axes in self.picks[key]]
+        if layer_of(key) != "adamw":
+            return tuple(StandIn(self.account, "activations", shape, dtype) for shape in shapes)
+        moments = [StandIn(self.account, "optimizer", shape, dtype) for shape in shapes[1:]]
+        return self.weight(where_of(key), shapes[0], dtype), *moments
 
 
-def _sizes(function: Any, arguments: Sequence[Any]) -> dict[str, int]:
+def _sizes(key: Key, function: Any, arguments: Sequence[Any]) -> dict[str, int]:
     """The size of each axis of a call; what is gathered along t has its length as T."""
     sizes: dict[str, int] = {}
     for argument, axes in zip(arguments, function.inputs):
@@ -232,8 +243,8 @@ def _sizes(function: Any, arguments: Sequence[Any]) -> dict[str, int]:
             sizes["T"] = sum(part.shape[axes.index("t")] for part in argument)
         else:
             sizes |= dict(zip(axes, argument.shape))
-    if function.kernel in NEW_AXES:
-        sizes |= NEW_AXES[function.kernel](sizes, function.options)
+    if layer_of(key) in NEW_AXES:
+        sizes |= NEW_AXES[layer_of(key)](sizes, function.options)
     return sizes
 
 

@@ -97,21 +97,29 @@ def open_scheduler(address: str, threads: int = 0) -> Iterator[Runs]:
 
     Errors    ValueError for an unknown name, RuntimeError where no scheduler answers or no worker comes
     """
+    check_address(address)
     threads = threads or usable_cores()
     if address in ("sync", "threads"):
         keep_memory()
         with threadpool_limits(limits=1, user_api="blas"):
             yield _local(address, threads)
     else:
-        require(
-            address == "local" or address.startswith(("tcp://", "tls://", "file:")),
-            "open_scheduler",
-            "the scheduler must be known",
-            {"scheduler": address},
-            "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json.",
-        )
         with _cluster(threads) if address == "local" else _connected(address) as scheduler:
             yield scheduler
+
+
+def check_address(address: str) -> None:
+    """Whether `open_scheduler` knows a name, not whether somebody answers.
+
+    Errors   ValueError for an unknown name
+    """
+    require(
+        address in ("sync", "threads", "local") or address.startswith(("tcp://", "tls://", "file:")),
+        "open_scheduler",
+        "the scheduler must be known",
+        {"scheduler": address},
+        "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json.",
+    )
 
 
 def _local(name: str, threads: int) -> LocalScheduler:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from daskgpt.parameters import initial_parameters, parameter_count
 from daskgpt.run_folder import RunFolder, load
 from daskgpt.schedulers import open_scheduler
 from daskgpt.step import Batch, Inference, State, TrainingStep
+from daskgpt.timeline import StepRecorder, check_timeline_path, describe_summary, summarise, write_timeline
 
 LEAST_CHANNELS = 256  # from which on tiles gain more than rounding and packing cost
 
@@ -159,16 +161,19 @@ def run_plan(
     plan: Plan, scheduler: Runs, parameters: Mapping[str, np.ndarray], folder: RunFolder | None, on_step: Any = None
 ) -> Result:
     """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
+    if plan.run.timeline:
+        check_timeline_path(plan.run.timeline)
     if folder:
         folder.create(plan.resolved())
     losses: list[float] = []
     validation = math.nan
     step = training_step(plan, scheduler)
     state = step.initial(parameters)
+    recorder = StepRecorder(step, scheduler) if plan.run.timeline else None
     start = time.perf_counter()
     bar = tqdm(total=plan.run.steps, unit="step", dynamic_ncols=True, smoothing=0.05)
     try:
-        for latest, metrics in _steps(plan, scheduler, step, state):
+        for latest, metrics in _steps(plan, scheduler, step, state, recorder):
             state = latest
             losses.append(metrics["loss"])
             validation = metrics.get("validation_loss", validation)
@@ -182,12 +187,16 @@ def run_plan(
         bar.write(f"stopped after {len(losses)} of {plan.run.steps} steps")
     bar.close()
     result = Result(plan.config, state.parameters(scheduler), losses, validation, time.perf_counter() - start)
+    if recorder:
+        show_timeline(plan.run.timeline, recorder)
     if folder:
         result.model = folder.save(result.config, result.parameters)
     return result
 
 
-def _steps(plan: Plan, scheduler: Runs, step: TrainingStep, state: State) -> Iterator[tuple[State, dict[str, Any]]]:
+def _steps(
+    plan: Plan, scheduler: Runs, step: TrainingStep, state: State, recorder: StepRecorder | None
+) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
     validate = Inference(plan.config, plan.batch_shape, plan.chunk, state.layout, ("loss",), plan.precision)
     size = {"batch_size": plan.data.batch_size, "sequence_length": plan.data.sequence_length}
@@ -197,7 +206,9 @@ def _steps(plan: Plan, scheduler: Runs, step: TrainingStep, state: State) -> Ite
         start = time.perf_counter()
         numbers = range(number, number + _together(plan, step, number))
         batches = [batch(plan.dataset.training, **size, seed=plan.run.seed, step=n) for n in numbers]
-        losses, state = run_steps(plan, scheduler, step, state, batches)
+        recorded = recorder and number >= _first_recorded(plan) and not _to_be_measured(plan, step)
+        with recorder.window(numbers) if recorder and recorded else nullcontext():
+            losses, state = run_steps(plan, scheduler, step, state, batches)
         rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
         for number, loss in zip(numbers, losses):
             metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
@@ -217,7 +228,15 @@ def _together(plan: Plan, step: TrainingStep, number: int) -> int:
     """How many steps from this one on may overlap."""
     if plan.dataflow.barrier != "none" or _to_be_measured(plan, step):
         return 1
-    return min(plan.dataflow.window, _next_validation(plan, number) - number)
+    ends = [_next_validation(plan, number)]
+    if plan.run.timeline and number < _first_recorded(plan):
+        ends.append(_first_recorded(plan))
+    return min(plan.dataflow.window, min(ends) - number)
+
+
+def _first_recorded(plan: Plan) -> int:
+    """The first step of a timeline."""
+    return max(plan.run.steps - plan.run.timeline_steps, 0)
 
 
 def choose_precision(wanted: str, channels: int) -> tuple[str, str]:
@@ -284,6 +303,18 @@ def validation_loss(plan: Plan, scheduler: Runs, inference: Inference, state: St
     batches = validation_batches(plan.dataset.validation, **size, count=plan.run.validation_batches)
     losses = [float(inference(scheduler, state, x, y)["loss"]) for x, y in batches]
     return sum(losses) / len(losses)
+
+
+def show_timeline(path: str, recorder: StepRecorder) -> None:
+    """Write the timeline of what was recorded, and print its summary."""
+    if not recorder.windows:
+        print(
+            "timeline   no step was recorded: the run ended before, or had no step after the one that chose the grain"
+        )
+        return
+    timeline = recorder.finish()
+    trace, page = write_timeline(timeline, path)
+    print(f"\n{describe_summary(summarise(timeline))}\n\ntimeline written to {page} and {trace}")
 
 
 def _progress(metrics: dict[str, Any], validation: float) -> str:

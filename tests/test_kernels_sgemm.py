@@ -104,24 +104,23 @@ def test_an_empty_result_is_not_written(shape):
 
 
 @needs_avx512
+@pytest.mark.parametrize("beta", [0.0, 1.0])
 @pytest.mark.parametrize("transposes", TRANSPOSES)
-@pytest.mark.parametrize(("n", "k"), [(64, 64), (131, 77), (500, 30), (33, 900)])
-def test_a_row_has_the_same_bits_in_any_company(transposes, n, k):
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (131, 77), (500, 30), (33, 900), (1600, 385)])
+def test_a_row_has_the_same_bits_in_any_company(transposes, n, k, beta):
     """Any cut of the rows or of the columns, any position in memory: also other tiles, loops and edges."""
     m = 413
     a, b = random_operands(m, n, k)
-    whole = call(a, b, np.empty((m, n), "f4"), m, n, k)
+    start = np.random.default_rng(2).normal(size=(m, n)).astype("f4")
+    whole = call(a, b, start.copy(), m, n, k, beta=beta)
     for size in (1, 8, 50, 64, 390, m):
         rows = slice(3, 3 + size)
-        count = len(a[rows])
-        stored = as_stored(a[rows], transposes[0], 1), as_stored(b[:, :n], transposes[1], 7)
-        part = call(*stored, np.empty((count, n), "f4"), count, n, k, transposes)
-        np.testing.assert_array_equal(part, whole[rows])
         columns = slice(n // 3, n // 3 + max(n * size // m, 1))
-        wide = b[:, columns].shape[1]
-        stored = as_stored(a[rows], transposes[0], 0), as_stored(b[:, columns], transposes[1], 0)
-        part = call(*stored, np.empty((count, wide + 1), "f4"), count, wide, k, transposes)
-        np.testing.assert_array_equal(part[:, :wide], whole[rows, columns])
+        for part in ((rows, slice(None)), (rows, columns)):
+            left, right, c = a[part[0]], b[:, part[1]], start[part].copy()
+            stored = as_stored(left, transposes[0], 1), as_stored(right, transposes[1], 7)
+            call(*stored, c, *c.shape, k, transposes, beta=beta)
+            np.testing.assert_array_equal(c, whole[part])
 
 
 @needs_avx512

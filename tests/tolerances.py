@@ -16,4 +16,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "bfloat16 product": {"rtol": 2e-2, "atol": 5e-2},
     # Ten steps from the same start: the losses drift apart by the rounding of operands.
     "bfloat16 losses": {"rtol": 5e-3},
+    # float32 sums of exact products of bfloat16 numbers, in units of the sum of their magnitudes: 6e-8 an addition,
+    # which grows like the root of their number (2,500 at most).
+    "bfloat16 sums": {"rtol": 0.0, "atol": 1e-6},
 }

@@ -25,11 +25,13 @@ class TorchOptions:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """Everything a training needs: the first message."""
+    """Everything a training needs: the first message. Both sides make the initial values from the seed for themselves,
+    so that no copy of the other's stays in anybody's memory.
+    """
 
     config: GPT2Config
     optimizer: OptimizerConfig
-    parameters: dict[str, np.ndarray]
+    seed: int
     threads: int
     options: TorchOptions
 

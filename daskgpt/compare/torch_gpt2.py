@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from daskgpt import machine
 from daskgpt.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, receive, send
 from daskgpt.config import GPT2Config, OptimizerConfig
-from daskgpt.parameters import decayed
+from daskgpt.parameters import decayed, initial_parameters
 
 
 class Attention(nn.Module):
@@ -79,10 +79,10 @@ class GPT2(nn.Module):
 
 
 def model_of(start: Start) -> GPT2:
-    """The model with the parameters that came."""
+    """The model with the initial values that daskgpt starts from."""
     with torch.device("meta"):
         model = GPT2(start.config)
-    values = {name: torch.from_numpy(value) for name, value in start.parameters.items()}
+    values = {name: torch.from_numpy(value) for name, value in initial_parameters(start.config, start.seed).items()}
     values["wte.weight"] = values["wte.weight"][: start.config.vocabulary].clone()
     model.load_state_dict(values, assign=True)
     return model

@@ -59,12 +59,18 @@ class StepRecorder:
         self.steps |= {first + number: step for number, step in enumerate(steps)}
         self.windows.append(Window(tuple(steps), start, time()))
 
-    def finish(self, title: str) -> Timeline:
-        """The timeline of what was recorded. On a cluster, call it when the last step's updates are done.
+    def finish(self) -> Timeline:
+        """The timeline of what was recorded. On a cluster, call it when the last step's updates are done."""
+        return timeline_of(self.step, self._processes(), self.windows, self._title())
 
-        title   for people: what ran
-        """
-        return timeline_of(self.step, self._processes(), self.windows, title)
+    def _title(self) -> str:
+        steps = [step for window in self.windows for step in window.steps]
+        tokens = self.step.recording.inputs["tokens"]
+        size, chunk = (" x ".join(map(str, shape)) for shape in (tokens.shape, tokens.chunksize))
+        return (
+            f"Steps {steps[0]} to {steps[-1]}: barrier {self.step.barrier}, grain {self.step.grain}, "
+            f"{size} tokens in chunks of {chunk}, {getattr(self.scheduler, 'description', self.scheduler)}"
+        )
 
     def _processes(self) -> list[Process]:
         client = getattr(self.scheduler, "client", None)

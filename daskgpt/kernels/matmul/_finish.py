@@ -72,21 +72,9 @@ def _gelu_gradient_block(block, before):
 
 @helper
 def finish_block(
-    block,
-    spare,
-    row,
-    column,
-    rows,
-    columns,
-    width,
-    residual,
-    residual_halves,
-    activation,
-    before,
-    before_halves,
-    reals,
-    halves,
-):
+    block, spare, row, column, rows, columns, width, residual, residual_halves, activation, before, before_halves,
+    reals, halves,
+):  # fmt: skip
     """Everything that happens to the block of sums at (row, column) of results `width` wide.
 
     residual, before, reals and halves are addresses of matrices of the results' shape, 0 where there is none: what is

@@ -10,16 +10,15 @@ _PAGE = 4096
 
 
 class _Scratch(threading.local):
-    """One thread's memory; it only grows. The thread's first use of it asks for the tile registers, too."""
+    """One thread's memory, which only grows; growing, the thread's first use included, asks for the tile registers."""
 
-    def __init__(self) -> None:
-        self.memory = np.empty(0, np.uint8)
-        self.size = 0
-        self.address = 0
-        if unit() is Unit.AMX:
-            request_tiles()
+    size = 0
+    address = 0
+    memory: np.ndarray
 
     def grow(self, size: int) -> None:
+        if unit() is Unit.AMX:
+            request_tiles()
         self.memory = np.empty(size + _PAGE, np.uint8)
         self.size = size
         self.address = -(-self.memory.ctypes.data // _PAGE) * _PAGE

@@ -12,8 +12,7 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.matmul.units import Unit, compiles
 
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-_POINTER = _I8.as_pointer()
+_I1, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
 _WIDTH = 16
 _MASK = ir.VectorType(_I1, _WIDTH)
 HALVES = ir.VectorType(_I16, _WIDTH)
@@ -59,17 +58,17 @@ def _mask(builder, count, first):
 
 
 def _load_masked(builder, address, offset, kind, mask):
-    signature = ir.FunctionType(kind, [_POINTER, _I32, _MASK, kind])
+    signature = ir.FunctionType(kind, [kind.as_pointer(), _I32, _MASK, kind])
     function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.{_NAMES[kind]}.p0")
-    place = at(builder, address, offset, _I8)
+    place = at(builder, address, offset, kind)
     return builder.call(function, [place, ir.Constant(_I32, _BYTES[kind]), mask, ir.Constant(kind, None)])
 
 
 def _store_masked(builder, value, address, offset, mask):
     kind = value.type
-    signature = ir.FunctionType(ir.VoidType(), [kind, _POINTER, _I32, _MASK])
+    signature = ir.FunctionType(ir.VoidType(), [kind, kind.as_pointer(), _I32, _MASK])
     function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.store.{_NAMES[kind]}.p0")
-    place = at(builder, address, offset, _I8)
+    place = at(builder, address, offset, kind)
     builder.call(function, [value, place, ir.Constant(_I32, _BYTES[kind]), mask])
 
 

@@ -56,7 +56,7 @@ def check_layout(where: str, weight: PackedWeight) -> None:
 
 
 def empty_weight(outputs: int, channels: int) -> PackedWeight:
-    """Memory for a packed weight, to be filled by pack_rows_of."""
+    """Memory for a packed weight, to be filled by pack_weight."""
     if unit() is Unit.PORTABLE:
         both = np.empty((outputs, channels), FLOAT32)
         return PackedWeight(outputs, channels, False, both, both)

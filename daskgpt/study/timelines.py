@@ -1,0 +1,35 @@
+"""A timeline of each barrier, on the same chunks: what a study's figures sum up, to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from daskgpt.config import GPT2Config
+from daskgpt.measure import Steps
+from daskgpt.schedulers import open_scheduler, usable_cores
+from daskgpt.study.grid import BARRIERS, Point, StudyConfig, plan_of_point
+from daskgpt.timeline import StepRecorder, describe_summary, summarise, write_timeline
+
+
+def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list[Path]:
+    """FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has; return the pages.
+
+    A chunk holds one sequence of four, so that there is something to overlap, and a task one kernel, as fork-join needs.
+    """
+    chunk = max(study.batch_size // 4, 1)
+    pages = []
+    for barrier in BARRIERS:
+        point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "kernel")
+        plan = plan_of_point(model, study, point)
+        with open_scheduler("threads", point.threads) as scheduler:
+            steps = Steps(plan, scheduler, study.seed)
+            steps.run(max(study.warmup, study.window))
+            recorder, first = StepRecorder(steps.step, scheduler), len(steps.losses)
+            size = study.window if barrier == "none" else 1
+            for number in range(first, first + study.window, size):
+                with recorder.window(range(number, number + size)):
+                    steps.run(size)
+        timeline = recorder.finish()
+        pages.append(write_timeline(timeline, folder / barrier)[1])
+        print(f"\nbarrier {barrier}: {pages[-1]}\n{describe_summary(summarise(timeline))}")
+    return pages
