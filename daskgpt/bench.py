@@ -105,6 +105,14 @@ def main(arguments: list[str]) -> int:
     asked, opponent = from_flags(BenchConfig, values), opponent_of(values.against)
     config = preset(values.preset, **given_flags(GPT2Config, values))
     plan = plan_of(config, asked, from_flags(DataflowConfig, values))
+    options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
+    require(
+        opponent[0] == "torch" or options == TorchOptions(),
+        "bench",
+        "--torch-compile and --torch-bf16 must come with --against torch",
+        {"against": opponent[0] or "none"},
+        "Add it.",
+    )
     if values.plan:
         print(describe_prediction(predict(plan)))
         return 0
@@ -112,7 +120,6 @@ def main(arguments: list[str]) -> int:
         others = machine.busy_cores()
         if others and others > BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
-        options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
         found = run(plan, asked, opponent, options)
     facts = {"preset": values.preset, "others_cores": others} | setup(plan)
     if isinstance(found, Comparison):

@@ -68,7 +68,7 @@ class ChunkSum(KernelCall):
             parts.append([self._chunk_at(c, axes, index) for c, axes in zip(chunks, self.inputs)])
         return [parts, *chunks[len(self.inputs) :]]
 
-    def run(self, parts: Sequence[Sequence[Any]], start: np.ndarray | None = None) -> np.ndarray:  # type: ignore[override]
+    def run(self, parts: Sequence[Sequence[Any]], start: np.ndarray | None = None) -> np.ndarray:
         if len(self.shape) < 2:
             return self.rows(parts, start, *self.blocks()[0])
         total = np.empty(self.shape, self.dtype)

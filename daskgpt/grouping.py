@@ -130,13 +130,23 @@ def layer_group(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
+def block_group(parameter: str) -> str:
+    """All tensors of a block are updated together, and all outside of the blocks."""
+    return ".".join(parameter.split(".")[:2]) if parameter.startswith("h.") else "outside"
+
+
+def update_groups(grain: str) -> Callable[[str], Hashable]:
+    """Parameter -> the group of its update: where a chunk is one task, updates are few and large as well."""
+    return block_group if grain == "chunk" else layer_group
+
+
 def title(keys: Sequence[Key]) -> str:
     """What a merged task is called: its layer and pass; of several layers, the block, segment or update they make."""
     layers = list(dict.fromkeys(layer_of(key) for key in keys))
     if len(layers) == 1:
         return str(keys[0][0])
     if "adamw" in layers:
-        return f"update-{layer_group(where_of(keys[-1]))}_"
+        return f"update-{layer_group(where_of(keys[-1])) or where_of(keys[-1])}_"
     passes = {layer.partition(".")[2] for layer in layers}
     way = "forward" if passes == {"forward"} else "backward" if passes == {"backward"} else "head"
     return f"tokens.{way}-{where_of(keys[0])}_"

@@ -16,7 +16,7 @@ from daskgpt.graph.inplace import InPlace, update_in_place
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
 from daskgpt.graph.replay import Layout, Recording, Runs
 from daskgpt.graph.spans import Span
-from daskgpt.grouping import groups_of, layer_group, layer_of, memory_edges, phase_of, stage_of, title
+from daskgpt.grouping import groups_of, layer_of, memory_edges, phase_of, stage_of, title, update_groups
 from daskgpt.kernels.adamw import adamw_inplace
 from daskgpt.kernels.bfloat16 import TrainedWeight
 from daskgpt.layers import FUSED_UPDATES
@@ -132,7 +132,7 @@ class TrainingStep:
         """
         graph = self.recording.unmerged
         waits = memory_edges(graph) if self.large and grain != "chunk" and self.in_place and not self.phases else {}
-        self.recording.merge(groups_of(graph, grain, layer_group, self.phases), waits)
+        self.recording.merge(groups_of(graph, grain, update_groups(grain), self.phases), waits)
         if self.phases:
             self.recording.wait_between(stage_of if self.barrier == "layer" else phase_of, tokens=not self.in_place)
         self.grain = grain
@@ -145,7 +145,7 @@ class TrainingStep:
             seconds[span.key] = seconds.get(span.key, 0.0) + span.end - span.start
         graph, means = self.recording.unmerged, {}
         for grain in GRAINS:
-            group_of = groups_of(graph, grain, layer_group, self.phases)
+            group_of = groups_of(graph, grain, update_groups(grain), self.phases)
             tasks = len({group_of(key) or key for key in seconds})
             means[grain] = sum(seconds.values()) / tasks
         enough = [grain for grain, mean in means.items() if mean >= LONG_ENOUGH]

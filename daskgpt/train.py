@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import types
+from typing import Any
 
 from daskgpt.config import (
     PRESETS,
@@ -19,7 +22,7 @@ from daskgpt.plan import describe_prediction, predict
 from daskgpt.run_folder import RunFolder, load
 from daskgpt.sampling import sample
 from daskgpt.schedulers import open_scheduler
-from daskgpt.training import Plan, Result, compile_kernels, describe, open_dataset, run_plan, start_values
+from daskgpt.training import Plan, Result, compile_kernels, describe, open_dataset, run_plan, start_values, train
 
 
 def parser() -> Parser:
@@ -102,5 +105,13 @@ def sample_text(plan: Plan, result: Result) -> str:
         return encoding.decode(list(tokens))
 
 
+class _CallableModule(types.ModuleType):
+    """Python puts a submodule into its package, over the function `daskgpt.train`: so this one can be called."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Result:
+        return train(*arguments, **options)
+
+
 if __name__ == "__main__":
     run_command(main)
+sys.modules[__name__].__class__ = _CallableModule

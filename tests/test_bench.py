@@ -370,6 +370,10 @@ BAD = {
         ["--against", "llm.c"],
         "--against must be torch, or llm.c and the path of its program; got against=llm.c.",
     ),
+    "torch": (
+        ["--torch-bf16"],
+        "bench: --torch-compile and --torch-bf16 must come with --against torch; got against=none. Add it.",
+    ),
     "steps": (["--steps", "0"], "BenchConfig: steps must be at least 1; got steps=0. Give a larger number."),
     "positions": (["--positions", "8"], "a sequence must not be longer than the model's positions"),
 }

@@ -191,6 +191,12 @@ def test_public_names():
         daskgpt.nothing  # noqa: B018
 
 
+def test_train_can_be_called_whether_or_not_its_command_line_was_imported():
+    code = "import daskgpt; assert callable(daskgpt.train); import daskgpt.train; daskgpt.train(0)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "'int' object has no attribute" in result.stderr  # it was called, with a 0 for a configuration
+
+
 def test_importing_the_package_is_cheap():
     code = "import sys, daskgpt; print('dask' in sys.modules, 'numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == [

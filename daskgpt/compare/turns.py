@@ -1,4 +1,4 @@
-"""Two programs in turns on one machine: what else happens on it then meets both alike."""
+"""Two programs in turns on one machine, compared turn by turn, where nothing else runs on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURN_SECONDS, LONGEST_TURN = 0.5, 5.0
 # Between turns. The other's threads spin for some milliseconds after their last work before they sleep.
 PAUSE_SECONDS = 0.05
 
-DISTURBED = 0.2  # cores that other programs keep busy
+DISTURBED = 0.1  # cores that other programs keep busy
 ATTEMPTS = 3  # times as many turns as are asked for, at most, to have enough that are not disturbed
 
 

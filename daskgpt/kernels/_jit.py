@@ -52,7 +52,7 @@ def wide_vectors(typing_context: Any) -> Any:
 
 
 def _numba_type(word: str, real: Any) -> Any:
-    """r2 -> a float array that is read, w1 -> one that is written, i1 -> int32, h1 and H1 -> uint16, n -> int64, f -> a float."""
+    """r2 -> a float array that is read, w1 -> one that is written, i1: int32; h1, H1: uint16; n: int64; f: float."""
     if word == "n":
         return numba.int64
     if word == "f":

@@ -53,6 +53,7 @@ def phases(rows: Rows) -> Figure | None:
     """Runtime, speedup and efficiency against threads, of each phase and of the whole step."""
     kinds = {barrier: phase_times(rows, barrier) for barrier in ("layer", "phase")}
     kinds = {barrier: times for barrier, times in kinds.items() if times}
+    kinds = {barrier: times for barrier, times in kinds.items() if len(times["total"]) > 1} or kinds
     if not kinds:
         return None
     figure = Figure(figsize=(11, 0.4 + 3.2 * len(kinds)))
@@ -199,6 +200,7 @@ def _against_threads(line: Sequence[Any], series: dict[str, tuple[Times, str]], 
     line[0].set_ylim(0, None)
     line[1].plot(threads, [n / min(threads) for n in threads], ":", color="#888888", label="ideal")
     line[2].axhline(100, ls=":", color="#888888")
+    line[1].set_ylim(0, None)
     line[2].set_ylim(0, None)
     line[1].legend(frameon=False, fontsize=9)
 

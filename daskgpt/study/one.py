@@ -1,4 +1,4 @@
-"""One run of a study, in a process of its own: `python -m daskgpt.study.one` reads what to run, and prints what it found."""
+"""One run of a study, in a process of its own: `python -m daskgpt.study.one ORDER` prints what it found."""
 
 from __future__ import annotations
 

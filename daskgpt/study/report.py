@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,8 @@ def threads_section(view: Rows) -> Section:
         if not times:
             continue
         details += [f"With {WORDS[barrier]}:", "", *_phase_table(times), ""]
-        most = max(times["total"])
         if len(times["total"]) > 1:
-            found = {phase: speedups(own)[most] for phase, own in times.items() if most in own}
-            best, worst = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
-            least = min(times["total"])
-            conclusions.append(
-                f"With {WORDS[barrier]}, {most} threads are {figure(found['total'], 2)} times as fast as {least} "
-                f"(efficiency {efficiencies(times['total'])[most]:.0%}); of the phases, {best} gains most "
-                f"({figure(found[best], 2)}) and {worst} least ({figure(found[worst], 2)})."
-                if best != worst
-                else f"With {WORDS[barrier]}, {most} threads are {figure(found['total'], 2)} times as fast as {least}."
-            )
+            conclusions.append(_gain(times, barrier))
     return "Threads: forward, backward, update", conclusions, details
 
 
@@ -100,10 +89,8 @@ def barriers_section(view: Rows) -> Section:
     details += _table(lines)
     most = max(counts)
     for one, other in (("step", "layer"), ("none", "step"), ("none", "layer"), ("step", "phase")):
-        found = compare(
-            WORDS[one], view.at(barrier=one, threads=most), WORDS[other], view.at(barrier=other, threads=most)
-        )
-        conclusions += _on_threads(found, most)
+        rows, other_rows = (view.at(barrier=barrier, threads=most) for barrier in (one, other))
+        conclusions += _on_threads(compare(WORDS[one], rows, WORDS[other], other_rows), most)
     same_grain = compare(
         "tasks of one kernel (barrier step, grain kernel)",
         view.at(barrier="step", grain="kernel", threads=most),
@@ -134,10 +121,10 @@ def slicing_section(view: Rows) -> Section:
             faster, slower = sorted((one, other), key=lambda pair: pair[1].median)
             found = Comparison(faster[0], slower[0], (faster[1], slower[1]))
             conclusions.append(f"With {count} chunks, {found.sentence()}")
-    best = min(((own.median, b, count) for b, times in series.items() for count, own in times.items()))
+    least, sequences, count = min((own.median, b, n) for b, times in series.items() for n, own in times.items())
     conclusions.append(
-        f"Of all slicings, {best[2]} chunk{'s' if best[2] > 1 else ''} with {best[1]} of {size} sequences each "
-        f"{'take' if best[2] > 1 else 'takes'} least: {figure(best[0])} ms a step."
+        f"Of all slicings, {count} chunk{'s' if count > 1 else ''} of {sequences} of the {size} sequences "
+        f"take{'' if count > 1 else 's'} least: {figure(least)} ms a step."
     )
     return "Slicing: tokens only, or tokens and sequences", conclusions, _table(lines)
 
@@ -187,8 +174,8 @@ def overlap_section(view: Rows) -> Section:
         paths = {barrier: _median(rows, "critical_path_ms") for barrier, rows in found.items()}
         longest, shortest = max(paths, key=paths.__getitem__), min(paths, key=paths.__getitem__)
         conclusions.append(
-            f"The critical path is longest with {WORDS[longest]} ({figure(paths[longest])} ms a step) and shortest with "
-            f"{WORDS[shortest]} ({figure(paths[shortest])} ms)."
+            f"The critical path is longest with {WORDS[longest]} ({figure(paths[longest])} ms a step) and shortest "
+            f"with {WORDS[shortest]} ({figure(paths[shortest])} ms)."
         )
     if "none" in found:
         conclusions.append(
@@ -204,11 +191,10 @@ def scheduler_section(view: Rows) -> Section:
         return "Schedulers", [], []
     lines = [["scheduler, threads or processes", "step (ms)", "most memory (GB)"]]
     lines += [[name, _cell(spread(r, "step_ms")), _number(r, "peak_gb", 2)] for name, r in found.items()]
-    pairs = [compare(a, found[a], b, found[b]) for a, b in combinations(found, 2) if a.split(",")[0] != b.split(",")[0]]
     best = min(found, key=lambda name: _median(found[name], "step_ms"))
-    conclusions = [
-        f"Of the schedulers, {pair.sentence()}" for pair in pairs if pair and best in (pair.faster, pair.slower)
-    ]
+    others = [name for name in found if name.split(",")[0] != best.split(",")[0]]
+    pairs = [compare(best, found[best], name, found[name]) for name in others]
+    conclusions = [f"Of the schedulers, {pair.sentence()}" for pair in pairs if pair]
     return "Schedulers", conclusions, _table(lines)
 
 
@@ -226,9 +212,23 @@ def results_section(view: Rows) -> Section:
     sentence = (
         f"**Runs with the same chunks gave different losses: {', '.join(different)}.**"
         if different
-        else f"All {len(view.all)} runs with the same chunks gave the same loss, bit for bit, whatever the other dials."
+        else f"Runs with the same chunks gave the same loss, bit for bit, whatever the other dials "
+        f"({len(view.all)} runs, {len(losses)} ways to cut a batch)."
     )
     return "Same results", [sentence], _table(lines)
+
+
+def _gain(times: dict[str, dict[int, Spread]], barrier: str) -> str:
+    """What the most threads bring, to the step and to its phases."""
+    least, most = min(times["total"]), max(times["total"])
+    total = speedups(times["total"])[most]
+    found = {phase: speedups(own)[most] for phase, own in times.items() if phase != "total"}
+    best, worst = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
+    return (
+        f"With {WORDS[barrier]}, {most} threads are {figure(total, 2)} times as fast as {least} "
+        f"(efficiency {efficiencies(times['total'])[most]:.0%}); of the phases, {best} gains most "
+        f"({figure(found[best], 2)} times) and {worst} least ({figure(found[worst], 2)} times)."
+    )
 
 
 def _on_threads(found: Comparison | None, threads: int) -> list[str]:
@@ -260,19 +260,27 @@ def _heading(name: str, view: Rows) -> str:
     )
 
 
+METHOD = """\
+[results.csv](results.csv) has a row for each of the {runs} runs. Every run is a process of its own on as many cores as
+it has threads, with one BLAS thread a task. The repetitions take turns, each in an order of its own, so that a noisy
+minute hits all settings alike. A run warms up for {warmup} steps, times at least as many as asked for, and then records
+the kernel calls of some others, from which overlap, critical path, shares and the times of phases come. The time of a
+run is the median of its steps. Figures show medians over runs, quartiles and every run. Two settings are called
+different where the quartiles of their runs do not overlap or, with single runs, where they differ by {single:.0%} or
+more.
+
+Forward, backward and update have times of their own only where a barrier stands between them. Where there is none, and
+the state is updated in place, the sums that make a weight gradient are part of the update.
+
+Layers at once: the share of the time in which kernels of two or more layers of the network run, forward and backward
+counted apart, all updates as one. Critical path: the longest chain of tasks that had to wait for one another, by their
+measured times. Scheduling: the share of the threads' time in which a task was ready and a thread had none; waiting: in
+which a thread had none because none was ready.
+"""
+
+
 def _method(view: Rows) -> str:
-    row = view.all[0]
-    return (
-        f"[results.csv](results.csv) has a row for each of the {len(view.all)} runs. Every run is a process of its own on "
-        "as many cores as it has threads, with one BLAS thread a task. The repetitions take turns, each in an order of its "
-        f"own, so that a noisy minute hits all settings alike. A run warms up for {row['warmup']} steps, times at least "
-        "as many as asked for, and then records the kernel calls of some others, from which overlap, critical path, "
-        "shares and the times of phases come. The time of a run is the median of its steps. Figures show medians over "
-        "runs, quartiles and every run. Two settings are called different where the quartiles of their runs do not "
-        f"overlap, or, with single runs, where they differ by {SINGLE_RUNS - 1:.0%} or more. Forward, backward and update "
-        "have times of their own only where a barrier stands between them. In a step without barriers in place, the sums "
-        "that make a weight gradient are part of the update."
-    )
+    return METHOD.format(runs=len(view.all), warmup=view.all[0]["warmup"], single=SINGLE_RUNS - 1)
 
 
 def _spreads(found: dict[Any, list[Row]], column: str = "step_ms") -> dict[Any, Spread]:

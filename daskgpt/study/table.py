@@ -14,12 +14,23 @@ from daskgpt.study.grid import DIALS, Point, StudyConfig
 MODEL = tuple(f.name for f in fields(GPT2Config))
 SHARED = ("batch_size", "sequence_length", "precision", "window", "warmup", "seed")
 KEY = (*DIALS, "repetition")
+SHARES = ("overlap", "steps_overlap", "kernel_share", "inside_share", "scheduling_share", "waiting_share")
+KERNELS = ("forward_kernel_ms", "backward_kernel_ms", "update_kernel_ms")
+TIMES = ("step_ms", "step_ms_q1", "step_ms_q3", "tokens_per_s", "forward_ms", "backward_ms", "update_ms", *KERNELS)
+PLACE = ("others_cores", "machine", "cpu", "cores", "python", "daskgpt", "numpy", "numba", "dask", "distributed")
 FOUND = (
-    "date grain_used tasks steps step_ms step_ms_q1 step_ms_q3 tokens_per_s forward_ms backward_ms update_ms "
-    "forward_kernel_ms backward_kernel_ms update_kernel_ms recorded_ms critical_path_ms overlap steps_overlap "
-    "kernel_share inside_share scheduling_share waiting_share peak_gb loss others_cores machine cpu cores python daskgpt "
-    "numpy numba dask distributed"
-).split()
+    "date",
+    "grain_used",
+    "tasks",
+    "steps",
+    *TIMES,
+    "recorded_ms",
+    "critical_path_ms",
+    *SHARES,
+    "peak_gb",
+    "loss",
+    *PLACE,
+)
 COLUMNS = (*MODEL, *SHARED, *KEY, *FOUND)
 WORDS = {"precision", "scheduler", "barrier", "grain", "date", "grain_used", "loss", "machine", "cpu"}
 WORDS |= {"python", "daskgpt", "numpy", "numba", "dask", "distributed"}

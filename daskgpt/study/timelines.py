@@ -14,7 +14,7 @@ from daskgpt.timeline import StepRecorder, describe_summary, summarise, write_ti
 def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list[Path]:
     """FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has; return the pages.
 
-    A chunk holds one sequence of four, so that there is something to overlap, and a task one kernel, as fork-join needs.
+    A chunk holds one sequence of four, so that there is something to overlap; a task is one kernel, as fork-join needs.
     """
     chunk = max(study.batch_size // 4, 1)
     pages = []

@@ -44,12 +44,12 @@ class StepRecorder:
     @contextmanager
     def window(self, steps: Sequence[int]) -> Iterator[None]:
         """Record these steps, which the scheduler gets together."""
-        start = time()
-        if hasattr(self.scheduler, "client"):
+        client, start = getattr(self.scheduler, "client", None), time()
+        if client is not None:
             if not self.windows:
-                self.scheduler.client.register_plugin(RecordSpans())
+                client.register_plugin(RecordSpans())
                 start = time()
-            first = self.scheduler.runs
+            first = getattr(self.scheduler, "runs", 0)
             yield
         else:
             first = steps[0]
@@ -80,8 +80,8 @@ class StepRecorder:
         client.unregister_worker_plugin(RecordSpans.name)
         threads, workers = client.nthreads(), client.scheduler_info(n_workers=-1)["workers"]
         return [
-            Process(f"worker {workers[address]['name']}", threads[address], *found[address], self.steps)
-            for address in sorted(found, key=lambda address: str(workers[address]["name"]))
+            Process(f"worker {workers[address]['name']}", threads[address], offset, spans, self.steps)
+            for address, (offset, spans) in sorted(found.items(), key=lambda item: str(workers[item[0]]["name"]))
         ]
 
 

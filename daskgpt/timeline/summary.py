@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,7 +73,7 @@ def summarise(timeline: Timeline) -> Summary:
     in_tasks = sum(end - start for start, end in spans.values())
     scheduling = _scheduling(timeline, spans)
     path = critical_path(timeline, spans)
-    on_path, critical = set(path), Counter[tuple[str, str]]()
+    on_path, critical = set(path), defaultdict[tuple[str, str], float](float)
     for event in events:
         if event.task in on_path:
             critical[event.layer, event.phase] += event.seconds
@@ -87,7 +87,7 @@ def summarise(timeline: Timeline) -> Summary:
         overlap=_seconds_of_several((e.start, e.end, e.stage) for e in events) / wall,
         steps_overlap=_seconds_of_several((e.start, e.end, e.step) for e in events) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
-        critical=dict(critical.most_common()),
+        critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
         kernels=kernels,
         phases=_phases(timeline),
         tasks=len(spans),
