@@ -30,7 +30,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 # Mean seconds of a task from which on the threaded scheduler's share is small: a task costs it 0.1 to 0.2 ms, and most
 # tasks are shorter than the mean.
-LONG_ENOUGH = 10e-3
+LONG_ENOUGH = 15e-3
 
 
 def dtype_of(precision: str) -> np.dtype:

@@ -35,7 +35,9 @@ class Visit:
     picture: bytes = b""
 
 
-def visit(page: Path, folder: Path, ready: str, expressions: tuple[str, ...] = (), mouse: tuple[int, int] | None = None):
+def visit(
+    page: Path, folder: Path, ready: str, expressions: tuple[str, ...] = (), mouse: tuple[int, int] | None = None
+):
     """Open a page, wait until `ready` is true in it, evaluate expressions, point somewhere, take a picture."""
     flags = (*FLAGS, f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else []))
     with (folder.parent / "chromium.log").open("w") as log:

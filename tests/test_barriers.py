@@ -29,8 +29,8 @@ def test_barriers_change_no_bit(barrier):
 
 
 def test_barriers_on_a_cluster_change_no_bit():
-    expected = losses_and_parameters("sync", 1, (2, 6), steps=2)
-    found = losses_and_parameters("local", 2, (2, 6), steps=2, barrier="layer")
+    expected = losses_and_parameters("sync", 1, (2, 12), steps=1)
+    found = losses_and_parameters("local", 2, (2, 12), steps=1, barrier="layer")
     assert_same_bits(found, expected, "local")
 
 

@@ -195,7 +195,7 @@ def test_where_nobody_listens_one_line_is_said_and_nothing_made(refused):
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert re.fullmatch(
-        r"open_scheduler: a Dask scheduler must answer; got scheduler=tcp://127\.0\.0\.1:1 \(\w+\)\. "
+        r"open_scheduler: a Dask scheduler must answer; got scheduler=tcp://127\.0\.0\.1:1 \(.+\)\. "
         r"Start one with `dask scheduler` and check the address\.\n",
         said,
     )

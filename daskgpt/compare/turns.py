@@ -113,14 +113,15 @@ class Comparison:
             lines[0] += f"; {self.tried - len(self.pairs)} more left out, in which other programs ran"
         if self.disturbed:
             lines.append(f"WARNING: other programs ran in {self.disturbed} of these turns: the ratio says little")
-        lines += [f"{'':32} {'ms a step':>10} {'min':>10} {'max':>10} {'peak GB':>9} {'first loss':>11}"]
+        width = max(20, len(self.name))
+        lines += [f"{'':{width}} {'ms a step':>10} {'min':>10} {'max':>10} {'peak GB':>9} {'first loss':>11}"]
         for name, spread, peak, loss in zip(
             ("daskgpt", self.name), (self.ours, self.theirs), self.peaks, self.first_losses
         ):
             times = "".join(f" {value * 1e3:10,.1f}" for value in (spread.median, spread.least, spread.largest))
-            lines.append(f"{name:32}{times} {peak / 1e9:9.2f} {loss:11.5f}")
+            lines.append(f"{name:{width}}{times} {peak / 1e9:9.2f} {loss:11.5f}")
         ratio = self.ratio
-        lines.append(f"{'ratio of each turn':32} {ratio.median:10.3f} {ratio.least:10.3f} {ratio.largest:10.3f}")
+        lines.append(f"{'ratio of each turn':{width}} {ratio.median:10.3f} {ratio.least:10.3f} {ratio.largest:10.3f}")
         return "\n".join(lines)
 
 

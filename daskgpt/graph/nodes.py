@@ -46,10 +46,7 @@ def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
 
 def graph_of(arrays: Iterable[da.Array]) -> Graph:
     """The tasks behind the arrays, none merged or changed."""
-    graph: Graph = {}
-    for array in arrays:
-        graph.update(array.__dask_graph__().to_dict())
-    return graph
+    return HighLevelGraph.merge(*(array.__dask_graph__() for array in arrays)).to_dict()
 
 
 def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:

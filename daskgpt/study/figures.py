@@ -14,7 +14,7 @@ from daskgpt.study.numbers import Rows, Spread, efficiencies, speedups, spread
 from daskgpt.study.table import Row
 
 NAMES = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
-COLOURS = {"layer": "#d1495b", "phase": "#edae49", "step": "#00798c", "none": "#30638e"}
+COLOURS = {"layer": "#d1495b", "phase": "#edae49", "step": "#00798c", "none": "#5e3c99"}
 PHASE_COLOURS = {"forward": "#4269d0", "backward": "#ff725c", "update": "#3ca951", "total": "#303030"}
 SHARES = {
     "kernel_share": ("kernels", "#00798c"),
@@ -187,10 +187,13 @@ def _against_threads(line: Sequence[Any], series: dict[str, tuple[Times, str]], 
         ("efficiency (%)", lambda times: {n: 100 * value for n, value in efficiencies(times).items()}),
     )
     threads = sorted({n for times, _ in series.values() for n in times})
+    apart = 0.012 * (max(threads) - min(threads))
     for axes, (label, derived) in zip(line, kinds):
         for number, (title, (times, colour)) in enumerate(series.items()):
             if derived is None:
-                _line(axes, times, colour, title, "o^sD"[number % 4])
+                # Side by side, so that the quartiles of one series do not hide another's.
+                shift = apart * (number - (len(series) - 1) / 2)
+                _line(axes, times, colour, title, "o^sD"[number % 4], shift)
             else:
                 values = derived(times)
                 axes.plot(list(values), list(values.values()), "o^sD"[number % 4] + "-", color=colour, label=title)
@@ -205,14 +208,15 @@ def _against_threads(line: Sequence[Any], series: dict[str, tuple[Times, str]], 
     line[1].legend(frameon=False, fontsize=9)
 
 
-def _line(axes: Any, times: Times, colour: str, label: str, marker: str) -> None:
+def _line(axes: Any, times: Times, colour: str, label: str, marker: str, shift: float = 0) -> None:
     """Medians with quartiles, and a small dot for every run."""
     places = list(times)
     middle = [times[place].median for place in places]
     low, high = ([abs(times[place].quartiles[end] - times[place].median) for place in places] for end in (0, 2))
-    axes.errorbar(places, middle, (low, high), fmt=marker + "-", color=colour, label=label, capsize=3, ms=6)
+    shifted = [place + shift for place in places]
+    axes.errorbar(shifted, middle, (low, high), fmt=marker + "-", color=colour, label=label, capsize=3, ms=6)
     for place in places:
-        axes.plot([place] * times[place].n, times[place].values, ".", color=colour, ms=4, alpha=0.6)
+        axes.plot([place + shift] * times[place].n, times[place].values, ".", color=colour, ms=4, alpha=0.6)
 
 
 def _dots(

@@ -13,7 +13,8 @@ from daskgpt.schedulers import check_address
 from daskgpt.training import Plan
 
 BARRIERS = ("layer", "phase", "step", "none")
-CHUNK_COUNTS = (1, 2, 4, 8)
+TOKEN_PARTS = (1, 2, 4, 8)
+MOST_CHUNKS = 8
 LARGEST_POWER = 10  # of two, of threads that the default grid tries
 
 
@@ -92,8 +93,7 @@ def default_grid(study: StudyConfig, cores: int) -> list[Point]:
 def quick_grid(study: StudyConfig, cores: int) -> list[Point]:
     """A few points, with which every section of the report has something to say."""
     base = base_point(study, min(cores, 2))
-    points = [replace(base, threads=n, barrier=barrier) for n in {1, base.threads} for barrier in ("layer", "step")]
-    points += [replace(base, barrier=barrier) for barrier in BARRIERS]
+    points = [replace(base, barrier=barrier) for barrier in BARRIERS] + [replace(base, threads=1, barrier="layer")]
     points += [replace(base, batch_chunk=study.batch_size, sequence_chunk=study.sequence_length // 2)]
     points += [replace(base, grain="kernel"), replace(base, scheduler="sync")]
     return distinct(points)
@@ -117,14 +117,14 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def slicings(study: StudyConfig) -> list[tuple[int, int]]:
-    """Chunks that cut a batch into 1, 2, 4 and 8 pieces: of all sequences by tokens only, of half of them, of one."""
-    size, length = study.batch_size, study.sequence_length
-    found = []
+    """Chunks of all sequences (sliced by tokens only), of half of them, and of one, with their tokens in 1 to 8 parts;
+    one sequence as a whole even where that makes many chunks.
+    """
+    size, length, found = study.batch_size, study.sequence_length, []
     for sequences in dict.fromkeys((size, max(size // 2, 1), 1)):
-        for count in CHUNK_COUNTS:
-            along_batch = size // sequences
-            parts = count // along_batch
-            if size % sequences == 0 and count % along_batch == 0 and length % max(parts, 1) == 0:
+        for parts in TOKEN_PARTS:
+            divides = size % sequences == 0 and length % parts == 0
+            if divides and (parts == 1 or size // sequences * parts <= MOST_CHUNKS):
                 found.append((sequences, length // parts))
     return found
 

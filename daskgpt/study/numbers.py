@@ -53,15 +53,17 @@ def spread(rows: Iterable[Row], column: str) -> Spread | None:
 
 
 class Rows:
-    """The rows of a study, seen from a reference point: the commonest value of each dial."""
+    """The rows of a study, seen from a reference point: the one whose values the most points share."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.all = list(rows)
-        points = {tuple(row[dial] for dial in DIALS) for row in rows}
-        self.reference: dict[str, Any] = {}
-        for number, dial in enumerate(DIALS):
-            counts = Counter(point[number] for point in points)
-            self.reference[dial] = max(counts, key=lambda value: (counts[value], str(value)))
+        points = sorted({tuple(row[dial] for dial in DIALS) for row in rows})
+        counts = [Counter(values) for values in zip(*points)]
+
+        def commonness(point: tuple[Any, ...]) -> tuple[int, bool, tuple[Any, ...]]:
+            return sum(own[value] for own, value in zip(counts, point)), "step" in point, point
+
+        self.reference: dict[str, Any] = dict(zip(DIALS, max(points, key=commonness)))
 
     def at(self, **values: Any) -> list[Row]:
         """The rows with these values, and those of the reference for the other dials.
@@ -101,13 +103,16 @@ class Comparison:
         return self.times[0].quartiles[2] < self.times[1].quartiles[0]
 
     def sentence(self) -> str:
-        """Which is faster, by how much, or that it cannot be told."""
-        figures = f"{figure(self.times[0].median)} against {figure(self.times[1].median)} ms a step"
+        """Which takes longer, by how much, or that it cannot be told."""
+        fast, slow = (figure(times.median) for times in self.times)
         if self.clear:
-            return f"**{self.faster} is {figure(self.ratio, 2)} times as fast as {self.slower}** ({figures})."
+            return (
+                f"**a step takes {figure(self.ratio, 2)} times as long with {self.slower} as with {self.faster}** "
+                f"({slow} against {fast} ms)."
+            )
         return (
-            f"{self.faster} and {self.slower} differ by less than the runs of each do "
-            f"({figures}, a ratio of {figure(self.ratio, 2)})."
+            f"the times of a step with {self.slower} and with {self.faster} differ by less than the runs of each do "
+            f"({slow} against {fast} ms, a ratio of {figure(self.ratio, 2)})."
         )
 
 

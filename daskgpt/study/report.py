@@ -67,7 +67,7 @@ def threads_section(view: Rows) -> Section:
         times = phase_times(view, barrier)
         if not times:
             continue
-        details += [f"With {WORDS[barrier]}:", "", *_phase_table(times), ""]
+        details += [f"Under {WORDS[barrier]}, in ms (medians and quartiles of the runs):", "", *_phase_table(times), ""]
         if len(times["total"]) > 1:
             conclusions.append(_gain(times, barrier))
     return "Threads: forward, backward, update", conclusions, details
@@ -81,7 +81,7 @@ def barriers_section(view: Rows) -> Section:
     if len(present) < 2:
         return "Fork-join, tasks, barrier-free", [], []
     counts = sorted({threads for found in present.values() for threads in found})
-    lines = [["barrier", *(f"{n} thread{'s' if n > 1 else ''}" for n in counts), "speedup", "efficiency"]]
+    lines = [["step (ms)", *(f"{n} thread{'s' if n > 1 else ''}" for n in counts), "speedup", "efficiency"]]
     for barrier, found in present.items():
         times = _spreads(found)
         ratio = [figure(speedups(times)[max(times)], 2), f"{efficiencies(times)[max(times)]:.0%}"]
@@ -108,7 +108,7 @@ def slicing_section(view: Rows) -> Section:
         return "Slicing: tokens only, or tokens and sequences", [], []
     size = view.all[0]["batch_size"]
     counts = sorted({count for times in series.values() for count in times})
-    lines = [["sequences in a chunk", *(f"{count} chunk{'s' if count > 1 else ''}" for count in counts)]]
+    lines = [["sequences in a chunk: step (ms)", *(f"{count} chunk{'s' if count > 1 else ''}" for count in counts)]]
     lines += [[f"{b} of {size}", *(_cell(times.get(count)) for count in counts)] for b, times in series.items()]
     conclusions = []
     tokens_only = series.get(size, {})
@@ -141,7 +141,7 @@ def grain_section(view: Rows) -> Section:
     ordered = sorted(found, key=lambda grain: _median(found[grain], "step_ms"))
     first, last = ordered[0], ordered[-1]
     pair = compare(f"grain {first}", found[first], f"grain {last}", found[last])
-    sentence = f"Of the grains, {first} is the fastest and {last} the slowest: {pair.sentence()}" if pair else ""
+    sentence = f"Of the grains, {first} is fastest and {last} slowest: {pair.sentence()}" if pair else ""
     return "Size of a task", [sentence], _table(lines)
 
 
@@ -220,14 +220,16 @@ def results_section(view: Rows) -> Section:
 
 def _gain(times: dict[str, dict[int, Spread]], barrier: str) -> str:
     """What the most threads bring, to the step and to its phases."""
-    least, most = min(times["total"]), max(times["total"])
-    total = speedups(times["total"])[most]
+    total = times["total"]
+    least, most = min(total), max(total)
     found = {phase: speedups(own)[most] for phase, own in times.items() if phase != "total"}
     best, worst = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
+    ends = [(f"{most} threads", total[most]), (f"{least} thread{'s' if least > 1 else ''}", total[least])]
+    faster, slower = sorted(ends, key=lambda end: end[1].median)
     return (
-        f"With {WORDS[barrier]}, {most} threads are {figure(total, 2)} times as fast as {least} "
-        f"(efficiency {efficiencies(times['total'])[most]:.0%}); of the phases, {best} gains most "
-        f"({figure(found[best], 2)} times) and {worst} least ({figure(found[worst], 2)} times)."
+        f"Under {WORDS[barrier]}, {Comparison(faster[0], slower[0], (faster[1], slower[1])).sentence()} "
+        f"The efficiency is {efficiencies(total)[most]:.0%}; of the phases, {best} gains most "
+        f"({figure(found[best], 2)} times as fast) and {worst} least ({figure(found[worst], 2)})."
     )
 
 

@@ -24,7 +24,7 @@ def run_all(
 ) -> list[str]:
     """Run every point that the table lacks, repetition by repetition; return what failed, a line each.
 
-    after   called after each repetition, and at the end
+    after   called after each repetition; once, where nothing was left to run
     """
     failed: list[str] = []
     todo = {n: [p for p in _order(points, study, n) if (p, n) not in table] for n in range(study.repetitions)}
@@ -43,10 +43,12 @@ def run_all(
                 failed.append(f"{point}: {error}")
                 bar.write(failed[-1])
             bar.update()
-        took = (time.monotonic() - start - elapsed) / len(own) if own else took
-        after()
+        if own:
+            took = (time.monotonic() - start - elapsed) / len(own)
+            after()
     bar.close()
-    after()
+    if not bar.total:
+        after()
     return failed
 
 

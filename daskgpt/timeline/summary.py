@@ -192,7 +192,7 @@ def describe_summary(found: Summary) -> str:
         for (layer, phase), seconds in list(found.critical.items())[:5]
     )
     lines = [
-        f"wall          {found.wall * per_step:9.2f} ms a step, {found.steps} steps",
+        f"wall          {found.wall * per_step:9.2f} ms a step, {found.steps} step{'s' if found.steps > 1 else ''}",
         *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in found.busy.items()),
         f"overlap       {found.overlap:9.1%} of the time two or more layers at once, "
         f"{found.steps_overlap:.1%} two or more steps",
@@ -210,7 +210,7 @@ def describe_summary(found: Summary) -> str:
 def _table(found: Summary) -> str:
     """Milliseconds a step of all lanes together, and calls a step, by layer and pass."""
     per_step = 1e3 / found.steps
-    layers = sorted({layer for layer, _ in found.kernels}, key=lambda layer: -_layer_seconds(found, layer))
+    layers = sorted({layer for layer, _ in found.kernels}, key=lambda layer: (-_layer_seconds(found, layer), layer))
     lines = [f"{'ms a step':14}" + "".join(f"{phase:>11}" for phase in PHASES) + f"{'all':>11}{'calls':>8}"]
     for layer in layers:
         own = [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES]

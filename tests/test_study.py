@@ -1,0 +1,328 @@
+"""The study: its grid, its table, what its report concludes from numbers, and a small one from start to end."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from xml.etree import ElementTree
+
+import pytest
+
+from daskgpt.config import GPT2Config
+from daskgpt.study.__main__ import main, settings
+from daskgpt.study.grid import (
+    BARRIERS,
+    Point,
+    StudyConfig,
+    base_point,
+    chosen_grid,
+    default_grid,
+    plan_of_point,
+    quick_grid,
+    slicings,
+    thread_counts,
+)
+from daskgpt.study.numbers import Rows, compare, efficiencies, figure, speedups, spread
+from daskgpt.study.one import Order
+from daskgpt.study.report import write_report
+from daskgpt.study.runs import run_one
+from daskgpt.study.table import COLUMNS, Table
+
+MODEL = GPT2Config(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
+STUDY = StudyConfig(batch_size=4, sequence_length=64)
+BASE = base_point(STUDY, 2)
+SECTIONS = [
+    "What came of it",
+    "Threads: forward, backward, update",
+    "Fork-join, tasks, barrier-free",
+    "Slicing: tokens only, or tokens and sequences",
+    "Size of a task",
+    "Overlap and critical path",
+    "Schedulers",
+    "Same results",
+    "Runs",
+]
+
+
+def study(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "daskgpt.study", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A study of the very small model, from start to end."""
+    out = tmp_path_factory.mktemp("study") / "quick"
+    result = study("--quick", "--out", out)
+    assert result.returncode == 0, result.stderr
+    return out, result
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_study_writes_its_table_figures_and_report(finished):
+    out, result = finished
+    assert result.stdout.splitlines()[-1] == f"study written to {out / 'report.md'}"
+    rows = rows_of(out / "results.csv")
+    assert tuple(rows[0]) == COLUMNS
+    points = {tuple(row[dial] for dial in asdict(BASE)) for row in rows}
+    assert len(points) == len(rows)
+    assert {row["barrier"] for row in rows} == set(BARRIERS)
+    for row in rows:
+        assert float(row["step_ms_q1"]) <= float(row["step_ms"]) <= float(row["step_ms_q3"])
+        assert int(row["steps"]) >= (1 if row["barrier"] == "none" else 3)
+        shares = [float(row[f"{name}_share"]) for name in ("kernel", "inside", "scheduling", "waiting")]
+        assert sum(shares) == pytest.approx(1, abs=0.05)
+        assert 0 < float(row["critical_path_ms"]) <= float(row["recorded_ms"]) * 1.01
+        assert row["cpu"]
+        assert row["numpy"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", row["date"])
+        apart = [row["forward_ms"], row["backward_ms"], row["update_ms"]]
+        assert all(apart) or row["barrier"] not in ("layer", "phase")
+    losses = {(row["batch_chunk"], row["sequence_chunk"]): set() for row in rows}
+    for row in rows:
+        losses[row["batch_chunk"], row["sequence_chunk"]].add(row["loss"])
+    assert all(len(own) == 1 for own in losses.values()), "the same bits from every dial but the chunks"
+    assert len(losses) == 2
+    assert {row["overlap"] for row in rows if row["barrier"] == "layer"} == {"0.0"}
+
+
+def test_the_report_has_every_section_and_shows_every_figure(finished):
+    out, _ = finished
+    text = (out / "report.md").read_text()
+    assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+    shown = re.findall(r"!\[.*\]\((.*)\)", text)
+    assert shown == [f"{name}.png" for name in ("phases", "barriers", "slicing", "grains", "overlap", "schedulers")]
+    for name in shown:
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert ElementTree.parse(out / name.replace("png", "svg")).getroot().tag.endswith("svg")
+    assert "bit for bit" in text
+    assert "Nothing was run" not in text
+
+
+def test_what_is_in_the_table_is_not_run_again(finished):
+    out, _ = finished
+    before = (out / "results.csv").read_text()
+    kept = before.splitlines(keepends=True)[:-1]
+    (out / "results.csv").write_text("".join(kept))
+    resumed = study("--quick", "--out", out)
+    assert resumed.returncode == 0, resumed.stderr
+    rows, lost = rows_of(out / "results.csv"), before.splitlines()[-1]
+    assert (out / "results.csv").read_text().startswith("".join(kept))
+    assert len(rows) == len(kept)
+    new = rows[-1]
+    old = dict(zip(COLUMNS, next(csv.reader([lost]))))
+    assert all(new[name] == old[name] for name in (*asdict(BASE), "repetition", "loss", "batch_size"))
+    assert new["date"] >= old["date"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--barrier", "layers"], "DataflowConfig: barrier must be known; got barrier=layers. Did you mean layer?"),
+        (["--batch-chunk", "5"], "chunk_sizes: batch_chunk must divide batch_size; got batch_chunk=5, batch_size=12."),
+        (["--scheduler", "thread"], "open_scheduler: the scheduler must be known; got scheduler=thread."),
+        (["--repetitions", "0"], "StudyConfig: repetitions must be at least 1; got repetitions=0."),
+        (["--minutes", "-1"], "StudyConfig: minutes must not be negative; got minutes=-1.0. Give 0 or more."),
+        (["--preset", "tyni"], "preset: the name must be known; got preset=tyni. Did you mean tiny?"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main([*arguments, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "two"], "daskgpt.study: argument --threads: invalid list of int value: 'two'"),
+        (["--barriers", "step"], "daskgpt.study: --barriers must be a known flag. Did you mean --barrier?"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+def test_bad_input_on_the_command_line(tmp_path):
+    result = study("--batch-chunk", 5, "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_default_grid_asks_five_questions():
+    points = default_grid(STUDY, 2)
+    assert len(points) == len(set(points)) == 21
+    assert Point(2, "threads", "step", 2, 64, "block") == BASE
+    assert {(p.threads, p.barrier) for p in points if p.scheduler == "threads"} >= {
+        (threads, barrier) for threads in (1, 2) for barrier in BARRIERS
+    }
+    cut = {(p.batch_chunk, p.sequence_chunk) for p in points}
+    assert {(4, 64), (4, 16), (2, 32), (1, 64), (1, 32)} <= cut
+    assert {p.grain for p in points if p.barrier == "step"} == {"kernel", "segment", "block", "chunk"}
+    assert {p.grain for p in points if p.barrier == "layer"} == {"kernel"}
+    assert {p.threads for p in points if p.scheduler == "sync"} == {1}
+    assert {p.scheduler for p in points} == {"threads", "sync", "local"}
+    for point in [*points, *quick_grid(STUDY, 2)]:
+        assert plan_of_point(replace(MODEL, positions=64), STUDY, point).chunk == (
+            point.batch_chunk,
+            point.sequence_chunk,
+        )
+
+
+def test_chosen_values_are_combined():
+    points = chosen_grid(STUDY, 2, {"threads": [1, 2], "barrier": ["layer", "none"], "grain": ["kernel", "block"]})
+    assert len(points) == 2 * (1 + 2)  # fork-join has one grain
+    assert {(p.scheduler, p.batch_chunk) for p in points} == {("threads", 2)}
+
+
+def test_thread_counts_and_slicings():
+    assert [thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert slicings(StudyConfig(batch_size=3, sequence_length=6)) == [(3, 6), (3, 3), (1, 6), (1, 3)]
+    assert (1, 64) in slicings(StudyConfig(batch_size=12, sequence_length=64))
+
+
+def test_quick_is_small_but_for_what_is_given():
+    from daskgpt.study.__main__ import parser
+
+    model, own = settings(parser().parse_args(["--quick", "--steps", "7", "--channels", "16"]))
+    assert (model.blocks, model.channels, own.steps, own.batch_size, own.repetitions) == (1, 16, 7, 4, 1)
+
+
+def row(point, repetition, value, **found):
+    shared = asdict(MODEL) | {"batch_size": 4, "sequence_length": 64, "precision": "float32", "window": 4, "warmup": 2}
+    numbers = dict.fromkeys(COLUMNS, 0.25) | shared | asdict(point) | {"repetition": repetition, "seed": 0}
+    numbers |= {"step_ms": value, "recorded_ms": value, "critical_path_ms": value / 2, "date": "2020", "cpu": "a cpu"}
+    numbers |= {"forward_ms": value / 4, "backward_ms": value / 2, "update_ms": value / 4, "loss": "1.5", "tasks": 10}
+    return numbers | found
+
+
+def report(folder, rows):
+    folder.mkdir(exist_ok=True)
+    return write_report(folder, "made up", rows).read_text()
+
+
+def test_conclusions_follow_from_the_numbers_whichever_way_round(tmp_path):
+    for name, step, layer, longer in (("a", 10.0, 20.0, "fork-join"), ("b", 30.0, 15.0, "tasks")):
+        text = report(
+            tmp_path / name,
+            [row(replace(BASE, barrier="step"), n, step + n / 10) for n in range(3)]
+            + [row(replace(BASE, barrier="layer", grain="kernel"), n, layer + n / 10) for n in range(3)],
+        )
+        (sentence,) = re.findall(
+            r"On 2 threads, \*\*a step takes ([\d.]+) times as long with ([\w-]+) .* as with", text
+        )
+        assert sentence == ("1.99", longer)
+        assert f"({max(step, layer) + 0.1:.2f} against {min(step, layer) + 0.1:.2f} ms)" in text
+        assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+        assert text.count("Nothing was run for this question.") == 3  # slicing, grain and schedulers
+
+
+def test_what_the_runs_do_not_settle_is_not_concluded(tmp_path):
+    values = {"step": [10.0, 14.0, 18.0], "none": [11.0, 13.0, 17.0]}
+    rows = [row(replace(BASE, barrier=barrier), n, v) for barrier, own in values.items() for n, v in enumerate(own)]
+    text = report(tmp_path / "study", rows)
+    assert (
+        "On 2 threads, the times of a step with tasks (barrier step) and with barrier-free (barrier none) differ by "
+        "less than the runs of each do (14.00 against 13.00 ms, a ratio of 1.08)."
+    ) in text
+    assert "**" not in text
+
+
+def test_speedup_and_efficiency_are_reported_for_every_phase(tmp_path):
+    times = {1: 40.0, 2: 25.0}
+    rows = [row(replace(BASE, barrier="phase", threads=n), 0, ms) for n, ms in times.items()]
+    rows[1]["forward_ms"] = 5.0
+    text = report(tmp_path / "study", rows)
+    assert "**a step takes 1.60 times as long with 1 thread as with 2 threads** (40.00 against 25.00 ms)" in text
+    assert (
+        "The efficiency is 80%; of the phases, forward gains most (2.00 times as fast) and backward least (1.60)"
+        in text
+    )
+    assert "| 2 | 5.00 | 12.50 | 6.25 | 25.00 | 1.60 | 80% |" in text
+
+
+def test_slicings_are_compared_at_the_same_number_of_chunks(tmp_path):
+    times = {(4, 32): 20.0, (2, 64): 10.0, (4, 16): 12.0, (1, 64): 24.0}
+    rows = [row(replace(BASE, batch_chunk=b, sequence_chunk=t), 0, ms) for (b, t), ms in times.items()]
+    text = report(tmp_path / "study", rows)
+    for sentence in (
+        "With 2 chunks, **a step takes 2.00 times as long with slicing by tokens only (4 sequences a chunk) as with "
+        "slicing by sequences too (2 a chunk)** (20.00 against 10.00 ms).",
+        "With 4 chunks, **a step takes 2.00 times as long with slicing by sequences too (1 a chunk) as with "
+        "slicing by tokens only (4 sequences a chunk)** (24.00 against 12.00 ms).",
+        "Of all slicings, 2 chunks of 2 of the 4 sequences take least: 10.00 ms a step.",
+    ):
+        assert sentence in text
+
+
+def test_different_losses_are_reported(tmp_path):
+    rows = [row(BASE, 0, 10.0), row(BASE, 1, 10.0, loss="1.6")]
+    assert "**Runs with the same chunks gave different losses: 2 x 64.**" in report(tmp_path / "study", rows)
+
+
+def test_medians_quartiles_and_ratios():
+    rows = [row(BASE, n, value) for n, value in enumerate([1.0, 2.0, 3.0, 4.0, 10.0])]
+    found = spread(rows, "step_ms")
+    assert found.quartiles == (2.0, 3.0, 4.0)
+    assert found.text() == "3.00 ms (2.00 .. 4.00)"
+    assert spread([row(BASE, 0, 1.0, step_ms=None)], "step_ms") is None
+    times = {1: spread([row(BASE, 0, 30.0)], "step_ms"), 2: spread([row(BASE, 0, 20.0)], "step_ms")}
+    assert speedups(times) == {1: 1.0, 2: 1.5}
+    assert efficiencies(times) == {1: 1.0, 2: 0.75}
+    assert [figure(value) for value in (0.1234, 1.234, 123.4, 12345.6)] == ["0.123", "1.23", "123.4", "12,346"]
+    same = compare("x", [row(BASE, 0, 100.0)], "y", [row(BASE, 0, 104.0)])
+    assert not same.clear
+    assert compare("x", rows, "y", []) is None
+
+
+def test_the_reference_is_the_point_that_most_share_values_with():
+    rows = [row(replace(BASE, grain=grain), 0, 1.0) for grain in ("kernel", "block")]
+    rows += [row(replace(BASE, threads=1), 0, 2.0), row(replace(BASE, barrier="layer", grain="kernel"), 0, 3.0)]
+    view = Rows([*rows, row(replace(BASE, barrier="phase"), 0, 4.0)])
+    assert view.reference == asdict(BASE)
+    assert [own["step_ms"] for own in view.at(barrier="layer")] == [3.0]
+    assert list(view.along("threads")) == [1, 2]
+
+
+def test_a_table_of_another_study_is_refused(tmp_path):
+    path = tmp_path / "results.csv"
+    table = Table(path, MODEL, STUDY)
+    table.add(BASE, 0, {name: value for name, value in row(BASE, 0, 1.5).items() if name not in table.shared})
+    again = Table(path, MODEL, STUDY)
+    assert (BASE, 0) in again
+    assert (BASE, 1) not in again
+    assert (replace(BASE, threads=1), 0) not in again
+    assert again.rows[0]["step_ms"] == 1.5
+    assert again.rows[0]["threads"] == 2
+    message = f"study: a folder must hold one study; got channels=16, and channels=32 in {path}. Give another --out."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Table(path, replace(MODEL, channels=16), STUDY)
+    path.write_text("date,something\n")
+    message = f"study: the table must have the columns of this version; got file={path}. Give another --out."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Table(path, MODEL, STUDY)
+
+
+def test_a_run_that_fails_says_why():
+    order = Order(MODEL, replace(STUDY, sequence_length=16), replace(BASE, batch_chunk=3, sequence_chunk=16))
+    with pytest.raises(
+        RuntimeError, match=r"the run must end; got exit code 1, ValueError: chunk_sizes: batch_chunk must"
+    ):
+        run_one(order)
