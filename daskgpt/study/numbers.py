@@ -57,13 +57,14 @@ class Rows:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.all = list(rows)
-        points = sorted({tuple(row[dial] for dial in DIALS) for row in rows})
+        points: list[tuple[Any, ...]] = sorted({tuple(row[dial] for dial in DIALS) for row in rows})
         counts = [Counter(values) for values in zip(*points)]
 
         def commonness(point: tuple[Any, ...]) -> tuple[int, bool, tuple[Any, ...]]:
             return sum(own[value] for own, value in zip(counts, point)), "step" in point, point
 
-        self.reference: dict[str, Any] = dict(zip(DIALS, max(points, key=commonness)))
+        most_common = max(points, key=commonness)
+        self.reference: dict[str, Any] = dict(zip(DIALS, most_common))
 
     def at(self, **values: Any) -> list[Row]:
         """The rows with these values, and those of the reference for the other dials.
