@@ -166,7 +166,7 @@ def run(
 ) -> Measurement | Comparison:
     """The measurement of a plan, alone or against somebody."""
     name, path = opponent
-    compile_kernels()
+    compile_kernels(plan.precision)
     with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:
         steps = Steps(plan, scheduler, asked.seed)
         if name == "torch":

@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
 
     given_only   the namespace gets only what the user gave: for numbers that override a preset
     """
-    group = parser.add_argument_group(title or (config.__doc__ or "").splitlines()[0])
+    group = parser.add_argument_group(title or (config.__doc__ or "").splitlines()[0].rstrip("."))
     for f in fields(config):
         flag = "--" + f.name.replace("_", "-")
         group.add_argument(

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         print(describe_prediction(predict(plan)))
         return 0
     initial = start_values(plan)
-    compile_kernels()
+    compile_kernels(plan.precision)
     with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:
         print(describe(plan, scheduler), flush=True)
         result = run_plan(plan, scheduler, initial, folder)

@@ -126,7 +126,7 @@ def train(
     data, run = data or DataConfig(), run or RunConfig()
     plan = Plan(config, open_dataset(data), data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
     folder = RunFolder(run.out) if write else None
-    compile_kernels()
+    compile_kernels(plan.precision)
     with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:
         return run_plan(plan, scheduler, start_values(plan, parameters), folder, on_step)
 
@@ -150,11 +150,12 @@ def start_values(plan: Plan, parameters: Mapping[str, np.ndarray] | None = None)
     return initial_parameters(plan.config, plan.run.seed)
 
 
-def compile_kernels() -> None:
+def compile_kernels(precision: str = "float32") -> None:
     """Compile what Numba has not cached yet, and say so: the first start on a machine takes longer."""
-    if not all_cached(np.float32):
+    bfloat16 = precision == "bfloat16"
+    if not all_cached(np.float32, bfloat16):
         print("compiling kernels (first start on this machine, about half a minute) ...", file=sys.stderr, flush=True)
-    compile_all(np.float32)
+    compile_all(np.float32, bfloat16)
 
 
 def run_plan(

@@ -59,7 +59,7 @@ def compare(model: FilePath, debug_state: FilePath, dataflow: DataflowConfig) ->
     chunk = chunk_sizes(DataConfig(batch_size=shape[0], sequence_length=shape[1]), dataflow)
     weights = State.of_weights(parameters, precision)
     wanted = ("logits", "loss", "gradients")
-    compile_all(dtype_of(precision))
+    compile_all(dtype_of(precision), bfloat16=precision == "bfloat16")
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         inference = Inference(config, shape, chunk, weights.layout, wanted, precision)
         found = inference(scheduler, weights, state.tokens, state.targets)

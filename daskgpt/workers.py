@@ -21,7 +21,7 @@ class PrepareWorker(WorkerPlugin):
 
     def setup(self, worker: Any) -> None:
         self.limits = threadpool_limits(limits=1, user_api="blas")
-        compile_all(np.float32)
+        compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
 
     def teardown(self, worker: Any) -> None:

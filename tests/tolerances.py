@@ -19,4 +19,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
     # float32 sums of exact products of bfloat16 numbers, in units of the sum of their magnitudes: 6e-8 an addition,
     # which grows like the root of their number (2,500 at most).
     "bfloat16 sums": {"rtol": 0.0, "atol": 1e-6},
+    # Attention of rounded operands beside its formula, in units of the largest number: p, ds and dy are rounded too,
+    # 2**-9 relative each.
+    "bfloat16 attention": {"rtol": 0.0, "atol": 6e-3},
 }

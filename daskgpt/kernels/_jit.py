@@ -27,6 +27,9 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": S
 _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ANY = "any"
 
+# Kernels that only `--precision bfloat16` needs; they take as long to compile as all others together.
+_BFLOAT16 = ("daskgpt.kernels.matmul.", "daskgpt.kernels.attention_bfloat16.")
+
 KERNELS: list["Kernel"] = []
 
 # Decorators of small functions that kernels include; they are compiled into each kernel that calls them.
@@ -174,15 +177,19 @@ def _all_kernels() -> Iterator[Kernel]:
     yield from KERNELS
 
 
-def compile_all(dtype: Any) -> None:
-    """Compile every kernel for `dtype`, or load it from the cache on disk.
+def _wanted(bfloat16: bool) -> Iterator[Kernel]:
+    return (each for each in _all_kernels() if bfloat16 or not each.name.startswith(_BFLOAT16))
+
+
+def compile_all(dtype: Any, bfloat16: bool = True) -> None:
+    """Compile every kernel for `dtype`, or load it from the cache on disk; those of bfloat16 products only if wanted.
 
     A program calls this once before it starts other processes: they then only read the cache.
     """
-    for each in _all_kernels():
+    for each in _wanted(bfloat16):
         each.compile(each.kind_of(dtype))
 
 
-def all_cached(dtype: Any) -> bool:
-    """Whether the cache on disk holds every kernel for `dtype`, so that compile_all will take little time."""
-    return all(each.is_cached(each.kind_of(dtype)) for each in _all_kernels())
+def all_cached(dtype: Any, bfloat16: bool = True) -> bool:
+    """Whether the cache on disk holds what compile_all would compile, so that it will take little time."""
+    return all(each.is_cached(each.kind_of(dtype)) for each in _wanted(bfloat16))
