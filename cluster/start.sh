@@ -181,6 +181,11 @@ with Client(address, timeout=30) as client:
     wait "$ready" || exit 1
 }
 
+# From the start, so that a signal ends the script in the same way at any time.
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
 read_flags "$@"
 python=$(command -v python || command -v python3) || refuse "Python must be on the PATH; got none. Activate its environment."
 check_python_and_port
@@ -191,9 +196,6 @@ scratch=$(mktemp -d)
 file=${scheduler_file:-$scratch/scheduler.json}
 export DASK_TEMPORARY_DIRECTORY=$scratch
 trap stop EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-trap 'exit 129' HUP
 
 on_loopback || echo "start.sh: whoever reaches $host can run code here; see Safety in cluster/README.md" >&2
 start_scheduler

@@ -100,37 +100,50 @@ def test_nothing_is_recorded_unless_asked_for():
     assert bytes_of((np.zeros(3), (np.zeros(2, np.float32), None))) == 32
 
 
+def seen(barrier, windows, holds):
+    """The first of some timelines for which something holds: on a busy machine two threads may take turns."""
+    for _ in range(20):
+        _, timeline = recorded(barrier, windows, LARGER, SHAPE, (2, 64), grain="segment")
+        if holds(timeline):
+            return timeline
+    raise AssertionError(f"never seen with barrier {barrier}")
+
+
+def together(timeline, differ):
+    """Pairs of events that overlap in time and differ in something."""
+    return [
+        (a, b)
+        for a, b in combinations(timeline.events, 2)
+        if differ(a) != differ(b) and a.start < b.end and b.start < a.end
+    ]
+
+
 def test_barrier_none_runs_two_steps_at_the_same_time():
-    for first in range(0, 40, 4):
-        _, timeline = recorded("none", [tuple(range(first, first + 4))], LARGER, SHAPE, (2, 64))
-        events = {step: [e for e in timeline.events if e.step == step] for step in timeline.steps}
-        assert all(events.values())
-        together = [
-            (a.step, b.step)
-            for one, other in combinations(timeline.steps, 2)
-            for a in events[one]
-            for b in events[other]
-            if a.start < b.end and b.start < a.end
-        ]
-        if together:
-            break
-    assert together
+    timeline = seen("none", [(0, 1, 2, 3)], lambda own: together(own, lambda event: event.step))
+    assert timeline.steps == [0, 1, 2, 3]
     assert summarise(timeline).steps_overlap > 0
+    for a, b in together(timeline, lambda event: event.step):
+        assert a.lane != b.lane
+        assert abs(a.step - b.step) == 1
 
 
-def test_barrier_step_runs_layers_at_the_same_time_and_fork_join_does_not():
-    _, tasks = recorded("step", [(1,), (2,)], LARGER, SHAPE, (2, 64))
-    assert summarise(tasks).overlap > 0
-    assert max(count for _, count in layers_at_once(tasks)) == 2
-    steps = [[event for event in tasks.events if event.step == step] for step in (1, 2)]
-    assert max(event.end for event in steps[0]) <= min(event.start for event in steps[1])
-    _, fork_join = recorded("layer", [(1,), (2,)], LARGER, SHAPE, (2, 64))
-    found = summarise(fork_join)
+def test_barrier_step_runs_layers_at_the_same_time_but_no_steps():
+    timeline = seen("step", [(1,), (2,)], lambda own: together(own, lambda event: event.stage))
+    assert summarise(timeline).overlap > 0
+    assert max(count for _, count in layers_at_once(timeline)) == 2
+    assert not together(timeline, lambda event: event.step)
+
+
+def test_fork_join_runs_one_layer_at_a_time():
+    _, timeline = recorded("layer", [(1,), (2,)], LARGER, SHAPE, (2, 64))
+    found = summarise(timeline)
     assert found.overlap == 0
     assert found.steps_overlap == 0
-    assert max(count for _, count in layers_at_once(fork_join)) == 1
+    assert max(count for _, count in layers_at_once(timeline)) == 1
+    assert not together(timeline, lambda event: event.stage)
     assert set(found.phases) == {"forward", "backward", "update"}
-    assert sum(found.phases.values()) == pytest.approx(found.wall, rel=0.2)
+    assert sum(found.phases.values()) <= found.wall
+    assert all(seconds > 0 for seconds in found.phases.values())
 
 
 def test_a_cluster_records_in_its_workers_on_one_clock():

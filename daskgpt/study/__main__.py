@@ -42,7 +42,9 @@ def parser() -> Parser:
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--quick", action="store_true", help="a very small model, few points, one repetition")
     flags.add_argument(
-        "--timelines", action="store_true", help="write a timeline of each barrier instead, at grain kernel"
+        "--timelines",
+        action="store_true",
+        help="write a timeline of each barrier instead, in chunks of a quarter of the sequences",
     )
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for dial in DIALS:

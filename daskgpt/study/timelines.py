@@ -14,12 +14,13 @@ from daskgpt.timeline import StepRecorder, describe_summary, summarise, write_ti
 def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list[Path]:
     """FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has; return the pages.
 
-    A chunk holds one sequence of four, so that there is something to overlap; a task is one kernel, as fork-join needs.
+    A chunk holds a quarter of the sequences, so that there is something to overlap. A task is what one chunk does
+    between two gathers, for fork-join one kernel.
     """
     chunk = max(study.batch_size // 4, 1)
     pages = []
     for barrier in BARRIERS:
-        point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "kernel")
+        point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "segment").runnable()
         plan = plan_of_point(model, study, point)
         with open_scheduler("threads", point.threads) as scheduler:
             steps = Steps(plan, scheduler, study.seed)
