@@ -12,7 +12,7 @@ import numpy as np
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 CUT = "bt"
-ROWS_ELEMENTS = 384 * 1024  # of a gradient that is summed at a time: 1.5 MiB of float32, in the second cache
+ROWS_ELEMENTS = 768 * 1024  # of a gradient that is summed at a time: 3 MiB of float32, in the last cache
 
 
 class KernelCall:
@@ -69,11 +69,10 @@ class ChunkSum(KernelCall):
         return [parts, *chunks[len(self.inputs) :]]
 
     def run(self, parts: Sequence[Sequence[Any]], start: np.ndarray | None = None) -> np.ndarray:
-        if len(self.shape) < 2:
-            return self.rows(parts, start, *self.blocks()[0])
-        total = np.empty(self.shape, self.dtype)
+        total = np.empty(self.shape, self.dtype) if start is None else start.copy()
         for first, last in self.blocks():
-            total[first:last] = self.rows(parts, None if start is None else start[first:last], first, last)
+            rows = total[first:last] if len(self.shape) > 1 else total
+            self.add(parts, rows, first, last, started=start is not None)
         return total
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -85,21 +84,16 @@ class ChunkSum(KernelCall):
         rows = max(ROWS_ELEMENTS // self.shape[1] // 64, 1) * 64
         return [(first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows)]
 
-    def rows(
-        self, parts: Sequence[Sequence[Any]], start: np.ndarray | None, first: int, last: int, *, owned: bool = False
-    ) -> np.ndarray:
-        """Rows first .. last of the sum over all chunks (of a vector: all of it), going on from `start`.
+    def add(
+        self, parts: Sequence[Sequence[Any]], total: np.ndarray, first: int, last: int, *, started: bool
+    ) -> None:
+        """Sum rows first .. last over all chunks into `total` (of a vector: all of it).
 
-        A start belongs to the task that made it and may be asked for again: it is not written unless `owned`.
+        started   whether total holds a sum to go on from; else what it holds does not matter
         """
-        options = self.options
-        shape = self.shape
-        if len(shape) > 1:
-            options, shape = options | {"first_row": first}, (last - first, *shape[1:])
-        total = np.empty(shape, self.dtype) if start is None else start if owned else start.copy()
+        options = self.options | {"first_row": first} if len(self.shape) > 1 else self.options
         for number, arguments in enumerate(parts):
-            self.kernel(*arguments, total=total, accumulate=start is not None or number > 0, **options)
-        return total
+            self.kernel(*arguments, total=total, accumulate=started or number > 0, **options)
 
     def _counts(self, chunks: Sequence[Any]) -> dict[str, int]:
         """How many chunks each summed axis has."""

@@ -159,7 +159,9 @@ class DataflowConfig:
     """How a step is cut into tasks and who runs them. None of it but the chunks changes a bit of the result."""
 
     batch_chunk: int = setting(0, "sequences in a chunk; divides the batch size; 0 = half of it, where that is whole")
-    sequence_chunk: int = setting(0, "tokens of each sequence in a chunk; divides the sequence length; 0 = all of them")
+    sequence_chunk: int = setting(
+        0, "tokens of each sequence in a chunk; divides the sequence length; 0 = all, or half if the batch is not cut"
+    )
     scheduler: str = setting(
         "threads", "sync, threads, local (a cluster here), tcp://host:port, or file:scheduler.json"
     )
@@ -237,7 +239,8 @@ def chunk_sizes(data: DataConfig, dataflow: DataflowConfig) -> tuple[int, int]:
     """
     batch, sequence = data.batch_size, data.sequence_length
     batch_chunk = dataflow.batch_chunk or (batch // 2 if batch % 2 == 0 else batch)
-    sequence_chunk = dataflow.sequence_chunk or sequence
+    uncut = batch_chunk == batch and sequence % 2 == 0
+    sequence_chunk = dataflow.sequence_chunk or (sequence // 2 if uncut else sequence)
     for name, whole_name, part, whole in (
         ("batch_chunk", "batch_size", batch_chunk, batch),
         ("sequence_chunk", "sequence_length", sequence_chunk, sequence),

@@ -200,7 +200,8 @@ class Trial:
             return lambda *arguments: StandIn(self.account, name, function.shape, function.dtype)
         if isinstance(function, RowSum):
             rows = function.blocks[-1][1] - function.blocks[0][0]
-            return lambda *arguments: self._gradient_rows(function.call, rows)
+            # A sum that goes on from another one is made in its rows.
+            return lambda parts, start=None: start or self._gradient_rows(function.call, rows)
         if isinstance(function, RowUpdate):
             return lambda *arguments: self._update(function)
         return lambda *arguments: self._results(call.key, function, arguments)

@@ -23,7 +23,7 @@ from daskgpt.kernels.matmul import Unit, unit
 from daskgpt.parameters import initial_parameters, parameter_count
 from daskgpt.run_folder import RunFolder, load
 from daskgpt.schedulers import open_scheduler
-from daskgpt.step import Batch, Inference, State, TrainingStep
+from daskgpt.step import MERGED_GRAINS, Batch, Inference, State, TrainingStep
 from daskgpt.timeline import StepRecorder, check_timeline_path, describe_summary, summarise, write_timeline
 
 LEAST_CHANNELS = 256  # from which on tiles gain more than rounding and packing cost
@@ -258,12 +258,15 @@ def choose_precision(wanted: str, channels: int) -> tuple[str, str]:
 
 
 def training_step(plan: Plan, scheduler: Runs) -> TrainingStep:
-    """The step of a plan. With grain auto it starts as single kernels, to be measured, where that can change later."""
+    """The step of a plan. With grain auto it starts with the finest one that may be chosen, to be measured."""
     grain, barrier = plan.dataflow.grain, plan.dataflow.barrier
     if grain == "auto":
         # A cluster's task costs milliseconds, whatever the kernels do: there the tasks are large from the start.
         # Fork-join means a wait after each layer, which a task of several layers would hide.
-        grain = "kernel" if scheduler.in_place or barrier == "layer" else "block"
+        if barrier == "layer":
+            grain = "kernel"
+        else:
+            grain = MERGED_GRAINS[0] if scheduler.in_place else "block"
     return TrainingStep(
         plan.config,
         plan.batch_shape,

@@ -40,7 +40,7 @@ class InPlace:
 
 
 class RowSum:
-    """Some rows of a sum over some chunks, in a task of their own; what it starts from are the same rows.
+    """Some rows of a sum over some chunks, in a task of their own; it goes on in the rows that it starts from.
 
     counts   how many arguments belong to each chunk
     """
@@ -59,10 +59,9 @@ class RowSum:
 
     def run(self, parts: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
         base, end = self.blocks[0][0], self.blocks[-1][1]
-        total = np.empty((end - base, *self.call.shape[1:]), self.call.dtype)
+        total = np.empty((end - base, *self.call.shape[1:]), self.call.dtype) if start is None else start
         for first, last in self.blocks:
-            own = slice(first - base, last - base)
-            total[own] = self.call.rows(parts, None if start is None else start[own], first, last)
+            self.call.add(parts, total[first - base : last - base], first, last, started=start is not None)
         return total
 
 
@@ -109,10 +108,10 @@ class RowUpdate:
             return
         *tensors, hyper = state
         for first, last in self.blocks:
-            gradient = start[0][first - base : last - base] if start else None
-            for number, (call, own) in enumerate(zip(self.sums, parts)):
-                gradient = call.rows(own, gradient, first, last, owned=number > 0)
             weight, m, v = (tensor[first:last] for tensor in tensors)
+            gradient = start[0][first - base : last - base] if start else np.empty(m.shape, m.dtype)
+            for number, (call, own) in enumerate(zip(self.sums, parts)):
+                call.add(own, gradient, first, last, started=bool(start) or number > 0)
             self.kernel(weight, gradient, m, v, hyper, **self.options)
 
 
