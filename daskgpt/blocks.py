@@ -84,9 +84,7 @@ class ChunkSum(KernelCall):
         rows = max(ROWS_ELEMENTS // self.shape[1] // 64, 1) * 64
         return [(first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows)]
 
-    def add(
-        self, parts: Sequence[Sequence[Any]], total: np.ndarray, first: int, last: int, *, started: bool
-    ) -> None:
+    def add(self, parts: Sequence[Sequence[Any]], total: np.ndarray, first: int, last: int, *, started: bool) -> None:
         """Sum rows first .. last over all chunks into `total` (of a vector: all of it).
 
         started   whether total holds a sum to go on from; else what it holds does not matter

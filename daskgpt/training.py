@@ -19,14 +19,14 @@ from daskgpt.data.dataset import Dataset, batch, load_dataset, validation_batche
 from daskgpt.graph.replay import Runs
 from daskgpt.graph.spans import recorded_spans
 from daskgpt.kernels._jit import all_cached, compile_all
-from daskgpt.kernels.matmul import Unit, unit
+from daskgpt.kernels.matmul import outruns_float32, unit
 from daskgpt.parameters import initial_parameters, parameter_count
 from daskgpt.run_folder import RunFolder, load
 from daskgpt.schedulers import open_scheduler
 from daskgpt.step import MERGED_GRAINS, Batch, Inference, State, TrainingStep
 from daskgpt.timeline import StepRecorder, check_timeline_path, describe_summary, summarise, write_timeline
 
-LEAST_CHANNELS = 256  # from which on tiles gain more than rounding and packing cost
+LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
 
 
 @dataclass
@@ -250,11 +250,11 @@ def choose_precision(wanted: str, channels: int) -> tuple[str, str]:
     name = unit().name.lower()
     if wanted == "bfloat16":
         return wanted, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
-    if unit() is Unit.AMX and channels >= LEAST_CHANNELS:
-        return "bfloat16", f"auto: {name} multiplies it several times faster than float32"
-    if unit() is Unit.AMX:
+    if not outruns_float32(unit()):
+        return "float32", f"auto: products of bfloat16 ({name}) would not be faster on this processor"
+    if channels < LEAST_CHANNELS:
         return "float32", f"auto: with {channels} channels (below {LEAST_CHANNELS}) bfloat16 would gain little"
-    return "float32", f"auto: this processor has no tile unit ({name}), bfloat16 would not be faster"
+    return "bfloat16", f"auto: {name} multiplies it faster than float32"
 
 
 def training_step(plan: Plan, scheduler: Runs) -> TrainingStep:

@@ -17,8 +17,7 @@ from tolerances import TOLERANCES
 from daskgpt.config import OptimizerConfig
 from daskgpt.kernels import bfloat16, linear
 from daskgpt.kernels.bfloat16 import TrainedWeight
-from daskgpt.kernels.matmul import pack_weight, works
-from daskgpt.kernels.matmul.units import Unit
+from daskgpt.kernels.matmul import Unit, outruns_float32, pack_weight, unit, works
 from daskgpt.schedulers import open_scheduler
 from daskgpt.step import TrainingStep, held
 from daskgpt.training import choose_precision
@@ -101,5 +100,14 @@ def test_auto_says_what_it_picked_and_why():
     assert choose_precision("float32", 768) == ("float32", "products in float32")
     for channels in (128, 768):
         picked, why = choose_precision("auto", channels)
-        assert picked == ("bfloat16" if works(Unit.AMX) and channels >= 256 else "float32")
+        assert picked == ("bfloat16" if outruns_float32(unit()) and channels >= 256 else "float32")
         assert why.startswith("auto: ")
+
+
+@pytest.mark.parametrize(
+    ("processor", "fast"),
+    [("znver4", {Unit.AVX512, Unit.AMX}), ("sapphirerapids", {Unit.AMX})],
+)
+def test_which_units_outrun_float32_on_which_processors(monkeypatch, processor, fast):
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: processor)
+    assert {each for each in Unit if outruns_float32(each)} == fast

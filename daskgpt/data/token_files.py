@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 import numpy as np
 
 from daskgpt.config import require
 from daskgpt.data.paths import matching_files
+from daskgpt.files import replacing
 
 MAGIC = 20240520
 VERSION = 1
@@ -28,22 +28,11 @@ def write_tokens(path: str | os.PathLike[str], tokens: np.ndarray) -> None:
     """
     tokens = np.asarray(tokens)
     _check_writable(tokens)
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"write_tokens: the folder must exist; got path={target}. Make {target.parent} first.")
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, tokens.size
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(header.data)
-            file.write(np.ascontiguousarray(tokens, "<u2").data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path, "write_tokens") as file:
+        file.write(header.data)
+        file.write(np.ascontiguousarray(tokens, "<u2").data)
 
 
 def _check_writable(tokens: np.ndarray) -> None:

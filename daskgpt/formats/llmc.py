@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,6 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from daskgpt.config import GPT2Config, require
+from daskgpt.files import replacing
 from daskgpt.parameters import check_parameters, parameter_shapes
 
 HEADER_BYTES = 256 * 4
@@ -99,7 +97,7 @@ def write_model(
     )
     check_parameters(config, parameters)
     _check_dtypes(where, parameters, np.float32)
-    with _replacing(path, where) as file:
+    with replacing(path, where) as file:
         _write_header(file, [MODEL_MAGIC, version, *_sizes_of(config)])
         _write_tensors(file, config, parameters, version)
 
@@ -160,7 +158,7 @@ def write_debug_state(path: FilePath, config: GPT2Config, state: DebugState) -> 
     check_parameters(config, state.gradients)
     _check_dtypes(where, {"tokens": state.tokens, "targets": state.targets}, np.int32)
     _check_dtypes(where, {"logits": state.logits, **state.gradients}, np.float32)
-    with _replacing(path, where) as file:
+    with replacing(path, where) as file:
         _write_header(file, [DEBUG_STATE_MAGIC, DEBUG_STATE_VERSION, *shape])
         for values in (state.tokens, state.targets, state.logits, np.array([state.loss], np.float32)):
             _write(file, values)
@@ -307,22 +305,3 @@ def _write(file: BinaryIO, values: np.ndarray) -> None:
 def _write_tensors(file: BinaryIO, config: GPT2Config, tensors: dict[str, np.ndarray], version: int) -> None:
     for name in parameter_shapes(config):
         _write(file, to_bfloat16(tensors[name]) if version == BFLOAT16_VERSION else tensors[name])
-
-
-@contextmanager
-def _replacing(path: FilePath, where: str) -> Iterator[BinaryIO]:
-    """A file under a temporary name in the same folder, which takes the final name when all of it is on the disk."""
-    target = Path(path)
-    require(not target.is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{where}: the folder must exist; got path={path}. Make {target.parent} first.")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

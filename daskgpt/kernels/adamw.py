@@ -15,12 +15,12 @@ _PIECE = 1024
 
 # Exact, so that the step in place has the bits of the step into new arrays.
 @exact_helper
-def _new_moment(moment, value, beta, keep):
+def next_moment(moment, value, beta, keep):
     return beta * moment + keep * value
 
 
 @exact_helper
-def _new_weight(weight, m, v, rate, m_scale, v_scale, eps, decay):
+def next_weight(weight, m, v, rate, m_scale, v_scale, eps, decay):
     return weight - rate * (m * m_scale / (math.sqrt(v * v_scale) + eps) + decay * weight)
 
 
@@ -33,24 +33,24 @@ def _adamw(
         w, g, m0, v0 = weight[piece], gradient[piece], m[piece], v[piece]
         w1, m1, v1 = new_weight[piece], new_m[piece], new_v[piece]
         for i in range(w.size):
-            m1[i] = _new_moment(m0[i], g[i], beta1, keep1)
+            m1[i] = next_moment(m0[i], g[i], beta1, keep1)
         for i in range(w.size):
-            v1[i] = _new_moment(v0[i], g[i] * g[i], beta2, keep2)
+            v1[i] = next_moment(v0[i], g[i] * g[i], beta2, keep2)
         for i in range(w.size):
-            w1[i] = _new_weight(w[i], m1[i], v1[i], rate, m_scale, v_scale, eps, decay)
+            w1[i] = next_weight(w[i], m1[i], v1[i], rate, m_scale, v_scale, eps, decay)
 
 
 @kernel("w1 r1 w1 w1 f f f f f f f f f")
 def _adamw_inplace(weight, gradient, m, v, rate, m_scale, v_scale, beta1, keep1, beta2, keep2, eps, decay):
     for i in range(weight.size):
-        new_m = _new_moment(m[i], gradient[i], beta1, keep1)
-        new_v = _new_moment(v[i], gradient[i] * gradient[i], beta2, keep2)
+        new_m = next_moment(m[i], gradient[i], beta1, keep1)
+        new_v = next_moment(v[i], gradient[i] * gradient[i], beta2, keep2)
         m[i] = new_m
         v[i] = new_v
-        weight[i] = _new_weight(weight[i], new_m, new_v, rate, m_scale, v_scale, eps, decay)
+        weight[i] = next_weight(weight[i], new_m, new_v, rate, m_scale, v_scale, eps, decay)
 
 
-def _scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+def step_scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
     check_shape("adamw", "hyper", hyper, (3,))
     rate, correction1, correction2 = hyper.tolist()
     return rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
@@ -87,7 +87,7 @@ def adamw(
     """
     for name, array in (("gradient", gradient), ("m", m), ("v", v)):
         check_shape("adamw", name, array, weight.shape)
-    scalars = _scalars(hyper, beta1, beta2, eps, weight_decay)
+    scalars = step_scalars(hyper, beta1, beta2, eps, weight_decay)
     new = np.empty(weight.shape, weight.dtype), np.empty(m.shape, m.dtype), np.empty(v.shape, v.dtype)
     _adamw(_flat(weight), _flat(gradient), _flat(m), _flat(v), *(array.reshape(-1) for array in new), *scalars)
     return new
@@ -115,6 +115,6 @@ def adamw_inplace(
     check_shape("adamw_inplace", "gradient", gradient, weight.shape)
     for name, array in (("weight", weight), ("m", m), ("v", v)):
         check_output("adamw_inplace", name, array, weight.shape, weight.dtype)
-    scalars = _scalars(hyper, beta1, beta2, eps, weight_decay)
+    scalars = step_scalars(hyper, beta1, beta2, eps, weight_decay)
     _adamw_inplace(weight.reshape(-1), _flat(gradient), m.reshape(-1), v.reshape(-1), *scalars)
     return weight, m, v

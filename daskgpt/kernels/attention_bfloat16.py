@@ -26,16 +26,16 @@ from daskgpt.kernels.matmul._tiles import BLOCK, ROW, STEP, TILE, close_unit, mu
 from daskgpt.kernels.matmul._vectors import (
     BITS,
     REALS,
-    _mask,
-    _operation,
-    _round,
-    _store_pairs,
+    columns_below,
     copy_row,
     load,
+    operation,
     read_real,
+    round_bits,
     splat,
     spread,
     store,
+    store_pairs,
     transpose_tile,
     write_real,
 )
@@ -98,7 +98,7 @@ def _spread_real(builder, value):
 
 
 def _rounded(builder, reals):
-    return _round(builder, builder.bitcast(reals, BITS))
+    return round_bits(builder, builder.bitcast(reals, BITS))
 
 
 @intrinsic
@@ -109,11 +109,11 @@ def _raise_columns(typing_context, tops, scores, count):
         top = load(builder, tops, 0, REALS)
         for first in _PARTS:
             score = load(builder, scores, first * 4, REALS)
-            above = builder.and_(builder.fcmp_ordered(">", score, top), _mask(builder, count, first))
+            above = builder.and_(builder.fcmp_ordered(">", score, top), columns_below(builder, count, first))
             top = builder.select(above, score, top)
         store(builder, top, tops, 0)
 
-    return _operation(build, 3)
+    return operation(build, 3)
 
 
 def _reduction(name, arguments):
@@ -150,7 +150,7 @@ def _exponentials(typing_context, scores, target, totals, count, scale, top):
         total = load(builder, totals, 0, REALS)
         for first in _PARTS:
             p = _exp(builder, _product_sum(builder, load(builder, scores, first * 4, REALS), scale, below))
-            p = builder.select(_mask(builder, count, first), p, _constant(0))
+            p = builder.select(columns_below(builder, count, first), p, _constant(0))
             total = builder.fadd(total, p, flags=_FLAGS)
             store(builder, _rounded(builder, p), target, first * 2)
         store(builder, total, totals, 0)
@@ -167,7 +167,7 @@ def _key_gradients(builder, place, first, hidden, scale):
     delta = load(builder, deltas, first * 4, REALS)
     centred = builder.fsub(load(builder, gradients, first * 4, REALS), delta, flags=_FLAGS)
     gradient = builder.fmul(builder.fmul(p, scale, flags=_FLAGS), centred, flags=_FLAGS)
-    mask = _mask(builder, hidden, first)
+    mask = columns_below(builder, hidden, first)
     return [_rounded(builder, builder.select(mask, _constant(0), value)) for value in (p, gradient)]
 
 
@@ -191,7 +191,7 @@ def _score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds
                 store(builder, probability, p, across)
                 store(builder, gradient, ds, across)
                 both.append(gradient)
-            _store_pairs(builder, both[0], both[1], builder.add(pairs, ir.Constant(whole, first // 16 * TILE)))
+            store_pairs(builder, both[0], both[1], builder.add(pairs, ir.Constant(whole, first // 16 * TILE)))
         return context.get_dummy_value()
 
     return types.void(*[_int] * 8, _real), generate

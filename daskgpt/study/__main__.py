@@ -49,7 +49,8 @@ def parser() -> Parser:
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for dial in DIALS:
         kind = int if Point.__annotations__[dial] == "int" else str
-        lists.add_argument(f"--{dial.replace('_', '-')}", type=_list_of(kind), metavar="LIST", help=f"{dial}s")
+        flag = f"--{dial.replace('_', '-')}"
+        lists.add_argument(flag, type=_list_of(kind), metavar="LIST", help=f"values of daskgpt.train's {flag}")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
     add_flags(flags, StudyConfig)
     return flags

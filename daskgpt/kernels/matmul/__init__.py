@@ -7,7 +7,7 @@ or the environment variable DASKGPT_MATMUL (amx, avx512 or portable). bfloat16 a
 from daskgpt.kernels.matmul.bfloat16 import from_bfloat16, to_bfloat16
 from daskgpt.kernels.matmul.gradient import backward_bias, backward_weight
 from daskgpt.kernels.matmul.linear import backward_x, forward, forward_gelu
-from daskgpt.kernels.matmul.units import Unit, unit, works
+from daskgpt.kernels.matmul.units import Unit, outruns_float32, unit, works
 from daskgpt.kernels.matmul.update import update_weight
 from daskgpt.kernels.matmul.weights import PackedWeight, pack_weight
 
@@ -20,6 +20,7 @@ __all__ = [
     "forward",
     "forward_gelu",
     "from_bfloat16",
+    "outruns_float32",
     "pack_weight",
     "to_bfloat16",
     "unit",

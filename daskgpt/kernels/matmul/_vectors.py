@@ -51,7 +51,7 @@ def store(builder, value, address, offset):
     builder.store(value, at(builder, address, offset, value.type), align=2)
 
 
-def _mask(builder, count, first):
+def columns_below(builder, count, first):
     """Which of the columns first .. first + 15 are below count."""
     limits = spread(builder, builder.trunc(count, _I32))
     return builder.icmp_signed("<", ir.Constant(BITS, [first + column for column in range(_WIDTH)]), limits)
@@ -81,7 +81,7 @@ def _round_by_integers(builder, bits):
     return builder.trunc(builder.lshr(rounded, splat(16)), HALVES)
 
 
-def _round(builder, bits):
+def round_bits(builder, bits):
     """16 float32 numbers, given as their bits, rounded to bfloat16.
 
     The processor's own instruction turns subnormal numbers into zeros; the products would read them as zeros anyway.
@@ -97,7 +97,7 @@ def _widen(builder, halves):
     return builder.shl(builder.zext(halves, BITS), splat(16))
 
 
-def _operation(build, arguments):
+def operation(build, arguments):
     """An intrinsic of `arguments` whole numbers that returns nothing; `build` writes its code."""
 
     def generate(context, builder, signature, values):
@@ -113,7 +113,7 @@ def _convert(builder, count, convert, source, source_kind, target):
         with whole:
             store(builder, convert(builder, load(builder, source, 0, source_kind)), target, 0)
         with rest:
-            mask = _mask(builder, count, 0)
+            mask = columns_below(builder, count, 0)
             _store_masked(
                 builder, convert(builder, _load_masked(builder, source, 0, source_kind, mask)), target, 0, mask
             )
@@ -126,7 +126,7 @@ def round_exactly(typing_context, source, target, count):
     def build(builder, source, target, count):
         _convert(builder, count, _round_by_integers, source, BITS, target)
 
-    return _operation(build, 3)
+    return operation(build, 3)
 
 
 @intrinsic
@@ -136,60 +136,73 @@ def widen(typing_context, source, target, count):
     def build(builder, source, target, count):
         _convert(builder, count, _widen, source, HALVES, target)
 
-    return _operation(build, 3)
+    return operation(build, 3)
+
+
+def _rounded(builder, source, first, count):
+    """Numbers first .. first + 15 of `count` float32 numbers, rounded to bfloat16."""
+    return round_bits(builder, _load_masked(builder, source, first * 4, BITS, columns_below(builder, count, first)))
+
+
+def _halves(builder, source, first, count):
+    """The same of bfloat16 numbers."""
+    return _load_masked(builder, source, first * 2, HALVES, columns_below(builder, count, first))
+
+
+def _reals(builder, source, first, count):
+    """Numbers first .. first + 15 of `count` float32 numbers."""
+    return _load_masked(builder, source, first * 4, REALS, columns_below(builder, count, first))
+
+
+def _widened(builder, source, first, count):
+    """The same of bfloat16 numbers, as float32."""
+    return builder.bitcast(_widen(builder, _halves(builder, source, first, count)), REALS)
+
+
+def _copy_columns(read):
+    def build(builder, source, target, count):
+        for first in _PARTS:
+            store(builder, read(builder, source, first, count), target, first * 2)
+
+    return operation(build, 3)
 
 
 @intrinsic
 def round_columns(typing_context, source, target, count):
     """32 bfloat16 numbers at target = `count` float32 numbers at source, then zeros."""
-
-    def build(builder, source, target, count):
-        for first in _PARTS:
-            bits = _load_masked(builder, source, first * 4, BITS, _mask(builder, count, first))
-            store(builder, _round(builder, bits), target, first * 2)
-
-    return _operation(build, 3)
+    return _copy_columns(_rounded)
 
 
 @intrinsic
 def copy_columns(typing_context, source, target, count):
     """32 bfloat16 numbers at target = `count` bfloat16 numbers at source, then zeros."""
-
-    def build(builder, source, target, count):
-        for first in _PARTS:
-            halves = _load_masked(builder, source, first * 2, HALVES, _mask(builder, count, first))
-            store(builder, halves, target, first * 2)
-
-    return _operation(build, 3)
+    return _copy_columns(_halves)
 
 
-def _store_pairs(builder, upper, lower, target):
+def store_pairs(builder, upper, lower, target):
+    """16 pairs of bfloat16 numbers at target, those of `upper` before those of `lower`."""
     upper, lower = builder.zext(upper, BITS), builder.zext(lower, BITS)
     store(builder, builder.or_(upper, builder.shl(lower, splat(16))), target, 0)
+
+
+def _pair(read):
+    def build(builder, upper, lower, target, upper_count, lower_count):
+        first, second = read(builder, upper, 0, upper_count), read(builder, lower, 0, lower_count)
+        store_pairs(builder, first, second, target)
+
+    return operation(build, 5)
 
 
 @intrinsic
 def pair_rounded(typing_context, upper, lower, target, upper_count, lower_count):
     """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
-
-    def build(builder, upper, lower, target, upper_count, lower_count):
-        first = _load_masked(builder, upper, 0, BITS, _mask(builder, upper_count, 0))
-        second = _load_masked(builder, lower, 0, BITS, _mask(builder, lower_count, 0))
-        _store_pairs(builder, _round(builder, first), _round(builder, second), target)
-
-    return _operation(build, 5)
+    return _pair(_rounded)
 
 
 @intrinsic
 def pair_columns(typing_context, upper, lower, target, upper_count, lower_count):
     """The same from two rows that are bfloat16 already."""
-
-    def build(builder, upper, lower, target, upper_count, lower_count):
-        first = _load_masked(builder, upper, 0, HALVES, _mask(builder, upper_count, 0))
-        second = _load_masked(builder, lower, 0, HALVES, _mask(builder, lower_count, 0))
-        _store_pairs(builder, first, second, target)
-
-    return _operation(build, 5)
+    return _pair(_halves)
 
 
 @intrinsic
@@ -213,34 +226,28 @@ def transpose_tile(typing_context, tile):
         for row, value in enumerate(rows):
             store(builder, value, tile, 64 * row)
 
-    return _operation(build, 1)
+    return operation(build, 1)
 
 
-def _add(builder, total, added, first):
-    store(builder, builder.fadd(load(builder, total, first * 4, REALS), added), total, first * 4)
+def _add_columns(read):
+    def build(builder, total, source, count):
+        for first in _PARTS:
+            added = builder.fadd(load(builder, total, first * 4, REALS), read(builder, source, first, count))
+            store(builder, added, total, first * 4)
+
+    return operation(build, 3)
 
 
 @intrinsic
 def add_columns(typing_context, total, source, count):
     """32 float32 numbers at total += `count` float32 numbers at source."""
-
-    def build(builder, total, source, count):
-        for first in _PARTS:
-            _add(builder, total, _load_masked(builder, source, first * 4, REALS, _mask(builder, count, first)), first)
-
-    return _operation(build, 3)
+    return _add_columns(_reals)
 
 
 @intrinsic
 def add_widened(typing_context, total, source, count):
     """32 float32 numbers at total += `count` bfloat16 numbers at source."""
-
-    def build(builder, total, source, count):
-        for first in _PARTS:
-            halves = _load_masked(builder, source, first * 2, HALVES, _mask(builder, count, first))
-            _add(builder, total, builder.bitcast(_widen(builder, halves), REALS), first)
-
-    return _operation(build, 3)
+    return _add_columns(_widened)
 
 
 @intrinsic
@@ -250,10 +257,14 @@ def store_columns(typing_context, source, target, count):
     def build(builder, source, target, count):
         for first in _PARTS:
             _store_masked(
-                builder, load(builder, source, first * 4, REALS), target, first * 4, _mask(builder, count, first)
+                builder,
+                load(builder, source, first * 4, REALS),
+                target,
+                first * 4,
+                columns_below(builder, count, first),
             )
 
-    return _operation(build, 3)
+    return operation(build, 3)
 
 
 @intrinsic
@@ -262,10 +273,10 @@ def store_rounded(typing_context, source, target, count):
 
     def build(builder, source, target, count):
         for first in _PARTS:
-            halves = _round(builder, load(builder, source, first * 4, BITS))
-            _store_masked(builder, halves, target, first * 2, _mask(builder, count, first))
+            halves = round_bits(builder, load(builder, source, first * 4, BITS))
+            _store_masked(builder, halves, target, first * 2, columns_below(builder, count, first))
 
-    return _operation(build, 3)
+    return operation(build, 3)
 
 
 @intrinsic
@@ -277,10 +288,10 @@ def copy_row(typing_context, source, target, count):
             place = builder.shl(loop.index, ir.Constant(_I64, 6))
             store(builder, load(builder, source, place, REALS), target, place)
         rest = builder.and_(count, ir.Constant(_I64, 15))
-        place, mask = builder.shl(builder.sub(count, rest), ir.Constant(_I64, 2)), _mask(builder, rest, 0)
+        place, mask = builder.shl(builder.sub(count, rest), ir.Constant(_I64, 2)), columns_below(builder, rest, 0)
         _store_masked(builder, _load_masked(builder, source, place, REALS, mask), target, place, mask)
 
-    return _operation(build, 3)
+    return operation(build, 3)
 
 
 @intrinsic

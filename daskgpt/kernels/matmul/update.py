@@ -7,7 +7,7 @@ import numpy as np
 
 from daskgpt.kernels._arrays import check_output, check_shape
 from daskgpt.kernels._jit import helper, kernel, wide_vectors
-from daskgpt.kernels.adamw import _new_moment, _new_weight, _scalars, adamw_inplace
+from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_scalars
 from daskgpt.kernels.blas import address_of
 from daskgpt.kernels.matmul._operands import NOTHING, ceiling, check_float32, operand, words
 from daskgpt.kernels.matmul._pack import pack_pairs, pack_weight_rows
@@ -76,11 +76,11 @@ def _step(weight, gradient, m, v, channels, scalars):
     eps, decay = read_real(scalars, 7), read_real(scalars, 8)
     for i in range(channels):
         g = read_real(gradient, i)
-        new_m = _new_moment(read_real(m, i), g, beta1, keep1)
-        new_v = _new_moment(read_real(v, i), g * g, beta2, keep2)
+        new_m = next_moment(read_real(m, i), g, beta1, keep1)
+        new_v = next_moment(read_real(v, i), g * g, beta2, keep2)
         write_real(m, i, new_m)
         write_real(v, i, new_v)
-        write_real(weight, i, _new_weight(read_real(weight, i), new_m, new_v, rate, m_scale, v_scale, eps, decay))
+        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rate, m_scale, v_scale, eps, decay))
 
 
 @kernel("h1 H1 H1 H1 h1 H1 H1 h1 h1 n n n n n n n n n n n n n")
@@ -173,7 +173,7 @@ def _in_one_pass(where, dys, xs, weight, m, v, packed, hyper, gradient, first, l
     left, right, sums = scratch(
         block_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, block_rows * sums_step
     )
-    scalars = np.array(_scalars(hyper, **options), FLOAT32)
+    scalars = np.array(step_scalars(hyper, **options), FLOAT32)
     _update(
         words(table), words(weight), words(m), words(v),
         NOTHING if gradient is None else words(np.ascontiguousarray(gradient)), packed.forward, packed.backward,
