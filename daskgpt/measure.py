@@ -18,7 +18,6 @@ from daskgpt.graph.replay import Runs
 from daskgpt.graph.spans import RECORDER, Span
 from daskgpt.grouping import layer_of
 from daskgpt.parameters import PARAMETERS, initial_parameters, parameter_count
-from daskgpt.schedulers import usable_cores
 from daskgpt.training import Plan, run_steps, training_step
 
 PASSES = ("forward", "backward", "update")
@@ -133,7 +132,7 @@ class Steps:
 def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
     """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
     plan, scheduler = steps.plan, steps.scheduler
-    threads = threads_of(plan, scheduler)
+    threads = scheduler.threads
     steps.run(warmup)
     steps.reset_peak()
     step = Spread.of(steps.run(timed))
@@ -150,13 +149,6 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
         grain=steps.step.grain,
         threads=threads,
     )
-
-
-def threads_of(plan: Plan, scheduler: Runs) -> int:
-    """How many threads run tasks, of all workers together."""
-    if hasattr(scheduler, "client"):
-        return sum(scheduler.client.nthreads().values())
-    return 1 if plan.dataflow.scheduler == "sync" else plan.dataflow.threads or usable_cores()
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:

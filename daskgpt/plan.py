@@ -152,6 +152,7 @@ class Trial:
     """
 
     description = "nothing is run"
+    threads = 1
 
     def __init__(self, plan: Plan, in_place: bool) -> None:
         self.plan, self.account, self.in_place = plan, Account(), in_place

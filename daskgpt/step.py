@@ -28,9 +28,10 @@ from daskgpt.tape import Tape
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 
-# Mean seconds of a task from which on the threaded scheduler's share is small: a task costs it 0.1 to 0.2 ms, and most
-# tasks are shorter than the mean.
-LONG_ENOUGH = 15e-3
+# Mean seconds of a task from which on little is lost between tasks: each costs the threaded scheduler 0.1 to 0.2 ms,
+# most are shorter than the mean, and a thread may wait for the last one. (gpt2, 4 x 64 tokens, on two cores: 6 % of
+# the threads' time with tasks of 18 ms, 2.5 % with 100 ms.)
+LONG_ENOUGH = 25e-3
 # Tasks of single kernels are for looking at: merging those of one chunk costs no parallelism, and separate ones are
 # ordered so that about a quarter more memory is held.
 MERGED_GRAINS = GRAINS[GRAINS.index("segment") :]
@@ -96,6 +97,7 @@ class TrainingStep:
         self.optimizer, self.precision, self.barrier, self.in_place = optimizer, precision, barrier, in_place
         self.phases = barrier in ("layer", "phase")
         self.measured = False
+        self.chunks = math.prod(whole // part for whole, part in zip(batch_shape, chunk))
         # From here on activations take more memory than weights do, and tasks wait so that it is given back in time.
         self.large = math.prod(batch_shape) > config.channels
         tape = Tape(precision)
@@ -140,19 +142,22 @@ class TrainingStep:
             self.recording.wait_between(stage_of if self.barrier == "layer" else phase_of, tokens=not self.in_place)
         self.grain = grain
 
-    def choose_grain(self, spans: Sequence[Span]) -> str:
-        """Set the finest merged grain whose tasks last long enough, from kernel times of a step; return the finding."""
+    def choose_grain(self, spans: Sequence[Span], threads: int) -> str:
+        """Set the finest merged grain whose tasks last long enough, from kernel times of a step; return the finding.
+
+        Where there are more threads than chunks, updates have to run beside the backward pass: no chunk is one task.
+        """
         self.measured = True
         seconds: dict[Key, float] = {}
         for span in spans:
             seconds[span.key] = seconds.get(span.key, 0.0) + span.end - span.start
         graph, means = self.recording.unmerged, {}
-        for grain in MERGED_GRAINS:
+        for grain in MERGED_GRAINS if self.chunks >= threads else MERGED_GRAINS[:-1]:
             group_of = groups_of(graph, grain, update_groups(grain), self.phases)
             tasks = len({group_of(key) or key for key in seconds})
             means[grain] = sum(seconds.values()) / tasks
         enough = [grain for grain, mean in means.items() if mean >= LONG_ENOUGH]
-        self.set_grain(enough[0] if enough else MERGED_GRAINS[-1])
+        self.set_grain(enough[0] if enough else list(means)[-1])
         return (
             f"{self.grain}, tasks of {means[self.grain] * 1e3:.1f} ms ("
             + ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())

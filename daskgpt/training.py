@@ -290,7 +290,7 @@ def run_steps(
     if _to_be_measured(plan, step):
         with recorded_spans() as spans:
             loss, state = step(scheduler, state, *batches[0], plan.run.steps)
-        tqdm.write(f"grain      {step.choose_grain(spans)}")
+        tqdm.write(f"grain      {step.choose_grain(spans, scheduler.threads)}")
         return [loss], state
     if scheduler.in_place and len(batches) > 1:
         return step.window(scheduler, state, batches, plan.run.steps)

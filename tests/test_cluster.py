@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from distributed import Client, get_task_stream
+from distributed import Client, get_task_stream, performance_report
 
 from daskgpt.kernels._jit import compile_all
 
@@ -91,9 +91,9 @@ def training(text, scheduler, out, steps):
     return [sys.executable, "-m", "daskgpt.train", "--scheduler", scheduler, *flags]
 
 
-def losses(text, scheduler, out, steps, environment):
+def losses(text, scheduler, out, steps, environment, *flags):
     """Train, and read the losses back."""
-    command = training(text, scheduler, out, steps)
+    command = [*training(text, scheduler, out, steps), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -164,6 +164,16 @@ def test_two_workers_give_the_bits_of_the_threaded_scheduler(by_hand, threads, t
         assert losses(text, address, tmp_path / "run", 20, environment) == threads
     assert len({task["worker"] for task in stream.data}) == 2, "both workers had a part in it"
     assert len(set(threads)) == 20
+
+
+def test_dasks_own_report_speaks_of_layers_and_passes(by_hand, text, environment, tmp_path):
+    address, _ = by_hand
+    report = tmp_path / "report.html"
+    with Client(address), performance_report(str(report)):
+        losses(text, address, tmp_path / "run", 2, environment, "--grain", "kernel")
+    page = report.read_text()
+    for name in ("embedding.forward", "linear.forward", "attention.backward", "crossentropy.backward", "adamw.update"):
+        assert name in page
 
 
 def test_a_scheduler_file_names_the_cluster(by_hand, threads, text, environment, tmp_path):

@@ -13,11 +13,12 @@ from test_model import losses_and_parameters
 
 import daskgpt
 from daskgpt import blocks
-from daskgpt.config import DataConfig, OptimizerConfig, RunConfig
+from daskgpt.config import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
 from daskgpt.graph import inplace
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.graph.program import Call, Program
+from daskgpt.graph.program import Call, Program, calls_of
+from daskgpt.graph.spans import Span
 from daskgpt.schedulers import open_scheduler
 from daskgpt.step import TrainingStep
 
@@ -115,6 +116,28 @@ def test_a_segment_stays_in_its_chunk():
     assert max(sizes) > 10
     for program in programs:
         assert len({chunk_of_call(call) for call in program.calls}) == 1
+
+
+@pytest.mark.parametrize(("seconds", "threads", "grain"), [(1.0, 2, "segment"), (1e-6, 2, "chunk"), (1e-6, 4, "block")])
+def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads, grain):
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="segment", in_place=True)
+    calls = [call.key for node in step.recording.graph.values() for call in calls_of(node)]
+    assert step.choose_grain([Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
+    assert step.grain == grain
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "expected"),
+    [
+        ((12, 64), {}, (6, 64)),
+        ((1, 64), {}, (1, 32)),
+        ((3, 63), {}, (3, 63)),
+        ((1, 64), {"sequence_chunk": 64}, (1, 64)),
+    ],
+)
+def test_a_batch_is_cut_into_two_chunks_where_that_is_whole(batch, given, expected):
+    data = DataConfig(batch_size=batch[0], sequence_length=batch[1])
+    assert chunk_sizes(data, DataflowConfig(**given)) == expected
 
 
 def test_a_program_drops_a_value_after_its_last_reader():

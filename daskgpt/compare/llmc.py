@@ -15,7 +15,7 @@ from typing import IO
 
 from daskgpt.compare.turns import Comparison, Pair
 from daskgpt.config import GPT2Config, require
-from daskgpt.measure import Spread, Steps, threads_of
+from daskgpt.measure import Spread, Steps
 
 STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
 # What it prints of its model, and the field of ours.
@@ -32,7 +32,7 @@ def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Compar
         raise FileNotFoundError(
             f"bench: llm.c's program must be a file; got path={program}. Compile train_gpt2 and give its path."
         )
-    threads = threads_of(steps.plan, steps.scheduler)
+    threads = steps.scheduler.threads
     steps.run(warmup)
     steps.reset_peak()
     before = Spread.of(steps.run(timed)).median

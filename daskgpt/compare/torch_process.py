@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from daskgpt.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, TorchOptions, receive, send
 from daskgpt.compare.turns import Comparison, compare, undisturbed
-from daskgpt.measure import Steps, random_batch, threads_of
+from daskgpt.measure import Steps, random_batch
 from daskgpt.training import Plan
 
 # Largest difference of the first losses, in nats: bfloat16 has 8 bits, and logits of some units.
@@ -98,7 +98,7 @@ def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) 
     Errors   RuntimeError where PyTorch is not installed, its process fails, or the losses differ
     """
     require_torch()
-    threads = threads_of(steps.plan, steps.scheduler)
+    threads = steps.scheduler.threads
     with TorchProcess(steps.plan, steps.seed, threads, options) as torch:
         steps.run(1)
         torch.run(1)

@@ -25,6 +25,11 @@ class Runs(Protocol):
     description: str
     in_place: bool
 
+    @property
+    def threads(self) -> int:
+        """How many tasks can run at once."""
+        ...
+
     def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
         """Results of `keys`, left where they were made."""
         ...
