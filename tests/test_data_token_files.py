@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +58,24 @@ def test_a_file_is_replaced(tmp_path: Path):
 
 
 def test_failed_writing_leaves_nothing_behind(tmp_path: Path):
-    (tmp_path / "a.bin").mkdir()
-    with pytest.raises(OSError, match=re.escape("a.bin")):
-        write_tokens(tmp_path / "a.bin", TOKENS)
+    program = (
+        "import resource, signal, sys, numpy as np\nfrom daskgpt.data.token_files import write_tokens\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "write_tokens(sys.argv[1], np.zeros(5000, int))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "a.bin")], capture_output=True, text=True, timeout=60
+    )
+    assert "OSError: [Errno 27] File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_not_written_over(tmp_path: Path):
+    target = tmp_path / "a.bin"
+    target.mkdir()
+    message = f"write_tokens: path must name a file; got path={target}. It is a folder: add a file name."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write_tokens(target, TOKENS)
     assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
 
 
