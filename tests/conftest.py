@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,10 @@ from daskgpt.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = GPT2Config(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts the tests in the background ignores Ctrl-C for them, and what they start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
