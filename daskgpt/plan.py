@@ -202,7 +202,7 @@ class Trial:
         if isinstance(function, RowSum):
             rows = function.blocks[-1][1] - function.blocks[0][0]
             # A sum that goes on from another one is made in its rows.
-            return lambda parts, start=None: start or self._gradient_rows(function.call, rows)
+            return lambda parts, start=None: self._gradient_rows(function.call, rows) if start is None else start
         if isinstance(function, RowUpdate):
             return lambda *arguments: self._update(function)
         return lambda *arguments: self._results(call.key, function, arguments)
