@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
+from matmul_cases import using
 from test_grain import assert_same_bits
 from test_model import losses_and_parameters
 from tolerances import TOLERANCES
@@ -82,6 +83,14 @@ def test_what_is_held_in_two_precisions():
     assert "h.1.mlp.c_fc.weight" in packed
     assert "wpe.weight" not in packed
     assert not any(name.endswith("bias") for name in packed)
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_memory_that_both_directions_share_is_counted_once(name):
+    with using(name):
+        weight = TrainedWeight.of(np.ones((64, 96), np.float32))
+    # Rounded values in float32 serve both products; in tiles each product has 2 bytes a number of its own.
+    assert weight.nbytes == 2 * weight.values.nbytes
 
 
 @pytest.mark.parametrize("unit", UNITS)

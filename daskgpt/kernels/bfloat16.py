@@ -43,7 +43,7 @@ class TrainedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.packed.forward.nbytes + self.packed.backward.nbytes
+        return self.values.nbytes + self.packed.nbytes
 
     def __getitem__(self, rows: slice) -> TrainedRows:
         first, last, _ = rows.indices(len(self.values))

@@ -28,6 +28,11 @@ class PackedWeight:
     forward: np.ndarray
     backward: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: one array that serves both products counts once."""
+        return sum(array.nbytes for array in {id(array): array for array in (self.forward, self.backward)}.values())
+
 
 @kernel("h1 H1 H1 n n n n")
 def _pack(weight, forward, backward, outputs, channels, first, last):
