@@ -46,9 +46,8 @@ def round_one_by_one(x: np.ndarray) -> np.ndarray:
 
 
 def exact(array: np.ndarray) -> np.ndarray:
-    """The numbers that are multiplied, in float64: float32 ones rounded to bfloat16, bfloat16 ones widened."""
-    bits = array if array.dtype == np.uint16 else round_one_by_one(array)
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    """The numbers that are multiplied, in float64: rounded to bfloat16."""
+    return (round_one_by_one(array).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def magnitude(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ from daskgpt.kernels.matmul._vectors import (
     transpose_tile,
     write_real,
 )
-from daskgpt.kernels.matmul.bfloat16 import FLOAT32, from_bfloat16, to_bfloat16
+from daskgpt.kernels.matmul.bfloat16 import FLOAT32, rounded
 from daskgpt.kernels.matmul.gradient import CONFIGURATION_ADDRESS, ZEROS, sum_rows
 from daskgpt.kernels.matmul.units import Unit, unit
 from daskgpt.kernels.vector_math import (
@@ -251,12 +251,12 @@ def _forward(
     for head in range(sequences * heads):
         sequence, column = head // heads, head % heads * size
         source = address_of(qkv) + (sequence * tokens * 3 * channels + column) * 4
-        pack_rows(source + channels * 4, False, row_bytes, tokens, size, True, keys, panel)
-        pack_pairs(source + channels * 8, False, row_bytes, tokens, size, False, values, blocks * STEP)
+        pack_rows(source + channels * 4, row_bytes, tokens, size, True, keys, panel)
+        pack_pairs(source + channels * 8, row_bytes, tokens, size, False, values, blocks * STEP)
         for block in range(blocks):
             first = block * 32
             rows = min(32, tokens - first)
-            pack_rows(source + first * row_bytes, False, row_bytes, rows, size, False, q, panel)
+            pack_rows(source + first * row_bytes, row_bytes, rows, size, False, q, panel)
             _score_queries(unit, q, keys, block_steps, block, nothing, scores, tops)
             _softmax(scores, block, scale, tops, totals, p)
             for row in range(rows):
@@ -301,11 +301,11 @@ def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, pa
     each, each_long = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
     for which in range(2):
         place = q + (which + 1) * kv_bytes
-        pack_rows(place, False, qkv_step, tokens, size, False, rows + which * each, panel)
+        pack_rows(place, qkv_step, tokens, size, False, rows + which * each, panel)
         place, step = (dy, dy_step) if which else (q, qkv_step)
-        pack_rows(place, False, step, tokens, size, True, rows + (2 + which) * each, panel)
-        pack_pairs(place, False, step, tokens, size, False, pairs + which * each_long, long_panel)
-    pack_pairs(q + kv_bytes, False, qkv_step, tokens, size, True, pairs + 2 * each_long, long_panel)
+        pack_rows(place, step, tokens, size, True, rows + (2 + which) * each, panel)
+        pack_pairs(place, step, tokens, size, False, pairs + which * each_long, long_panel)
+    pack_pairs(q + kv_bytes, qkv_step, tokens, size, True, pairs + 2 * each_long, long_panel)
 
 
 @helper
@@ -372,10 +372,6 @@ def _backward(
     close_unit(unit)
 
 
-def _rounded_reals(x: np.ndarray) -> np.ndarray:
-    return from_bfloat16(to_bfloat16(x))
-
-
 def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     """Causal self-attention, scale 1 / sqrt(HS), its products' operands rounded to bfloat16.
 
@@ -395,7 +391,7 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     channels = attention._check_heads(where, qkv, heads)
     check_float32(where, "qkv", qkv)
     if unit() is Unit.PORTABLE:
-        return attention.forward(_rounded_reals(qkv), heads)
+        return attention.forward(rounded(qkv), heads)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
     size = channels // heads
@@ -434,7 +430,7 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     for name, array in (("dy", dy), ("qkv", qkv), ("y", y), ("logsumexp", logsumexp)):
         check_float32(where, name, array)
     if unit() is Unit.PORTABLE:
-        return attention.backward(_rounded_reals(dy), _rounded_reals(qkv), y, logsumexp, heads)
+        return attention.backward(rounded(dy), rounded(qkv), y, logsumexp, heads)
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
     steps, blocks = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels, line = steps * blocks * STEP, blocks * ROW

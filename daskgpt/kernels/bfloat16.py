@@ -65,7 +65,7 @@ def linear_forward(x: np.ndarray, weight: TrainedWeight, bias: np.ndarray) -> np
     Shapes   x (b, t, C), weight (O, C), bias (O,) -> y (b, t, O)
     Dtype    float32
     """
-    return _float32(product(x, weight.packed, bias))
+    return product(x, weight.packed, bias)
 
 
 def linear_without_bias(x: np.ndarray, weight: TrainedWeight) -> np.ndarray:
@@ -74,7 +74,7 @@ def linear_without_bias(x: np.ndarray, weight: TrainedWeight) -> np.ndarray:
     Shapes   x (b, t, C), weight (V, C) -> y (b, t, V)
     Dtype    float32
     """
-    return _float32(product(x, weight.packed))
+    return product(x, weight.packed)
 
 
 def linear_backward_x(dy: np.ndarray, weight: TrainedWeight) -> np.ndarray:
@@ -83,7 +83,7 @@ def linear_backward_x(dy: np.ndarray, weight: TrainedWeight) -> np.ndarray:
     Shapes   dy (b, t, O), weight (O, C) -> dx (b, t, C)
     Dtype    float32
     """
-    return _float32(input_product(dy, weight.packed))
+    return input_product(dy, weight.packed)
 
 
 def linear_backward_weight(
@@ -111,7 +111,7 @@ def crossentropy_forward(
     Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
     Dtype    int32 targets, float32
     """
-    dlogits = _float32(product(x, wte.packed))
+    dlogits = product(x, wte.packed)
     return softmax_losses(dlogits, targets, vocabulary), dlogits
 
 
@@ -121,7 +121,7 @@ def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: TrainedWei
     Shapes   dy (b, t), dlogits (b, t, V padded), wte (V padded, C) -> dx (b, t, C)
     Dtype    float32
     """
-    return scale_rows(_float32(input_product(dlogits, wte.packed)), dy)
+    return scale_rows(input_product(dlogits, wte.packed), dy)
 
 
 def crossentropy_backward_wte(
@@ -171,12 +171,4 @@ def linear_update(
     """
     weight, m, v, hyper = state
     dys, xs = zip(*parts)
-    update_weight(
-        dys, xs, weight.values, m, v, weight.packed, hyper, gradient=start, rows=(first, last), **options
-    )  # fmt: skip
-
-
-def _float32(result: Any) -> np.ndarray:
-    """A product's result, which is one float32 array where nothing else is asked for."""
-    assert isinstance(result, np.ndarray)
-    return result
+    update_weight(dys, xs, weight.values, m, v, weight.packed, hyper, gradient=start, rows=(first, last), **options)

@@ -4,9 +4,9 @@ One interface, three units: AMX tiles, AVX-512 with BF16, and float32 BLAS on ro
 or the environment variable DASKGPT_MATMUL (amx, avx512 or portable). bfloat16 arrays are uint16 arrays.
 """
 
-from daskgpt.kernels.matmul.bfloat16 import from_bfloat16, to_bfloat16
-from daskgpt.kernels.matmul.gradient import backward_bias, backward_weight
-from daskgpt.kernels.matmul.linear import backward_x, forward, forward_gelu
+from daskgpt.kernels.matmul.bfloat16 import from_bfloat16, rounded, to_bfloat16
+from daskgpt.kernels.matmul.gradient import backward_weight
+from daskgpt.kernels.matmul.linear import backward_x, forward
 from daskgpt.kernels.matmul.units import Unit, outruns_float32, unit, works
 from daskgpt.kernels.matmul.update import update_weight
 from daskgpt.kernels.matmul.weights import PackedWeight, pack_weight
@@ -14,14 +14,13 @@ from daskgpt.kernels.matmul.weights import PackedWeight, pack_weight
 __all__ = [
     "PackedWeight",
     "Unit",
-    "backward_bias",
     "backward_weight",
     "backward_x",
     "forward",
-    "forward_gelu",
     "from_bfloat16",
     "outruns_float32",
     "pack_weight",
+    "rounded",
     "to_bfloat16",
     "unit",
     "update_weight",

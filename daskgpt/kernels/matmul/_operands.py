@@ -8,27 +8,10 @@ from daskgpt.kernels.matmul.bfloat16 import BFLOAT16, FLOAT32
 NOTHING = np.empty(0, BFLOAT16)
 
 
-def check_dtype(where: str, name: str, array: np.ndarray) -> None:
-    """Raise TypeError unless an operand is float32 or bfloat16."""
-    if array.dtype != FLOAT32 and array.dtype != BFLOAT16:
-        raise TypeError(
-            f"{where}: {name} must be float32, or bfloat16 kept as uint16; got {name}.dtype={array.dtype}. "
-            "Convert it first."
-        )
-
-
 def check_float32(where: str, name: str, array: np.ndarray) -> None:
     """Raise TypeError unless an array is float32."""
     if array.dtype != FLOAT32:
         raise TypeError(f"{where}: {name} must be float32; got {name}.dtype={array.dtype}. Convert it first.")
-
-
-def operand(where: str, name: str, array: np.ndarray) -> tuple[np.ndarray, bool]:
-    """The numbers of a float32 or bfloat16 array in a row, as 16-bit words, and whether it is bfloat16."""
-    check_dtype(where, name, array)
-    halves = array.dtype == BFLOAT16
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return (flat if halves else flat.view(BFLOAT16)), halves
 
 
 def words(array: np.ndarray) -> np.ndarray:

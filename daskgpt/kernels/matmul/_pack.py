@@ -11,63 +11,48 @@ transpose each tile, which turns a left operand's layout into a right operand's:
 
 from daskgpt.kernels._jit import helper
 from daskgpt.kernels.matmul._tiles import STEP, TILE, fetch_step
-from daskgpt.kernels.matmul._vectors import (
-    copy_columns,
-    pair_columns,
-    pair_rounded,
-    round_columns,
-    transpose_tile,
-)
+from daskgpt.kernels.matmul._vectors import pair_columns, round_columns, transpose_tile
 
 
 @helper
-def _pack_tile_of_rows(place, halves, row_bytes, rows, columns, tile):
+def _pack_tile_of_rows(place, row_bytes, rows, columns, tile):
     for row in range(16):
-        count = columns if row < rows else 0
-        if halves:
-            copy_columns(place, tile + row * 64, count)
-        else:
-            round_columns(place, tile + row * 64, count)
+        round_columns(place, tile + row * 64, columns if row < rows else 0)
         place += row_bytes
 
 
 @helper
-def _pack_tile_of_pairs(place, halves, row_bytes, rows, columns, tile):
+def _pack_tile_of_pairs(place, row_bytes, rows, columns, tile):
     for row in range(0, 32, 2):
         upper = columns if row < rows else 0
         lower = columns if row + 1 < rows else 0
-        if halves:
-            pair_columns(place, place + row_bytes, tile + row * 32, upper, lower)
-        else:
-            pair_rounded(place, place + row_bytes, tile + row * 32, upper, lower)
+        pair_columns(place, place + row_bytes, tile + row * 32, upper, lower)
         place += 2 * row_bytes
 
 
 @helper
-def pack_rows(source, halves, row_bytes, rows, columns, transposed, target, panel_bytes):
-    """Panels of 32 rows, summed over the columns, 32 to a step. halves: the source is bfloat16, else float32."""
-    element = 2 if halves else 4
+def pack_rows(source, row_bytes, rows, columns, transposed, target, panel_bytes):
+    """Panels of 32 rows, summed over the columns, 32 to a step."""
     for row in range(0, rows, 32):
         for column in range(0, columns, 32):
             tile = target + row // 32 * panel_bytes + column // 32 * STEP
             for side in range(0, 32, 16):
-                place = source + (row + side) * row_bytes + column * element
-                _pack_tile_of_rows(place, halves, row_bytes, rows - row - side, columns - column, tile)
+                place = source + (row + side) * row_bytes + column * 4
+                _pack_tile_of_rows(place, row_bytes, rows - row - side, columns - column, tile)
                 if transposed:
                     transpose_tile(tile)
                 tile += TILE
 
 
 @helper
-def pack_pairs(source, halves, row_bytes, rows, columns, transposed, target, panel_bytes):
+def pack_pairs(source, row_bytes, rows, columns, transposed, target, panel_bytes):
     """Panels of 32 columns, summed over the rows, 32 to a step, the numbers of two rows side by side."""
-    element = 2 if halves else 4
     for row in range(0, rows, 32):
         for column in range(0, columns, 32):
             tile = target + column // 32 * panel_bytes + row // 32 * STEP
             for side in range(0, 32, 16):
-                place = source + row * row_bytes + (column + side) * element
-                _pack_tile_of_pairs(place, halves, row_bytes, rows - row, columns - column - side, tile)
+                place = source + row * row_bytes + (column + side) * 4
+                _pack_tile_of_pairs(place, row_bytes, rows - row, columns - column - side, tile)
                 if transposed:
                     transpose_tile(tile)
                 tile += TILE
@@ -86,15 +71,8 @@ def pack_weight_rows(source, row, rows, outputs, channels, forward, backward):
             along = backward + column // 32 * backward_panel + panel * STEP
             fetch_step(along + backward_panel)
             for side in range(2):
-                _pack_tile_of_rows(
-                    place + side * 16 * row_bytes,
-                    False,
-                    row_bytes,
-                    rows - i - side * 16,
-                    channels - column,
-                    across + side * TILE,
-                )
-                transpose_tile(across + side * TILE)
-                _pack_tile_of_pairs(
-                    place + side * 64, False, row_bytes, rows - i, channels - column - side * 16, along + side * TILE
-                )
+                start, tile = place + side * 16 * row_bytes, across + side * TILE
+                _pack_tile_of_rows(start, row_bytes, rows - i - side * 16, channels - column, tile)
+                transpose_tile(tile)
+                start, tile = place + side * 64, along + side * TILE
+                _pack_tile_of_pairs(start, row_bytes, rows - i, channels - column - side * 16, tile)

@@ -144,39 +144,15 @@ def _rounded(builder, source, first, count):
     return round_bits(builder, _load_masked(builder, source, first * 4, BITS, columns_below(builder, count, first)))
 
 
-def _halves(builder, source, first, count):
-    """The same of bfloat16 numbers."""
-    return _load_masked(builder, source, first * 2, HALVES, columns_below(builder, count, first))
-
-
-def _reals(builder, source, first, count):
-    """Numbers first .. first + 15 of `count` float32 numbers."""
-    return _load_masked(builder, source, first * 4, REALS, columns_below(builder, count, first))
-
-
-def _widened(builder, source, first, count):
-    """The same of bfloat16 numbers, as float32."""
-    return builder.bitcast(_widen(builder, _halves(builder, source, first, count)), REALS)
-
-
-def _copy_columns(read):
-    def build(builder, source, target, count):
-        for first in _PARTS:
-            store(builder, read(builder, source, first, count), target, first * 2)
-
-    return operation(build, 3)
-
-
 @intrinsic
 def round_columns(typing_context, source, target, count):
     """32 bfloat16 numbers at target = `count` float32 numbers at source, then zeros."""
-    return _copy_columns(_rounded)
 
+    def build(builder, source, target, count):
+        for first in _PARTS:
+            store(builder, _rounded(builder, source, first, count), target, first * 2)
 
-@intrinsic
-def copy_columns(typing_context, source, target, count):
-    """32 bfloat16 numbers at target = `count` bfloat16 numbers at source, then zeros."""
-    return _copy_columns(_halves)
+    return operation(build, 3)
 
 
 def store_pairs(builder, upper, lower, target):
@@ -185,24 +161,15 @@ def store_pairs(builder, upper, lower, target):
     store(builder, builder.or_(upper, builder.shl(lower, splat(16))), target, 0)
 
 
-def _pair(read):
+@intrinsic
+def pair_columns(typing_context, upper, lower, target, upper_count, lower_count):
+    """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
+
     def build(builder, upper, lower, target, upper_count, lower_count):
-        first, second = read(builder, upper, 0, upper_count), read(builder, lower, 0, lower_count)
+        first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
         store_pairs(builder, first, second, target)
 
     return operation(build, 5)
-
-
-@intrinsic
-def pair_rounded(typing_context, upper, lower, target, upper_count, lower_count):
-    """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
-    return _pair(_rounded)
-
-
-@intrinsic
-def pair_columns(typing_context, upper, lower, target, upper_count, lower_count):
-    """The same from two rows that are bfloat16 already."""
-    return _pair(_halves)
 
 
 @intrinsic
@@ -229,27 +196,6 @@ def transpose_tile(typing_context, tile):
     return operation(build, 1)
 
 
-def _add_columns(read):
-    def build(builder, total, source, count):
-        for first in _PARTS:
-            added = builder.fadd(load(builder, total, first * 4, REALS), read(builder, source, first, count))
-            store(builder, added, total, first * 4)
-
-    return operation(build, 3)
-
-
-@intrinsic
-def add_columns(typing_context, total, source, count):
-    """32 float32 numbers at total += `count` float32 numbers at source."""
-    return _add_columns(_reals)
-
-
-@intrinsic
-def add_widened(typing_context, total, source, count):
-    """32 float32 numbers at total += `count` bfloat16 numbers at source."""
-    return _add_columns(_widened)
-
-
 @intrinsic
 def store_columns(typing_context, source, target, count):
     """`count` float32 numbers at target = those at source."""
@@ -263,18 +209,6 @@ def store_columns(typing_context, source, target, count):
                 first * 4,
                 columns_below(builder, count, first),
             )
-
-    return operation(build, 3)
-
-
-@intrinsic
-def store_rounded(typing_context, source, target, count):
-    """`count` bfloat16 numbers at target = the float32 numbers at source, rounded."""
-
-    def build(builder, source, target, count):
-        for first in _PARTS:
-            halves = round_bits(builder, load(builder, source, first * 4, BITS))
-            _store_masked(builder, halves, target, first * 2, columns_below(builder, count, first))
 
     return operation(build, 3)
 

@@ -55,3 +55,13 @@ def from_bfloat16(x: np.ndarray) -> np.ndarray:
     y = np.empty(x.shape, FLOAT32)
     _from_bfloat16(np.ascontiguousarray(x).reshape(-1), y.reshape(-1).view(BFLOAT16), x.size)
     return y
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """The float32 numbers that bfloat16 can hold, nearest to those of x.
+
+    Shapes   x (...) -> y (...)
+    Dtype    float32
+    Errors   TypeError when x is not float32
+    """
+    return from_bfloat16(to_bfloat16(x))

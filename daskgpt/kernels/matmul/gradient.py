@@ -1,4 +1,4 @@
-"""The product that sums over the tokens: dweight = dyᵀ x, whole or by rows of the weight; and the bias's gradient."""
+"""The product that sums over the tokens: dweight = dyᵀ x, whole or by rows of the weight."""
 
 import functools
 
@@ -8,7 +8,7 @@ from daskgpt.kernels._arrays import check_output
 from daskgpt.kernels._jit import helper, kernel, wide_vectors
 from daskgpt.kernels.blas import address_of
 from daskgpt.kernels.matmul import _portable
-from daskgpt.kernels.matmul._operands import ceiling, operand, words
+from daskgpt.kernels.matmul._operands import ceiling, check_float32, words
 from daskgpt.kernels.matmul._pack import pack_pairs
 from daskgpt.kernels.matmul._scratch import scratch
 from daskgpt.kernels.matmul._tiles import (
@@ -21,7 +21,7 @@ from daskgpt.kernels.matmul._tiles import (
     open_unit,
     touch_block,
 )
-from daskgpt.kernels.matmul._vectors import add_columns, add_widened, copy_row
+from daskgpt.kernels.matmul._vectors import copy_row
 from daskgpt.kernels.matmul.bfloat16 import BFLOAT16, FLOAT32
 from daskgpt.kernels.matmul.units import Unit, unit
 
@@ -57,21 +57,20 @@ def _copy_rows(source, source_step, target, target_step, rows, columns):
         copy_row(source + row * source_step, target + row * target_step, columns)
 
 
-@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n n n")
+@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n")
 def _multiply(
-    dy, x, total, zeros, unit, configuration, dy_halves, x_halves, tokens, outputs, channels, first, last, accumulate,
+    dy, x, total, zeros, unit, configuration, tokens, outputs, channels, first, last, accumulate,
     left, right, sums, block_rows, block_columns,
 ):  # fmt: skip
     """The loops, from outside: blocks of rows, blocks of columns, 32 rows."""
     wide_vectors()
     open_unit(unit, configuration)
-    dy_size, x_size = 2 if dy_halves else 4, 2 if x_halves else 4
     steps = (tokens + 31) // 32
     panel, row_bytes, sums_step = steps * STEP, channels * 4, block_columns * 4 + 64
-    pack_pairs(address_of(x), x_halves, channels * x_size, tokens, channels, False, right, panel)
+    pack_pairs(address_of(x), row_bytes, tokens, channels, False, right, panel)
     for row0 in range(first, last, block_rows):
         rows = min(block_rows, last - row0)
-        pack_pairs(address_of(dy) + row0 * dy_size, dy_halves, outputs * dy_size, tokens, rows, True, left, panel)
+        pack_pairs(address_of(dy) + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
         for column in range(0, channels, block_columns):
             columns = min(block_columns, channels - column)
             for i in range(0, rows, 32):
@@ -89,21 +88,6 @@ def _multiply(
                 if aside:
                     _copy_rows(sums, sums_step, place, row_bytes, high, columns)
     close_unit(unit)
-
-
-@kernel("h1 H1 n n n n n n")
-def _sum_tokens(dy, sums, halves, tokens, outputs, first, last, accumulate):
-    wide_vectors()
-    size = 2 if halves else 4
-    if not accumulate:
-        sums[:] = 0
-    for token in range(tokens):
-        row = address_of(dy) + (token * outputs + first) * size
-        for column in range(0, last - first, 32):
-            if halves:
-                add_widened(address_of(sums) + column * 4, row + column * 2, last - first - column)
-            else:
-                add_columns(address_of(sums) + column * 4, row + column * 4, last - first - column)
 
 
 @functools.lru_cache(1024)
@@ -144,7 +128,7 @@ def backward_weight(
     total (+)= Σ_tokens dyᵀ x
 
     Shapes   dy (..., O), x (..., C), total (O, C), or (end - first, C) with rows=(first, end) -> total
-    Dtype    dy and x float32 or bfloat16, total float32
+    Dtype    float32; dy and x are rounded
     Cost     2 O C operations a token; a weight's rows can be shared out to several tasks without a change of bits
     Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not exist or total cannot be written
     """
@@ -153,42 +137,19 @@ def backward_weight(
     outputs, channels = dy.shape[-1], x.shape[-1]
     first, last = row_range(where, outputs, rows)
     check_output(where, "total", total, (last - first, channels), FLOAT32)
+    check_float32(where, "dy", dy)
+    check_float32(where, "x", x)
     tokens = dy.size // outputs
     if unit() is Unit.PORTABLE or tokens == 0:
-        return _portable.gradient(where, dy, x, total, accumulate, first, last)
-    dy_words, dy_halves = operand(where, "dy", dy)
-    x_words, x_halves = operand(where, "x", x)
+        return _portable.gradient(dy, x, total, accumulate, first, last)
     block_rows, block_columns = _plan(tokens, channels)
     steps = ceiling(tokens, 32) // 32
     left, right, sums = scratch(
         block_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (block_columns * 4 + 64)
     )
     _multiply(
-        dy_words, x_words, words(total), ZEROS, unit(), CONFIGURATION_ADDRESS, dy_halves, x_halves, tokens, outputs,
-        channels, first, last, accumulate, left, right, sums, block_rows, block_columns,
+        words(np.ascontiguousarray(dy)), words(np.ascontiguousarray(x)), words(total), ZEROS, unit(),
+        CONFIGURATION_ADDRESS, tokens, outputs, channels, first, last, accumulate, left, right, sums, block_rows,
+        block_columns,
     )  # fmt: skip
-    return total
-
-
-def backward_bias(
-    dy: np.ndarray, *, total: np.ndarray, accumulate: bool, rows: tuple[int, int] | None = None
-) -> np.ndarray:
-    """Gradient of a linear layer with respect to its bias: the sum over the tokens, in float32.
-
-    total (+)= Σ_tokens dy
-
-    Shapes   dy (..., O), total (O,), or (end - first,) with rows=(first, end) -> total
-    Dtype    dy float32 or bfloat16, total float32
-    Cost     one pass over dy
-    Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not exist or total cannot be written
-    """
-    where = "matmul.backward_bias"
-    outputs = dy.shape[-1]
-    first, last = row_range(where, outputs, rows)
-    check_output(where, "total", total, (last - first,), FLOAT32)
-    dy_words, halves = operand(where, "dy", dy)
-    sums = np.zeros(ceiling(last - first, 32), FLOAT32)
-    sums[: last - first] = total
-    _sum_tokens(dy_words, words(sums), halves, dy.size // outputs, outputs, first, last, accumulate)
-    total[:] = sums[: last - first]
     return total

@@ -1,4 +1,4 @@
-"""The products whose result has a row a token: y = x weightᵀ + bias and dx = dy weight, with what follows them."""
+"""The products whose result has a row a token: y = x weightᵀ + bias and dx = dy weight."""
 
 import functools
 from typing import Any
@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from daskgpt.kernels._arrays import check_shape
-from daskgpt.kernels._jit import kernel, wide_vectors
+from daskgpt.kernels._jit import helper, kernel, wide_vectors
 from daskgpt.kernels.blas import address_of
 from daskgpt.kernels.matmul import _portable
-from daskgpt.kernels.matmul._finish import GELU, GELU_GRADIENT, PLAIN, finish_block
-from daskgpt.kernels.matmul._operands import NOTHING, ceiling, check_float32, operand, words
+from daskgpt.kernels.matmul._operands import ceiling, check_float32, words
 from daskgpt.kernels.matmul._pack import pack_rows
 from daskgpt.kernels.matmul._scratch import scratch
 from daskgpt.kernels.matmul._tiles import (
@@ -24,6 +23,7 @@ from daskgpt.kernels.matmul._tiles import (
     multiply_block,
     open_unit,
 )
+from daskgpt.kernels.matmul._vectors import store_columns
 from daskgpt.kernels.matmul.bfloat16 import BFLOAT16, FLOAT32
 from daskgpt.kernels.matmul.units import unit
 from daskgpt.kernels.matmul.weights import PackedWeight, check_layout
@@ -36,22 +36,23 @@ _LONGEST, _DEEP_ROWS = 2048, 256
 _BLOCKS_TO_FETCH = 3
 _CONFIGURATION = CONFIGURATION.ctypes.data
 _ZEROS = np.zeros(ROW // 2, BFLOAT16)
-_DTYPES = ("float32", "bfloat16", "both")
 
 
-@kernel("h1 h1 h1 h1 H1 H1 H1 n n n n n n n n n n n n n n n n")
+@helper
+def _store_block(block, rows, columns, target, row_bytes):
+    """Copy a block of sums to rows x columns of a matrix."""
+    for row in range(rows):
+        store_columns(block + row * ROW, target + row * row_bytes, columns)
+
+
+@kernel("h1 h1 h1 H1 n n n n n n n n n n n")
 def _multiply(
-    x, weight, start, residual, before, reals, halves, unit, configuration, x_halves, residual_halves, before_halves,
-    activation, rows, depth, width, start_step, left, sums, spare, block_step, chunk_rows, chunk_depth,
+    x, weight, start, y, unit, configuration, rows, depth, width, start_step, left, sums, block_step, chunk_rows,
+    chunk_depth,
 ):  # fmt: skip
     """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, blocks of rows."""
     wide_vectors()
     open_unit(unit, configuration)
-    residual_place = address_of(residual) if residual.size else 0
-    before_place = address_of(before) if before.size else 0
-    reals_place = address_of(reals) if reals.size else 0
-    halves_place = address_of(halves) if halves.size else 0
-    size = 2 if x_halves else 4
     panel = (depth + 31) // 32 * STEP
     for row0 in range(0, rows, chunk_rows):
         chunk = min(chunk_rows, rows - row0)
@@ -59,8 +60,8 @@ def _multiply(
         for depth0 in range(0, depth, chunk_depth):
             deep = min(chunk_depth, depth - depth0)
             steps = (deep + 31) // 32
-            source = address_of(x) + (row0 * depth + depth0) * size
-            pack_rows(source, x_halves, depth * size, chunk, deep, False, left, steps * STEP)
+            source = address_of(x) + (row0 * depth + depth0) * 4
+            pack_rows(source, depth * 4, chunk, deep, False, left, steps * STEP)
             for column in range(0, width, 32):
                 right = address_of(weight) + column // 32 * panel + depth0 // 32 * STEP
                 for step in range(0, steps, DEPTH):
@@ -77,11 +78,9 @@ def _multiply(
                             begin, 0 if fresh else ROW, block, ROW,
                         )  # fmt: skip
                         if done:
-                            finish_block(
-                                block, spare, row0 + 32 * i, column, min(32, chunk - 32 * i), min(32, width - column),
-                                width, residual_place, residual_halves, activation, before_place, before_halves,
-                                reals_place, halves_place,
-                            )  # fmt: skip
+                            row = row0 + i * 32
+                            target = address_of(y) + (row * width + column) * 4
+                            _store_block(block, min(32, rows - row), min(32, width - column), target, width * 4)
     close_unit(unit)
 
 
@@ -110,144 +109,51 @@ def _starts(bias: np.ndarray | None, width: int) -> tuple[np.ndarray, int]:
     return words(np.ascontiguousarray(bias)), ROW
 
 
-class _Results:
-    """The arrays that a product writes, in float32, in bfloat16 or in both."""
-
-    def __init__(self, where: str, dtype: str, shape: tuple[int, ...]) -> None:
-        if dtype not in _DTYPES:
-            raise ValueError(f"{where}: dtype must be float32, bfloat16 or both; got dtype={dtype}. Name one of them.")
-        self.reals = None if dtype == "bfloat16" else np.empty(shape, FLOAT32)
-        self.halves = None if dtype == "float32" else np.empty(shape, BFLOAT16)
-
-    def words(self) -> list[np.ndarray]:
-        return [NOTHING if array is None else words(array) for array in (self.reals, self.halves)]
-
-    def wanted(self) -> Any:
-        if self.reals is None:
-            return self.halves
-        return self.reals if self.halves is None else (self.reals, self.halves)
-
-
-def _product(where, name, x, weight, backward, *, bias, residual, activation, before, results):
-    """Write into `results`; `before` is written if the activation is GELU, read if it is GELU's gradient."""
+def _product(where: str, name: str, x: Any, weight: PackedWeight, backward: bool, bias: Any = None) -> np.ndarray:
+    """x weightᵀ + bias, or with `backward` x weight."""
     check_layout(where, weight)
     depth, width = (weight.outputs, weight.channels) if backward else (weight.channels, weight.outputs)
-    shape = (*x.shape[:-1], width)
     check_shape(where, name, x, (*x.shape[:-1], depth))
+    check_float32(where, name, x)
     if bias is not None:
         check_shape(where, "bias", bias, (width,))
         check_float32(where, "bias", bias)
-    for each, array in (("residual", residual), ("before", before)):
-        if array is not None:
-            check_shape(where, each, array, shape)
     if not weight.in_tiles:
-        _portable.product(where, name, x, weight, backward, bias, residual, activation, before, results)
-        return
-    x_words, x_halves = operand(where, name, x)
-    residual_words, residual_halves = (NOTHING, False) if residual is None else operand(where, "residual", residual)
-    before_words, before_halves = (NOTHING, False) if before is None else operand(where, "before", before)
+        return _portable.product(x, weight, backward, bias)
+    y = np.empty((*x.shape[:-1], width), FLOAT32)
     start, start_step = _starts(bias, width)
     rows = x.size // depth
     chunk_rows, chunk_depth, left_bytes, sums_bytes, block_step = _plan(rows, depth, width)
-    left, sums, spare = scratch(left_bytes, sums_bytes, BLOCK)
+    left, sums = scratch(left_bytes, sums_bytes)
     packed = weight.backward if backward else weight.forward
     _multiply(
-        x_words, packed, start, residual_words, before_words, *results.words(), unit(), _CONFIGURATION, x_halves,
-        residual_halves, before_halves, activation, rows, depth, width, start_step, left, sums, spare, block_step,
-        chunk_rows, chunk_depth,
+        words(np.ascontiguousarray(x)), packed, start, words(y), unit(), _CONFIGURATION, rows, depth, width, start_step,
+        left, sums, block_step, chunk_rows, chunk_depth,
     )  # fmt: skip
+    return y
 
 
-def forward(
-    x: np.ndarray,
-    weight: PackedWeight,
-    bias: np.ndarray | None = None,
-    *,
-    residual: np.ndarray | None = None,
-    dtype: str = "float32",
-) -> Any:
+def forward(x: np.ndarray, weight: PackedWeight, bias: np.ndarray | None = None) -> np.ndarray:
     """Linear layer in bfloat16 with float32 sums.
 
-    y = x weightᵀ + bias + residual
+    y = x weightᵀ + bias
 
-    Shapes   x (..., C), weight of (O, C), bias (O,), residual (..., O) -> y (..., O), two of them with dtype "both"
-    Dtype    x and residual float32 or bfloat16, bias float32; y as `dtype` says: float32, bfloat16 or both
+    Shapes   x (..., C), weight of (O, C), bias (O,) -> y (..., O)
+    Dtype    float32; x is rounded
     Cost     2 C O operations a row; with AMX or AVX-512 a row's bits do not depend on the other rows
     Errors   TypeError for other dtypes; ValueError when shapes do not fit; RuntimeError for another unit's layout
     """
-    results = _Results("matmul.forward", dtype, (*x.shape[:-1], weight.outputs))
-    _product(
-        "matmul.forward", "x", x, weight, False,
-        bias=bias, residual=residual, activation=PLAIN, before=None, results=results,
-    )  # fmt: skip
-    return results.wanted()
+    return _product("matmul.forward", "x", x, weight, False, bias)
 
 
-def forward_gelu(
-    x: np.ndarray,
-    weight: PackedWeight,
-    bias: np.ndarray | None = None,
-    *,
-    before: str = "bfloat16",
-    dtype: str = "bfloat16",
-) -> tuple[np.ndarray, np.ndarray]:
-    """Linear layer and GELU in one pass; what GELU was applied to is returned too, for the backward pass.
-
-    h = x weightᵀ + bias;  y = GELU(h)
-
-    Shapes   x (..., C), weight of (O, C), bias (O,) -> h (..., O), y (..., O)
-    Dtype    x float32 or bfloat16, bias float32; h and y as `before` and `dtype` say: float32 or bfloat16
-    Cost     2 C O operations a row, an exp and a division a number; y is computed from h before h is rounded
-    Errors   as forward
-    """
-    where = "matmul.forward_gelu"
-    for name, wanted in (("before", before), ("dtype", dtype)):
-        if wanted not in _DTYPES[:2]:
-            raise ValueError(f"{where}: {name} must be float32 or bfloat16; got {name}={wanted}. Name one of them.")
-    shape = (*x.shape[:-1], weight.outputs)
-    h = np.empty(shape, FLOAT32 if before == "float32" else BFLOAT16)
-    results = _Results(where, dtype, shape)
-    _product(where, "x", x, weight, False, bias=bias, residual=None, activation=GELU, before=h, results=results)
-    return h, results.wanted()
-
-
-def backward_x(
-    dy: np.ndarray,
-    weight: PackedWeight,
-    *,
-    before: np.ndarray | None = None,
-    residual: np.ndarray | None = None,
-    dtype: str = "float32",
-) -> Any:
+def backward_x(dy: np.ndarray, weight: PackedWeight) -> np.ndarray:
     """Gradient of a linear layer with respect to its input, in bfloat16 with float32 sums.
 
-    dx = dy weight + residual, or, if x was GELU(before):  dbefore = (dy weight) GELU'(before)
+    dx = dy weight
 
-    Shapes   dy (..., O), weight of (O, C), before or residual (..., C) -> dx (..., C), two of them with dtype "both"
-    Dtype    dy, before and residual float32 or bfloat16; dx as `dtype` says: float32, bfloat16 or both
+    Shapes   dy (..., O), weight of (O, C) -> dx (..., C)
+    Dtype    float32; dy is rounded
     Cost     2 C O operations a row; with AMX or AVX-512 a row's bits do not depend on the other rows
-    Errors   TypeError for other dtypes; ValueError when shapes do not fit or both before and residual are given;
-             RuntimeError for a weight in another unit's layout
+    Errors   as forward
     """
-    where = "matmul.backward_x"
-    if before is not None and residual is not None:
-        raise ValueError(
-            f"{where}: before and residual cannot both apply; got two arrays. Add the residual afterwards."
-        )
-    activation = PLAIN if before is None else GELU_GRADIENT
-    results = _Results(where, dtype, (*dy.shape[:-1], weight.channels))
-    if before is not None:
-        before = np.ascontiguousarray(before)
-    _product(
-        where,
-        "dy",
-        dy,
-        weight,
-        True,
-        bias=None,
-        residual=residual,
-        activation=activation,
-        before=before,
-        results=results,
-    )
-    return results.wanted()
+    return _product("matmul.backward_x", "dy", dy, weight, True)

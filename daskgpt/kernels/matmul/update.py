@@ -9,7 +9,7 @@ from daskgpt.kernels._arrays import check_output, check_shape
 from daskgpt.kernels._jit import helper, kernel, wide_vectors
 from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_scalars
 from daskgpt.kernels.blas import address_of
-from daskgpt.kernels.matmul._operands import NOTHING, ceiling, check_float32, operand, words
+from daskgpt.kernels.matmul._operands import NOTHING, ceiling, check_float32, words
 from daskgpt.kernels.matmul._pack import pack_pairs, pack_weight_rows
 from daskgpt.kernels.matmul._scratch import scratch
 from daskgpt.kernels.matmul._tiles import STEP, close_unit, open_unit
@@ -28,8 +28,8 @@ from daskgpt.kernels.matmul.weights import PackedWeight, check_layout, check_row
 
 # The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
-# What the table of chunks says of each: addresses of dy and x, tokens, whether dy and x are bfloat16.
-_FIELDS = 5
+# What the table of chunks says of each: addresses of dy and x, tokens.
+_FIELDS = 3
 
 
 @helper
@@ -37,9 +37,8 @@ def _pack_x(table, chunks, channels, right):
     """The right panels of all chunks, one after the other."""
     for chunk in range(chunks):
         x, tokens = read_whole(table, chunk * _FIELDS + 1), read_whole(table, chunk * _FIELDS + 2)
-        halves = read_whole(table, chunk * _FIELDS + 4)
         panel = (tokens + 31) // 32 * STEP
-        pack_pairs(x, halves, channels * (2 if halves else 4), tokens, channels, False, right, panel)
+        pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
         right += (channels + 31) // 32 * panel
 
 
@@ -50,10 +49,9 @@ def _sum_chunks(
     """sums (+)= dyᵀ x for `rows` rows, chunk after chunk."""
     for chunk in range(chunks):
         dy, tokens = read_whole(table, chunk * _FIELDS), read_whole(table, chunk * _FIELDS + 2)
-        halves = read_whole(table, chunk * _FIELDS + 3)
-        size, steps = (2 if halves else 4), (tokens + 31) // 32
+        steps = (tokens + 31) // 32
         panel = steps * STEP
-        pack_pairs(dy + row0 * size, halves, outputs * size, tokens, rows, True, left, panel)
+        pack_pairs(dy + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
         for column in range(0, channels, block_columns):
             columns = min(block_columns, channels - column)
             for i in range(0, rows, 32):
@@ -142,6 +140,8 @@ def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
         check_tokens(where, dy, x)
         check_shape(where, "dy", dy, (*dy.shape[:-1], outputs))
         check_shape(where, "x", x, (*x.shape[:-1], channels))
+        check_float32(where, "dy", dy)
+        check_float32(where, "x", x)
     if gradient is not None:
         check_shape(where, "gradient", gradient, (last - first, channels))
         check_float32(where, "gradient", gradient)
@@ -156,17 +156,12 @@ def _in_two_steps(dys, xs, weight, m, v, packed, hyper, gradient, first, last, o
     pack_weight(weight[first:last], packed, first=first)
 
 
-def _in_one_pass(where, dys, xs, weight, m, v, packed, hyper, gradient, first, last, options):
+def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options):
     outputs, channels = weight.shape
-    operands = [(operand(where, "dy", dy), operand(where, "x", x)) for dy, x in zip(dys, xs)]
+    operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in zip(dys, xs)]
     tokens = [dy.size // outputs for dy in dys]
-    table = np.array(
-        [
-            (dy.ctypes.data, x.ctypes.data, count, dy_halves, x_halves)
-            for ((dy, dy_halves), (x, x_halves)), count in zip(operands, tokens)
-        ],
-        np.int64,
-    )
+    places = [(dy.ctypes.data, x.ctypes.data, count) for (dy, x), count in zip(operands, tokens)]
+    table = np.array(places, np.int64)
     steps = [ceiling(count, 32) // 32 for count in tokens]
     block_rows, block_columns = _plan(max(steps), channels)
     sums_step = ceiling(channels, 32) * 4 + 64
@@ -204,7 +199,7 @@ def update_weight(
 
     Shapes   dys of (..., O), xs of (..., C), weight, m, v (O, C), gradient (O, C) or, with rows=(first, end),
              (end - first, C), hyper (3,) float64 -> weight, m, v, packed
-    Dtype    dys and xs float32 or bfloat16, the rest float32
+    Dtype    float32; dys and xs are rounded
     Cost     2 O C operations a token, 28 bytes a number; the gradient stays in the second cache, some rows at a time
     Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not begin and end at multiples of 32
              (or the last row), or an array cannot be written; RuntimeError for another unit's layout
@@ -213,7 +208,7 @@ def update_weight(
     first, last = _check(where, dys, xs, weight, m, v, packed, gradient, rows)
     options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if packed.in_tiles and all(dy.size for dy in dys):
-        _in_one_pass(where, dys, xs, weight, m, v, packed, hyper, gradient, first, last, options)
+        _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options)
     else:
         _in_two_steps(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options)
     return weight, m, v, packed

@@ -9,7 +9,7 @@ from daskgpt.kernels._jit import kernel, wide_vectors
 from daskgpt.kernels.blas import address_of
 from daskgpt.kernels.matmul._operands import aligned, ceiling, words
 from daskgpt.kernels.matmul._pack import pack_weight_rows
-from daskgpt.kernels.matmul.bfloat16 import FLOAT32, from_bfloat16, to_bfloat16
+from daskgpt.kernels.matmul.bfloat16 import FLOAT32, rounded
 from daskgpt.kernels.matmul.units import Unit, unit
 
 
@@ -94,5 +94,5 @@ def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first
         source = words(np.ascontiguousarray(weight))
         _pack(source, packed.forward, packed.backward, packed.outputs, channels, first, last)
     else:
-        packed.forward[first:last] = from_bfloat16(to_bfloat16(weight))
+        packed.forward[first:last] = rounded(weight)
     return packed
