@@ -3,7 +3,7 @@
 import daskgpt
 config, parameters = daskgpt.load("runs/first")
 loss, gradients = daskgpt.loss_and_gradients(config, parameters, tokens, targets)   # lazy dask arrays
-result = daskgpt.train(daskgpt.preset("tiny"))
+result = daskgpt.fit(daskgpt.preset("tiny"))
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Where each public name lives; loaded when it is first asked for, so that a command line starts fast and
-# `python -m daskgpt.train` is not imported twice.
+# Where each public name lives; loaded when it is first asked for, so that a command line starts fast.
 _PUBLIC = {
-    "DataConfig": "config",
-    "DataflowConfig": "config",
-    "GPT2Config": "config",
-    "OptimizerConfig": "config",
-    "RunConfig": "config",
-    "preset": "config",
-    "initial_parameters": "parameters",
-    "load": "run_folder",
-    "loss_and_gradients": "step",
-    "open_scheduler": "schedulers",
-    "train": "training",
+    "DataConfig": "config.run",
+    "DataflowConfig": "config.run",
+    "GPT2Config": "config.model",
+    "OptimizerConfig": "config.run",
+    "RunConfig": "config.run",
+    "TimelineConfig": "instruments.timeline",
+    "TimelineWatcher": "instruments.timeline",
+    "fit": "training.loop",
+    "initial_parameters": "model.parameters",
+    "load": "training.run_folder",
+    "loss_and_gradients": "training.inference",
+    "open_scheduler": "schedulers.addresses",
+    "preset": "config.model",
 }
 
-__all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "OptimizerConfig", "RunConfig", "initial_parameters"]
-__all__ += ["load", "loss_and_gradients", "open_scheduler", "preset", "train"]
+__all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "OptimizerConfig", "RunConfig", "TimelineConfig"]
+__all__ += ["TimelineWatcher", "fit", "initial_parameters", "load", "loss_and_gradients", "open_scheduler", "preset"]
 
 
 def __getattr__(name: str) -> Any:

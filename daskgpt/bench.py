@@ -6,35 +6,24 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from daskgpt import machine
-from daskgpt.compare.llmc import compare_llmc
-from daskgpt.compare.messages import TorchOptions
-from daskgpt.compare.torch_process import compare_torch, require_torch
-from daskgpt.compare.turns import Comparison
-from daskgpt.config import (
-    PRESETS,
-    DataConfig,
-    DataflowConfig,
-    GPT2Config,
-    OptimizerConfig,
-    RunConfig,
-    preset,
-    require,
-    setting,
-)
-from daskgpt.data.dataset import Dataset
-from daskgpt.flags import Parser, add_flags, from_flags, given_flags, run_command
-from daskgpt.measure import Measurement, Steps, measure
-from daskgpt.parameters import parameter_count
-from daskgpt.plan import describe_prediction, predict
-from daskgpt.schedulers import open_scheduler
-from daskgpt.training import Plan, compile_kernels
+from daskgpt.config.errors import require
+from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.run import DataflowConfig
+from daskgpt.instruments import machine
+from daskgpt.instruments.compare.llmc_program import compare_llmc
+from daskgpt.instruments.compare.messages import TorchOptions
+from daskgpt.instruments.compare.torch_process import compare_torch, require_torch
+from daskgpt.instruments.compare.turns import Comparison
+from daskgpt.instruments.measure import Measurement, Steps, measure
+from daskgpt.instruments.memory import describe_prediction, predict
+from daskgpt.instruments.random_tokens import BenchConfig, job_of
+from daskgpt.model.parameters import parameter_count
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.job import Job, compile_kernels
 
 BUSY = 0.2  # cores of others, from which on a note is printed
 DESCRIPTION = """\
@@ -56,23 +45,6 @@ memory      most bytes that were in memory in the timed steps: this process, and
 --against torch runs the same model, tokens and optimizer in PyTorch, in a process of its own, the two taking turns.
 --against llm.c PATH runs a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens.
 """
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """What is timed."""
-
-    steps: int = setting(10, "timed steps; with --against, turns", unit="steps")
-    warmup: int = setting(3, "steps before them", unit="steps")
-    recorded: int = setting(3, "steps after them in which every kernel call is recorded", unit="steps")
-    batch_size: int = setting(12, "B, sequences a step")
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens")
-    seed: int = setting(0, "seed of initial values and tokens")
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "warmup", "recorded"):
-            value = getattr(self, name)
-            require(value >= 1, "BenchConfig", f"{name} must be at least 1", {name: value}, "Give a larger number.")
 
 
 def parser() -> Parser:
@@ -104,7 +76,7 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     asked, opponent = from_flags(BenchConfig, values), opponent_of(values.against)
     config = preset(values.preset, **given_flags(GPT2Config, values))
-    plan = plan_of(config, asked, from_flags(DataflowConfig, values))
+    job = job_of(config, asked, from_flags(DataflowConfig, values))
     options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
     require(
         opponent[0] == "torch" or options == TorchOptions(),
@@ -114,18 +86,18 @@ def main(arguments: list[str]) -> int:
         "Add it.",
     )
     if values.plan:
-        print(describe_prediction(predict(plan)))
+        print(describe_prediction(predict(job)))
         return 0
     with quiet(values.json):
         others = machine.busy_cores()
         if others and others > BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
-        found = run(plan, asked, opponent, options)
-    facts = {"preset": values.preset, "others_cores": others} | setup(plan)
+        found = run(job, asked, opponent, options)
+    facts = {"preset": values.preset, "others_cores": others} | setup(job)
     if isinstance(found, Comparison):
         print(json.dumps(found.record() | facts) if values.json else found.describe())
     else:
-        print(json.dumps(record(plan, found) | facts) if values.json else describe(plan, found))
+        print(json.dumps(record(job, found) | facts) if values.json else describe(job, found))
     return 0
 
 
@@ -148,27 +120,14 @@ def opponent_of(words: list[str]) -> tuple[str, Path | None]:
     return words[0], Path(words[1]) if len(words) == 2 else None
 
 
-def plan_of(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Plan:
-    """The checked plan of a run on random tokens, with a constant learning rate."""
-    none = np.empty(0, np.uint16)
-    return Plan(
-        config,
-        Dataset(none, none, config.vocabulary, "none", "random tokens"),
-        DataConfig(batch_size=asked.batch_size, sequence_length=asked.sequence_length),
-        OptimizerConfig(schedule="constant"),
-        dataflow,
-        RunConfig(seed=asked.seed),
-    )
-
-
 def run(
-    plan: Plan, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions
+    job: Job, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions
 ) -> Measurement | Comparison:
-    """The measurement of a plan, alone or against somebody."""
+    """The measurement of a job, alone or against somebody."""
     name, path = opponent
-    compile_kernels(plan.precision)
-    with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:
-        steps = Steps(plan, scheduler, asked.seed)
+    compile_kernels(job.precision)
+    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        steps = Steps(job, scheduler, asked.seed)
         if name == "torch":
             return compare_torch(steps, options, asked.warmup, asked.steps)
         if path is not None:
@@ -186,28 +145,28 @@ def quiet(wanted: bool) -> Iterator[None]:
         yield
 
 
-def setup(plan: Plan) -> dict[str, Any]:
+def setup(job: Job) -> dict[str, Any]:
     """What was run where, for a record."""
-    (batch_size, length), (batch_chunk, sequence_chunk) = plan.batch_shape, plan.chunk
+    (batch_size, length), (batch_chunk, sequence_chunk) = job.batch_shape, job.chunk
     return {
         "batch_size": batch_size,
         "sequence_length": length,
         "batch_chunk": batch_chunk,
         "sequence_chunk": sequence_chunk,
-        "scheduler": plan.dataflow.scheduler,
-        "precision": plan.precision,
+        "scheduler": job.dataflow.scheduler,
+        "precision": job.precision,
         "cpu": machine.processor(),
         "versions": machine.versions("numpy", "numba", "dask", "distributed"),
     }
 
 
-def record(plan: Plan, found: Measurement) -> dict[str, Any]:
+def record(job: Job, found: Measurement) -> dict[str, Any]:
     """The numbers of a measurement, for a machine to read."""
     step = found.step
     return {
         **step.fields("step_ms", 1e3, 3),
         **{f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in found.busy.items()},
-        "tokens_per_s": round(plan.batch_shape[0] * plan.batch_shape[1] / step.median, 1),
+        "tokens_per_s": round(job.batch_shape[0] * job.batch_shape[1] / step.median, 1),
         "gflops": round(found.rate / 1e9, 3),
         "matmul_gflops": round(found.matmul_rate / 1e9, 3),
         "matmul_share": round(found.rate / found.matmul_rate, 4),
@@ -219,16 +178,16 @@ def record(plan: Plan, found: Measurement) -> dict[str, Any]:
     }
 
 
-def describe(plan: Plan, found: Measurement) -> str:
+def describe(job: Job, found: Measurement) -> str:
     """The same for a person."""
-    (batch_size, length), (batch_chunk, sequence_chunk) = plan.batch_shape, plan.chunk
+    (batch_size, length), (batch_chunk, sequence_chunk) = job.batch_shape, job.chunk
     step, tokens = found.step, batch_size * length
     chunks = tokens // (batch_chunk * sequence_chunk)
     per = "thread" if found.threads == 1 else f"{found.threads} threads"
     lines = [
-        ("model", f"{parameter_count(plan.config):,} parameters"),
+        ("model", f"{parameter_count(job.config):,} parameters"),
         ("batch", f"{batch_size} x {length} tokens, {chunks} chunks of {batch_chunk} x {sequence_chunk}"),
-        ("tasks", f"{found.tasks:,} a step (grain {found.grain}), {plan.dataflow.scheduler}, {per}, {plan.precision}"),
+        ("tasks", f"{found.tasks:,} a step (grain {found.grain}), {job.dataflow.scheduler}, {per}, {job.precision}"),
         ("machine", machine.processor()),
         ("step", f"{_ms(step.median)}   {step.least * 1e3:,.1f} .. {step.largest * 1e3:,.1f}"),
         *((f"  {name}", _ms(seconds)) for name, seconds in found.busy.items()),

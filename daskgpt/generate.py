@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from tiktoken import Encoding
 
-from daskgpt.config import setting
+from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.settings import setting
 from daskgpt.data.encodings import get_encoding
-from daskgpt.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.run_folder import load, trained_with
-from daskgpt.sampling import sample
-from daskgpt.schedulers import open_scheduler
-from daskgpt.training import compile_kernels
+from daskgpt.generation.sampling import sample
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.job import compile_kernels
+from daskgpt.training.run_folder import load, trained_with
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import types
-from typing import Any
 
-from daskgpt.config import (
-    PRESETS,
-    DataConfig,
-    DataflowConfig,
-    GPT2Config,
-    OptimizerConfig,
-    RunConfig,
-    preset,
-)
+from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.data.encodings import get_encoding
-from daskgpt.flags import Parser, add_flags, from_flags, given_flags, run_command
-from daskgpt.plan import describe_prediction, predict
-from daskgpt.run_folder import RunFolder, load
-from daskgpt.sampling import sample
-from daskgpt.schedulers import open_scheduler
-from daskgpt.training import Plan, Result, compile_kernels, describe, open_dataset, run_plan, start_values, train
+from daskgpt.generation.sampling import sample
+from daskgpt.instruments.memory import describe_prediction, predict
+from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.job import Job, compile_kernels, describe, open_dataset, start_values
+from daskgpt.training.loop import Result, run_job
+from daskgpt.training.run_folder import RunFolder, load
 
 
 def parser() -> Parser:
@@ -31,7 +23,7 @@ def parser() -> Parser:
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--plan", action="store_true", help="print tasks and memory of a step, and run nothing")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
-    for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig):
+    for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig, TimelineConfig):
         add_flags(flags, config)
     return flags
 
@@ -43,22 +35,23 @@ def main(arguments: list[str]) -> int:
     data, run = from_flags(DataConfig, values), from_flags(RunConfig, values)
     optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
     overrides = given_flags(GPT2Config, values)
+    shown = from_flags(TimelineConfig, values)
     preset(values.preset, **overrides)
     folder = RunFolder(run.out)
     dataset = open_dataset(data)
     if values.preset == "tiny":
         overrides = {"positions": data.sequence_length} | overrides
     config = model_config(values.preset, overrides, dataset.vocabulary, run.init)
-    plan = Plan(config, dataset, data, optimizer, dataflow, run)
+    job = Job(config, dataset, data, optimizer, dataflow, run)
     if values.plan:
-        print(describe_prediction(predict(plan)))
+        print(describe_prediction(predict(job)))
         return 0
-    initial = start_values(plan)
-    compile_kernels(plan.precision)
-    with open_scheduler(plan.dataflow.scheduler, plan.dataflow.threads) as scheduler:
-        print(describe(plan, scheduler), flush=True)
-        result = run_plan(plan, scheduler, initial, folder)
-    report(plan, result, time.perf_counter() - start)
+    initial = start_values(job)
+    compile_kernels(job.precision)
+    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        print(describe(job, scheduler), flush=True)
+        result = run_job(job, scheduler, initial, folder, watchers=[TimelineWatcher(shown)] if shown.timeline else [])
+    report(job, result, time.perf_counter() - start)
     return 0
 
 
@@ -76,11 +69,11 @@ def model_config(name: str, overrides: dict[str, int], vocabulary: int, init: st
     return preset(name, **overrides)
 
 
-def report(plan: Plan, result: Result, seconds: float) -> None:
+def report(job: Job, result: Result, seconds: float) -> None:
     """A sample of text, the time, the losses and where the run was written."""
-    if plan.run.sample_tokens:
+    if job.run.sample_tokens:
         print("\n--- sample " + "-" * 60)
-        print(sample_text(plan, result))
+        print(sample_text(job, result))
         print("-" * 71)
     first, last = result.losses[0], result.losses[-1]
     print(f"loss {first:.3f} -> {last:.3f}, validation {result.validation_loss:.3f} nats a token")
@@ -88,30 +81,22 @@ def report(plan: Plan, result: Result, seconds: float) -> None:
     print(f"run written to {result.model.parent if result.model else 'nowhere'}")
 
 
-def sample_text(plan: Plan, result: Result) -> str:
+def sample_text(job: Job, result: Result) -> str:
     """Text that the trained model writes."""
-    encoding = get_encoding(plan.dataset.encoding_name)
+    encoding = get_encoding(job.dataset.encoding_name)
     with open_scheduler("sync") as scheduler:
         tokens = sample(
             result.config,
             result.parameters,
             scheduler,
             encoding.encode("\n"),
-            plan.run.sample_tokens,
-            context=plan.data.sequence_length,
+            job.run.sample_tokens,
+            context=job.data.sequence_length,
             temperature=0.8,
-            seed=plan.run.seed,
+            seed=job.run.seed,
         )
         return encoding.decode(list(tokens))
 
 
-class _CallableModule(types.ModuleType):
-    """Python puts a submodule into its package, over the function `daskgpt.train`: so this one can be called."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Result:
-        return train(*arguments, **options)
-
-
 if __name__ == "__main__":
     run_command(main)
-sys.modules[__name__].__class__ = _CallableModule

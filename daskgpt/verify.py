@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskgpt.config import DataConfig, DataflowConfig, chunk_sizes, nearest, require
-from daskgpt.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.errors import nearest, require
+from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.run import DataConfig, DataflowConfig, chunk_sizes
 from daskgpt.formats.llmc import FilePath, read_debug_state, read_model
 from daskgpt.kernels._jit import compile_all
-from daskgpt.parameters import PARAMETERS
-from daskgpt.schedulers import open_scheduler
-from daskgpt.step import Inference, State, dtype_of
+from daskgpt.model.parameters import PARAMETERS
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.inference import Inference
+from daskgpt.training.step import State, dtype_of
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
 # another order than the float64 reference's differ by a few 1e-6.

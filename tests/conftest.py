@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daskgpt.config import GPT2Config
+from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import read_debug_state, read_model
-from daskgpt.parameters import parameter_shapes
+from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = GPT2Config(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config import GPT2Config
+from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import DebugState
-from daskgpt.parameters import parameter_shapes
+from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parent / "golden"
 MODEL = GOLDEN / "gpt2_small.bin"

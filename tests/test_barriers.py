@@ -10,14 +10,14 @@ from conftest import SMALL, random_batch, random_parameters
 from test_grain import assert_same_bits
 from test_model import losses_and_parameters
 
-from daskgpt.config import OptimizerConfig
+from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.nodes import is_leaf, task
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.spans import recorded_spans
-from daskgpt.grouping import phase_of, stage_of
-from daskgpt.schedulers import open_scheduler
-from daskgpt.step import TrainingStep
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.grouping import phase_of, stage_of
+from daskgpt.training.step import TrainingStep
 
 
 @pytest.mark.parametrize("barrier", ["layer", "phase"])

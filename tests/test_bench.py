@@ -14,18 +14,21 @@ import numpy as np
 import pytest
 from conftest import SMALL
 
-from daskgpt import bench, machine
-from daskgpt.compare.llmc import compare_llmc, run_program
-from daskgpt.compare.messages import TorchOptions
-from daskgpt.compare.torch_process import check_losses, compare_torch
-from daskgpt.compare.turns import Comparison, Pair, alternate, block_of, undisturbed
-from daskgpt.config import DataflowConfig, GPT2Config, preset
+from daskgpt import bench
+from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.measure import Steps, measure, product_parameters, random_batch, step_operations
-from daskgpt.plan import describe_prediction, predict
-from daskgpt.schedulers import open_scheduler
-from daskgpt.step import TrainingStep
+from daskgpt.instruments import machine
+from daskgpt.instruments.compare.llmc_program import compare_llmc, run_program
+from daskgpt.instruments.compare.messages import TorchOptions
+from daskgpt.instruments.compare.torch_process import check_losses, compare_torch
+from daskgpt.instruments.compare.turns import Comparison, Pair, alternate, block_of, undisturbed
+from daskgpt.instruments.measure import Steps, measure, product_parameters, step_operations
+from daskgpt.instruments.memory import describe_prediction, predict
+from daskgpt.instruments.random_tokens import random_batch
+from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.train import main as train_main
+from daskgpt.training.step import TrainingStep
 
 SIZE = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]
 FLAGS = [*SIZE, "--steps", "3", "--warmup", "1", "--recorded", "1"]
@@ -37,9 +40,9 @@ FIELDS = {
 NO_TORCH = importlib.util.find_spec("torch") is None
 
 
-def plan_of(config=SMALL, batch_size=4, sequence_length=12, **dataflow):
+def job_of(config=SMALL, batch_size=4, sequence_length=12, **dataflow):
     asked = bench.BenchConfig(batch_size=batch_size, sequence_length=sequence_length)
-    return bench.plan_of(config, asked, DataflowConfig(**dataflow))
+    return bench.job_of(config, asked, DataflowConfig(**dataflow))
 
 
 def printed(capsys, *arguments, main=bench.main):
@@ -66,7 +69,7 @@ def test_the_record_of_a_measurement(capsys, flags):
     assert (found["batch_size"], found["sequence_length"], found["batch_chunk"]) == (4, 32, 2)
     assert found["sequence_chunk"] == (16 if "sync" in flags else 32)
     graph = TrainingStep(
-        config, (4, 32), (2, found["sequence_chunk"]), plan_of().optimizer, grain=found["grain"], in_place=True
+        config, (4, 32), (2, found["sequence_chunk"]), job_of().optimizer, grain=found["grain"], in_place=True
     ).recording.graph
     assert found["tasks"] == sum(not is_leaf(node) for node in graph.values())
     assert found["versions"]["numpy"] == np.__version__
@@ -81,9 +84,9 @@ def test_what_a_person_reads(capsys):
 
 
 def test_kernels_of_worker_processes_are_counted():
-    plan = plan_of(scheduler="local", threads=1)
+    job = job_of(scheduler="local", threads=1)
     with open_scheduler("local", 1) as scheduler:
-        found = measure(Steps(plan, scheduler, 0), warmup=1, timed=2, recorded=1)
+        found = measure(Steps(job, scheduler, 0), warmup=1, timed=2, recorded=1)
     assert found.threads == 1
     assert min(found.busy.values()) > 0
     assert 0 < found.idle < 1
@@ -91,26 +94,26 @@ def test_kernels_of_worker_processes_are_counted():
 
 
 def test_steps_that_overlap_are_timed_by_the_window():
-    plan = plan_of(barrier="none", window=2, grain="block")
+    job = job_of(barrier="none", window=2, grain="block")
     with open_scheduler("threads", 2) as scheduler:
-        steps = Steps(plan, scheduler, 0)
+        steps = Steps(job, scheduler, 0)
         assert len(steps.run(3)) == 2
         assert len(steps.losses) == 4
     with open_scheduler("sync") as scheduler:
-        alone = Steps(plan_of(scheduler="sync", grain="block"), scheduler, 0)
+        alone = Steps(job_of(scheduler="sync", grain="block"), scheduler, 0)
         alone.run(4)
     assert alone.losses == steps.losses
 
 
 def test_batches_depend_on_seed_and_step_alone():
-    plan = plan_of()
-    tokens, targets = random_batch(plan, 3, 7)
+    job = job_of()
+    tokens, targets = random_batch(job, 3, 7)
     assert tokens.shape == targets.shape == (4, 12)
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
-    np.testing.assert_array_equal(random_batch(plan, 3, 7)[0], tokens)
-    assert not np.array_equal(random_batch(plan, 3, 8)[0], tokens)
-    assert not np.array_equal(random_batch(plan, 4, 7)[0], tokens)
-    assert max(random_batch(plan, 3, step)[0].max() for step in range(20)) == SMALL.vocabulary - 1
+    np.testing.assert_array_equal(random_batch(job, 3, 7)[0], tokens)
+    assert not np.array_equal(random_batch(job, 3, 8)[0], tokens)
+    assert not np.array_equal(random_batch(job, 4, 7)[0], tokens)
+    assert max(random_batch(job, 3, step)[0].max() for step in range(20)) == SMALL.vocabulary - 1
 
 
 def test_operations_of_gpt2():
@@ -124,7 +127,7 @@ def test_operations_of_gpt2():
 
 def test_the_peak_of_a_process_can_be_reset():
     program = (
-        "import numpy as np\nfrom daskgpt.machine import *\nbefore = resident_memory()\n"
+        "import numpy as np\nfrom daskgpt.instruments.machine import *\nbefore = resident_memory()\n"
         "large = np.ones(1 << 26, np.uint8)\ndel large\nfirst = peak_memory()\n"
         "print(before, first, reset_peak_memory(), peak_memory())"
     )
@@ -155,7 +158,7 @@ ACTIVATION_BYTES = 4 * (48 * (16 * (5 + 2 * 42) + 2 * 2 + 2 + 32) + 1)
 
 @pytest.mark.parametrize("grain", ["kernel", "block", "chunk"])
 def test_bytes_of_a_step_are_those_counted_by_hand(grain):
-    found = predict(plan_of(grain=grain))
+    found = predict(job_of(grain=grain))
     first_gradient = 4 * 32 * 16  # the sum of the unembedding's chunks, which the embedding's goes on from
     assert dict(found.made) == {
         "parameters": PARAMETER_BYTES,
@@ -168,7 +171,7 @@ def test_bytes_of_a_step_are_those_counted_by_hand(grain):
 
 
 def test_out_of_place_the_new_state_comes_beside_the_old():
-    found = predict(plan_of(scheduler="local"))
+    found = predict(job_of(scheduler="local"))
     assert found.made["parameters"] == 2 * PARAMETER_BYTES
     assert found.made["optimizer"] == 4 * PARAMETER_BYTES
     assert found.peak > 6 * PARAMETER_BYTES
@@ -187,17 +190,17 @@ def test_out_of_place_the_new_state_comes_beside_the_old():
     ids=str,
 )
 def test_the_predicted_peak_is_that_of_the_arrays_of_a_step(dataflow):
-    plan = plan_of(replace(SMALL, channels=64, positions=64), 8, 64, scheduler="sync", **dataflow)
+    job = job_of(replace(SMALL, channels=64, positions=64), 8, 64, scheduler="sync", **dataflow)
     with open_scheduler("sync") as scheduler:
-        Steps(plan, scheduler, 0).run(1)  # what is imported, compiled and kept
+        Steps(job, scheduler, 0).run(1)  # what is imported, compiled and kept
         tracemalloc.start()
-        steps = Steps(plan, scheduler, 0)
+        steps = Steps(job, scheduler, 0)
         graph = tracemalloc.get_traced_memory()[0] - state_bytes(steps.state)
         tracemalloc.reset_peak()
         steps.run(1)
         peak = tracemalloc.get_traced_memory()[1] - graph
         tracemalloc.stop()
-    assert predict(plan).peak == pytest.approx(peak, rel=0.1)
+    assert predict(job).peak == pytest.approx(peak, rel=0.1)
 
 
 def state_bytes(state):
@@ -206,10 +209,10 @@ def state_bytes(state):
 
 def test_at_bfloat16_matrices_are_held_packed_as_well():
     config = replace(SMALL, channels=64, positions=64)
-    plan = plan_of(config, 8, 64, scheduler="sync", precision="bfloat16")
+    job = job_of(config, 8, 64, scheduler="sync", precision="bfloat16")
     with open_scheduler("sync") as scheduler:
-        state = Steps(plan, scheduler, 0).state
-    found = predict(plan)
+        state = Steps(job, scheduler, 0).state
+    found = predict(job)
     assert found.made["parameters"] + found.made["optimizer"] == state_bytes(state)
     assert found.made["optimizer"] < 2 * found.made["parameters"]
 
@@ -225,7 +228,7 @@ def test_the_table_of_a_plan(capsys):
         "peak",
     ]
     assert out.splitlines()[-1] == "nothing was run"
-    found = predict(plan_of(grain="chunk"))
+    found = predict(job_of(grain="chunk"))
     assert f"{found.peak / 1e6:,.1f} MB" in describe_prediction(found)
     assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in describe_prediction(found)
 
@@ -268,7 +271,7 @@ class Numbers:
 
 
 def test_turns_alternate_and_are_compared_in_pairs(monkeypatch):
-    monkeypatch.setattr("daskgpt.compare.turns.DISTURBED", float("inf"))
+    monkeypatch.setattr("daskgpt.instruments.compare.turns.DISTURBED", float("inf"))
     order = []
     ours, theirs = Numbers([1, 3, 4, 4, 9, 9], order), Numbers([4, 4, 1, 1, 9, 9], order)
     pairs = alternate(ours, theirs, 3, 2)
@@ -323,9 +326,9 @@ def test_llmc_is_read_and_stopped(tmp_path):
 
 
 def test_a_comparison_with_llmc(tmp_path):
-    plan = plan_of(scheduler="sync")
+    job = job_of(scheduler="sync")
     with open_scheduler("sync") as scheduler:
-        found = compare_llmc(Steps(plan, scheduler, 0), llmc_program(tmp_path), 1, 3)
+        found = compare_llmc(Steps(job, scheduler, 0), llmc_program(tmp_path), 1, 3)
     assert found.theirs.median == 0.10225
     assert found.first_losses[0] == pytest.approx(np.log(29), abs=0.1)
     assert found.first_losses[1] == 3.0
@@ -399,9 +402,9 @@ def test_first_losses_must_agree():
 @pytest.mark.skipif(NO_TORCH, reason="PyTorch is not installed: pip install 'daskgpt[compare]'")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_torch_trains_the_same_model(bf16, tmp_path):
-    plan = plan_of(replace(SMALL, channels=32), 4, 16, grain="block")
+    job = job_of(replace(SMALL, channels=32), 4, 16, grain="block")
     with open_scheduler("threads", 2) as scheduler:
-        steps = Steps(plan, scheduler, 0)
+        steps = Steps(job, scheduler, 0)
         found = compare_torch(steps, TorchOptions(bf16=bf16), 1, 2)
     assert abs(found.first_losses[0] - found.first_losses[1]) < (5e-2 if bf16 else 1e-5)
     assert min(found.ours.least, found.theirs.least) > 0

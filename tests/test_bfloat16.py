@@ -15,13 +15,13 @@ from test_grain import assert_same_bits
 from test_model import losses_and_parameters
 from tolerances import TOLERANCES
 
-from daskgpt.config import OptimizerConfig
+from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels import bfloat16, linear
 from daskgpt.kernels.bfloat16 import TrainedWeight
 from daskgpt.kernels.matmul import Unit, outruns_float32, pack_weight, unit, works
-from daskgpt.schedulers import open_scheduler
-from daskgpt.step import TrainingStep, held
-from daskgpt.training import choose_precision
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.job import choose_precision
+from daskgpt.training.step import TrainingStep, held
 
 UNITS = [unit.name.lower() for unit in Unit]
 

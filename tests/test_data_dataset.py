@@ -11,15 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daskgpt.data.dataset import (
-    Dataset,
-    batch,
-    check_tokens,
-    is_token_source,
-    load_dataset,
-    validation_batches,
-)
-from daskgpt.data.token_files import write_tokens
+from daskgpt.data.dataset import Dataset, batch, check_tokens, is_token_source, load_dataset, validation_batches
+from daskgpt.formats.llmc_tokens import write_tokens
 
 END = 256
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
-from daskgpt.data.gpt2_vocabulary import FILE, URL, _find
+from daskgpt.data.vocabulary import FILE, URL, _find
 
 TEXT = "Dask's tasks,  don't they?\n\n    x = 12345 + ä € 🙂 <|endoftext|>\r\n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daskgpt.data.token_files import read_tokens, write_tokens
+from daskgpt.formats.llmc_tokens import read_tokens, write_tokens
 
 TOKENS = np.array([50256, 0, 65535, 7], np.int64)
 
@@ -59,7 +59,7 @@ def test_a_file_is_replaced(tmp_path: Path):
 
 def test_failed_writing_leaves_nothing_behind(tmp_path: Path):
     program = (
-        "import resource, signal, sys, numpy as np\nfrom daskgpt.data.token_files import write_tokens\n"
+        "import resource, signal, sys, numpy as np\nfrom daskgpt.formats.llmc_tokens import write_tokens\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         "write_tokens(sys.argv[1], np.zeros(5000, int))"
     )

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from llmc_samples import CONFIG, DEBUG_STATE, GOLDEN, MODEL, SMALL, small_debug_state, small_parameters
 
-from daskgpt.config import GPT2Config
+from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import (
     from_bfloat16,
     read_debug_state,
@@ -28,7 +28,7 @@ from daskgpt.formats.llmc import (
     write_debug_state,
     write_model,
 )
-from daskgpt.parameters import initial_parameters, parameter_shapes
+from daskgpt.model.parameters import initial_parameters, parameter_shapes
 
 
 def assert_same_bits(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:

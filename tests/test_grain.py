@@ -12,15 +12,15 @@ from conftest import SMALL, random_batch, random_parameters
 from test_model import losses_and_parameters
 
 import daskgpt
-from daskgpt import blocks
-from daskgpt.config import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
+from daskgpt.graph import calls as blocks
 from daskgpt.graph import inplace
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, calls_of
 from daskgpt.graph.spans import Span
-from daskgpt.schedulers import open_scheduler
-from daskgpt.step import TrainingStep
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.step import TrainingStep
 
 
 def assert_same_bits(found, expected, what):
@@ -78,7 +78,7 @@ def test_parameters_that_were_given_are_not_written_over(random, tmp_path):
     parameters = random_parameters(config, random)
     before = {name: value.copy() for name, value in parameters.items()}
     data = DataConfig(data=str(text), batch_size=4, sequence_length=12)
-    result = daskgpt.train(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters)
+    result = daskgpt.fit(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters)
     for name, value in parameters.items():
         np.testing.assert_array_equal(value, before[name])
         assert not np.array_equal(result.parameters[name], before[name])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
 
-from daskgpt.config import OptimizerConfig
-from daskgpt.schedulers import open_scheduler
-from daskgpt.step import TrainingStep
+from daskgpt.config.run import OptimizerConfig
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.step import TrainingStep
 
 STATUS = Path("/proc/self/statm")
 PAGE = 4096

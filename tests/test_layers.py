@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tolerances import TOLERANCES
 
-from daskgpt.blocks import apply, parse
-from daskgpt.layers import LAYERS, LINEAR, Layer
-from daskgpt.tape import Tape
+from daskgpt.graph.calls import apply, parse
+from daskgpt.model.layers import LAYERS, LINEAR, Layer
+from daskgpt.model.tape import Tape
 
 SIZES = {"b": 4, "t": 6, "T": 6, "C": 8, "X": 24, "O": 5, "V": 11, "P": 7}
 OPTIONS = {"heads": 2, "vocabulary": 9, "count": 24}

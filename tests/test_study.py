@@ -12,25 +12,25 @@ from xml.etree import ElementTree
 
 import pytest
 
-from daskgpt.config import GPT2Config
-from daskgpt.study.__main__ import main, settings
-from daskgpt.study.grid import (
+from daskgpt.config.model import GPT2Config
+from daskgpt.instruments.study.grid import (
     BARRIERS,
     Point,
     StudyConfig,
     base_point,
     chosen_grid,
     default_grid,
-    plan_of_point,
+    job_of_point,
     quick_grid,
     slicings,
     thread_counts,
 )
-from daskgpt.study.numbers import Rows, compare, efficiencies, figure, speedups, spread
-from daskgpt.study.one import Order
-from daskgpt.study.report import write_report
-from daskgpt.study.runs import run_one
-from daskgpt.study.table import COLUMNS, Table
+from daskgpt.instruments.study.numbers import Rows, compare, efficiencies, figure, speedups, spread
+from daskgpt.instruments.study.one import Order
+from daskgpt.instruments.study.report import write_report
+from daskgpt.instruments.study.runs import run_one
+from daskgpt.instruments.study.table import COLUMNS, Table
+from daskgpt.study import main, settings
 
 MODEL = GPT2Config(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
 STUDY = StudyConfig(batch_size=4, sequence_length=64)
@@ -180,7 +180,7 @@ def test_the_default_grid_asks_five_questions():
     assert {p.threads for p in points if p.scheduler == "sync"} == {1}
     assert {p.scheduler for p in points} == {"threads", "sync", "local"}
     for point in [*points, *quick_grid(STUDY, 2)]:
-        assert plan_of_point(replace(MODEL, positions=64), STUDY, point).chunk == (
+        assert job_of_point(replace(MODEL, positions=64), STUDY, point).chunk == (
             point.batch_chunk,
             point.sequence_chunk,
         )
@@ -199,7 +199,7 @@ def test_thread_counts_and_slicings():
 
 
 def test_quick_is_small_but_for_what_is_given():
-    from daskgpt.study.__main__ import parser
+    from daskgpt.study import parser
 
     model, own = settings(parser().parse_args(["--quick", "--steps", "7", "--channels", "16"]))
     assert (model.blocks, model.channels, own.steps, own.batch_size, own.repetitions) == (1, 16, 7, 4, 1)

@@ -18,16 +18,15 @@ import pytest
 from chromium import PATH, visit
 from conftest import SMALL, random_batch, random_parameters
 
-from daskgpt.config import GPT2Config, OptimizerConfig, RunConfig
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.spans import RECORDER, bytes_of, recorded_spans
-from daskgpt.grouping import stage_of
-from daskgpt.schedulers import open_scheduler
-from daskgpt.step import TrainingStep
-from daskgpt.timeline import (
+from daskgpt.instruments.timeline import (
     Event,
     StepRecorder,
     Timeline,
+    TimelineConfig,
     Window,
     check_timeline_path,
     describe_summary,
@@ -35,8 +34,11 @@ from daskgpt.timeline import (
     timeline_paths,
     write_timeline,
 )
-from daskgpt.timeline.curves import layers_at_once, live_bytes
-from daskgpt.timeline.events import TaskGraph, different_at_once
+from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
+from daskgpt.instruments.timeline.events import TaskGraph, different_at_once
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.grouping import stage_of
+from daskgpt.training.step import TrainingStep
 
 LARGER = GPT2Config(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)
 SHAPE = (8, 64)
@@ -417,6 +419,6 @@ def test_a_run_without_a_step_to_record_says_so(text, tmp_path):
 
 
 def test_a_timeline_shows_at_least_one_step():
-    message = "RunConfig: timeline_steps must be at least 1; got timeline_steps=0. Give a larger number."
+    message = "TimelineConfig: timeline_steps must be at least 1; got timeline_steps=0. Give a larger number."
     with pytest.raises(ValueError, match=re.escape(message)):
-        RunConfig(timeline_steps=0)
+        TimelineConfig(timeline_steps=0)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import tiktoken
 
-from daskgpt.config import require
+from daskgpt.config.errors import require
 from daskgpt.data.encodings import VOCABULARY, encode, get_encoding, vocabulary_size
 from daskgpt.data.split import split_text, split_tokens
 from daskgpt.data.text import STANDARD_LIBRARY, read_text
-from daskgpt.data.token_files import read_tokens
+from daskgpt.formats.llmc_tokens import read_tokens
 
 Batch = tuple[np.ndarray, np.ndarray]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import tiktoken
 
-from daskgpt.config import nearest, require
-from daskgpt.data.gpt2_vocabulary import gpt2_ranks
+from daskgpt.config.errors import nearest, require
+from daskgpt.data.vocabulary import gpt2_ranks
 
 END_OF_TEXT = "<|endoftext|>"
 

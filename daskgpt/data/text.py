@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from daskgpt.config import require
-from daskgpt.data.paths import matching_files
+from daskgpt.config.errors import require
+from daskgpt.config.paths import matching_files
 
 STANDARD_LIBRARY = "stdlib"
 

@@ -10,9 +10,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from daskgpt.config import GPT2Config, require
-from daskgpt.files import replacing
-from daskgpt.parameters import check_parameters, parameter_shapes
+from daskgpt.config.errors import require
+from daskgpt.config.files import replacing
+from daskgpt.config.model import GPT2Config
+from daskgpt.model.parameters import check_parameters, parameter_shapes
 
 HEADER_BYTES = 256 * 4
 MODEL_MAGIC = 20240326

@@ -1,0 +1,34 @@
+"""Files that are there whole or not at all."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from daskgpt.config.errors import require
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
+    """A file under a temporary name in the same folder, which takes the final name when all of it is on the disk.
+
+    where    who asks, for error messages
+
+    Errors   ValueError where path is a folder, FileNotFoundError where its folder is missing, OSError as of open
+    """
+    target = Path(path)
+    require(not target.is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{where}: the folder must exist; got path={path}. Make {target.parent} first.")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

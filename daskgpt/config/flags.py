@@ -1,0 +1,83 @@
+"""Command-line flags from the fields of frozen dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Any, NoReturn
+
+from daskgpt.config.errors import nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that names the nearest flag, says one line and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized arguments") and unknown[0].startswith("--"):
+            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            name = unknown[0].split("=")[0]
+            message = f"{name} must be a known flag. {nearest(name, known)}"
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", given_only: bool = False) -> None:
+    """A flag for each field that `setting` made.
+
+    given_only   the namespace gets only what the user gave: for numbers that override a preset
+    """
+    group = parser.add_argument_group(title or (config.__doc__ or "").splitlines()[0].rstrip("."))
+    for f in fields(config):
+        flag = "--" + f.name.replace("_", "-")
+        group.add_argument(
+            flag,
+            type=_type(f),
+            default=argparse.SUPPRESS if given_only else f.default,
+            choices=f.metadata["choices"] or None,
+            metavar=f.metadata["unit"].upper() or ("NUMBER" if _type(f) in (int, float) else f.name.upper()),
+            help=_help(f, given_only),
+        )
+
+
+def from_flags(config: type, values: argparse.Namespace) -> Any:
+    """The dataclass with what the flags say."""
+    given = vars(values)
+    return config(**{f.name: given[f.name] for f in fields(config) if f.name in given})
+
+
+def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:
+    """Only the fields that the user gave."""
+    return {f.name: getattr(values, f.name) for f in fields(config) if hasattr(values, f.name)}
+
+
+def run_command(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command line: what is wrong with its input is one line and exit code 2 (DASKGPT_DEBUG=1: the traceback)."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        if os.environ.get("DASKGPT_DEBUG"):
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def _type(f: Field[Any]) -> Callable[[str], Any]:
+    default = f.default
+    assert default is not MISSING
+    return type(default)
+
+
+def _help(f: Field[Any], given_only: bool) -> str:
+    text = f.metadata["help"].replace("%", "%%")
+    unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
+    if f.metadata["choices"]:
+        text += ": " + ", ".join(f.metadata["choices"])
+    default = "the preset's" if given_only else ("none" if f.default == "" else f.default)
+    return f"{text}{unit} (default: {default})"

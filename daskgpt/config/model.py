@@ -1,0 +1,76 @@
+"""What a model is made of, and the published sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from daskgpt.config.errors import nearest, nearest_divisor, require
+from daskgpt.config.settings import setting
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The size of a GPT-2 model.
+
+    Errors   ValueError where a number is below 1, heads does not divide channels, or padding is below the vocabulary
+    Source   Radford et al. 2019, table 2 (names of the published sizes)
+    """
+
+    blocks: int = setting(4, "transformer blocks")
+    heads: int = setting(4, "attention heads")
+    channels: int = setting(128, "channels of an activation")
+    vocabulary: int = setting(257, "token ids that can occur")
+    padded_vocabulary: int = setting(
+        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0"
+    )
+    positions: int = setting(64, "longest sequence", unit="tokens")
+
+    def __post_init__(self) -> None:
+        if self.padded_vocabulary == 0:
+            object.__setattr__(self, "padded_vocabulary", self.vocabulary)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            require(
+                value >= 1, "GPT2Config", f"{f.name} must be at least 1", {f.name: value}, "Give a positive number."
+            )
+        require(
+            self.channels % self.heads == 0,
+            "GPT2Config",
+            "channels must be a multiple of heads",
+            {"channels": self.channels, "heads": self.heads},
+            f"Try heads={nearest_divisor(self.channels, self.heads)}.",
+        )
+        require(
+            self.padded_vocabulary >= self.vocabulary,
+            "GPT2Config",
+            "padded_vocabulary must be at least vocabulary",
+            {"padded_vocabulary": self.padded_vocabulary, "vocabulary": self.vocabulary},
+            "Use 0 for no padding.",
+        )
+
+
+PRESETS: dict[str, GPT2Config] = {
+    "tiny": GPT2Config(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
+    "gpt2": GPT2Config(blocks=12, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024),
+    "gpt2-medium": GPT2Config(
+        blocks=24, heads=16, channels=1024, vocabulary=50257, padded_vocabulary=50304, positions=1024
+    ),
+    "gpt2-large": GPT2Config(
+        blocks=36, heads=20, channels=1280, vocabulary=50257, padded_vocabulary=50304, positions=1024
+    ),
+    "gpt2-xl": GPT2Config(
+        blocks=48, heads=25, channels=1600, vocabulary=50257, padded_vocabulary=50304, positions=1024
+    ),
+}
+
+
+def preset(name: str, **overrides: Any) -> GPT2Config:
+    """The named size with some numbers replaced.
+
+    Errors   ValueError for an unknown name
+    """
+    require(name in PRESETS, "preset", "the name must be known", {"preset": name}, nearest(name, list(PRESETS)))
+    if "vocabulary" in overrides and "padded_vocabulary" not in overrides:
+        overrides["padded_vocabulary"] = 0
+    return replace(PRESETS[name], **overrides)

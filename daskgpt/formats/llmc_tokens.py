@@ -1,0 +1,86 @@
+"""llm.c's token files: a header of 256 int32 (magic, version, count), then uint16 token ids."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from daskgpt.config.errors import require
+from daskgpt.config.files import replacing
+from daskgpt.config.paths import matching_files
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 256 * 4
+LARGEST_ID = 2**16 - 1
+LARGEST_COUNT = 2**31 - 1
+
+
+def write_tokens(path: str | os.PathLike[str], tokens: np.ndarray) -> None:
+    """Write token ids as one file, which appears under its name when it is complete.
+
+    Shapes   tokens (N,)
+    Dtype    any integer; written as uint16
+    Errors   TypeError for numbers that are not integers; ValueError for other shapes, no tokens, or ids that do not
+             fit; FileNotFoundError where the folder is missing
+    """
+    tokens = np.asarray(tokens)
+    _check_writable(tokens)
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    with replacing(path, "write_tokens") as file:
+        file.write(header.data)
+        file.write(np.ascontiguousarray(tokens, "<u2").data)
+
+
+def _check_writable(tokens: np.ndarray) -> None:
+    where, count = "write_tokens", tokens.size
+    require(tokens.ndim == 1, where, "tokens must be one row", {"shape": tokens.shape}, "Use tokens.reshape(-1).")
+    require(count > 0, where, "there must be at least one token", {"count": count}, "Give a text that is not empty.")
+    require(count <= LARGEST_COUNT, where, "the count must fit int32", {"count": count}, "Write several files.")
+    if tokens.dtype.kind not in "iu":
+        raise TypeError(f"write_tokens: tokens must be integers; got dtype={tokens.dtype}. Convert them first.")
+    advice = "A file holds 2 bytes a token."
+    require(tokens.min() >= 0, where, "ids must not be negative", {"id": tokens.min()}, advice)
+    require(tokens.max() <= LARGEST_ID, where, "ids must fit uint16", {"id": tokens.max()}, advice)
+
+
+def read_tokens(source: str | os.PathLike[str]) -> np.ndarray:
+    """The tokens of one file, or of all files that a glob matches, one after the other in sorted order.
+
+    Shapes   (N,)
+    Dtype    uint16, read-only
+    Cost     one file is mapped, not read; several are copied into memory
+    Errors   FileNotFoundError where nothing is there; ValueError for a file that is not a whole token file
+    """
+    paths = matching_files(os.fspath(source), "read_tokens")
+    if len(paths) == 1:
+        return _map(paths[0])
+    tokens = np.concatenate([_map(path) for path in paths])
+    tokens.setflags(write=False)
+    return tokens
+
+
+def _map(path: Path) -> np.ndarray:
+    size = path.stat().st_size
+    header = np.fromfile(path, "<i4", count=256)
+    magic, version, count = (int(number) for number in header[:3]) if header.size == 256 else (0, 0, 0)
+    rule = f"an llm.c token file must begin with {MAGIC}"
+    _require(
+        magic == MAGIC, path, rule, {"magic": magic}, "Raw ids without a header, as nanoGPT's, are another format."
+    )
+    rule = f"the version must be {VERSION} (uint16 ids)"
+    _require(version == VERSION, path, rule, {"version": version}, "Write it again.")
+    _require(count > 0, path, "the file must hold tokens", {"count": count}, "Write it again.")
+    expected = HEADER_BYTES + 2 * count
+    rule = f"{count} tokens must make {expected} bytes"
+    _require(size >= expected, path, rule, {"bytes": size}, "The file is truncated: write it again.")
+    _require(size == expected, path, rule, {"bytes": size}, "Something follows the last token: write it again.")
+    # A plain array over the mapping: arithmetic on it then gives plain arrays.
+    return np.asarray(np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,)))
+
+
+def _require(holds: bool, path: Path, rule: str, got: dict[str, object], advice: str) -> None:
+    require(holds, "read_tokens", rule, {"path": path, **got}, advice)

@@ -1,0 +1,162 @@
+"""GPT-2 in PyTorch, as its users write it, trained in a process of its own on batches that come over a pipe.
+
+The model has GPT-2's published names, so daskgpt's parameters are its state. The embedding has no padding rows: a loss
+over a part of the rows would cost PyTorch a pass over the whole table.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import OptimizerConfig
+from daskgpt.instruments import machine
+from daskgpt.instruments.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, receive, send
+from daskgpt.model.parameters import decayed, initial_parameters
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.c_attn = nn.Linear(config.channels, 3 * config.channels)
+        self.c_proj = nn.Linear(config.channels, config.channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, channels = x.shape
+        q, k, v = (
+            part.view(size, length, self.heads, channels // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split(channels, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(size, length, channels))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.channels, 4 * config.channels)
+        self.c_proj = nn.Linear(4 * config.channels, config.channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(config.channels), Attention(config)
+        self.ln_2, self.mlp = nn.LayerNorm(config.channels), FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """The mean loss of a batch. The embedding's matrix is the unembedding's too."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocabulary, config.channels)
+        self.wpe = nn.Embedding(config.positions, config.channels)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        self.ln_f = nn.LayerNorm(config.channels)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def model_of(start: Start) -> GPT2:
+    """The model with the initial values that daskgpt starts from."""
+    with torch.device("meta"):
+        model = GPT2(start.config)
+    values = {name: torch.from_numpy(value) for name, value in initial_parameters(start.config, start.seed).items()}
+    values["wte.weight"] = values["wte.weight"][: start.config.vocabulary].clone()
+    model.load_state_dict(values, assign=True)
+    return model
+
+
+def optimizer_of(model: GPT2, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Fused AdamW; the same tensors decay."""
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[decayed(name, config.decay)].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": config.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+class Training:
+    """The training loop of one process."""
+
+    def __init__(self, start: Start) -> None:
+        torch.set_flush_denormal(True)  # first of all: threads take it over from the one that starts them
+        torch.set_num_threads(start.threads)
+        model = model_of(start)
+        self.optimizer = optimizer_of(model, start.optimizer)
+        self.model: Any = torch.compile(model) if start.options.compiled else model
+        self.bf16 = start.options.bf16
+
+    def run(self, message: Run) -> Ran:
+        ran = Ran([], [])
+        for batch in message.batches:
+            tokens, targets = (torch.from_numpy(array).long() for array in batch)
+            begin = perf_counter()
+            loss = self.step(tokens, targets)
+            ran.seconds.append(perf_counter() - begin)
+            ran.losses.append(loss)
+        return ran
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext():
+            loss = self.model(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.item())
+
+
+def serve() -> None:
+    """Answer messages on standard input until it ends. What anybody prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    questions = sys.stdin.buffer
+    training = Training(receive(questions))
+    send(answers, torch.__version__)
+    while True:
+        try:
+            message = receive(questions)
+        except EOFError:
+            return
+        if isinstance(message, Run):
+            send(answers, training.run(message))
+        elif isinstance(message, ResetPeak):
+            send(answers, machine.reset_peak_memory())
+        elif isinstance(message, Peak):
+            send(answers, machine.peak_memory())
+        elif isinstance(message, Cpu):
+            send(answers, process_time())
+
+
+if __name__ == "__main__":
+    serve()

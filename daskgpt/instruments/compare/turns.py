@@ -1,0 +1,169 @@
+"""Two programs in turns on one machine, compared turn by turn, where nothing else runs on it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+from daskgpt.instruments import machine
+from daskgpt.instruments.measure import Spread
+
+# Least length of a turn, whose first step finds the caches full of the other's data; and where that is not too long.
+TURN_SECONDS, LONGEST_TURN = 0.5, 5.0
+# Between turns. The other's threads spin for some milliseconds after their last work before they sleep.
+PAUSE_SECONDS = 0.05
+
+DISTURBED = 0.1  # cores that other programs keep busy
+ATTEMPTS = 3  # times as many turns as are asked for, at most, to have enough that are not disturbed
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Mean seconds a step of one turn, and how many cores other programs kept busy meanwhile (0: it is not known)."""
+
+    ours: float
+    theirs: float
+    others: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Below 1 where we are faster."""
+        return self.ours / self.theirs
+
+
+class Side(Protocol):
+    """A program that trains."""
+
+    losses: list[float]
+
+    def run(self, count: int) -> list[float]:
+        """Seconds of each of some further steps, or the means of some together."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let `peak` count from now on."""
+        ...
+
+    def peak(self) -> int:
+        """Most bytes in memory since then."""
+        ...
+
+    def cpu(self) -> float:
+        """Seconds of processor time used."""
+        ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two programs took for the same steps.
+
+    name         the other program, as it is printed
+    pairs        the turns that count
+    block        steps of a turn
+    tried        turns with those in which other programs ran, where there were enough without
+    peaks        bytes, ours and theirs
+    first_losses ours and theirs, before any update
+    """
+
+    name: str
+    pairs: Sequence[Pair]
+    block: int
+    tried: int
+    peaks: tuple[int, int]
+    first_losses: tuple[float, float]
+    threads: int
+
+    @property
+    def ours(self) -> Spread:
+        return Spread.of([pair.ours for pair in self.pairs])
+
+    @property
+    def theirs(self) -> Spread:
+        return Spread.of([pair.theirs for pair in self.pairs])
+
+    @property
+    def ratio(self) -> Spread:
+        """Ours / theirs of each pair: below 1 where we are faster."""
+        return Spread.of([pair.ratio for pair in self.pairs])
+
+    @property
+    def disturbed(self) -> int:
+        """How many of the turns that count met other programs."""
+        return sum(pair.others > DISTURBED for pair in self.pairs)
+
+    def record(self) -> dict[str, Any]:
+        """For a machine to read."""
+        found: dict[str, Any] = {"against": self.name, "turns": len(self.pairs), "steps_a_turn": self.block}
+        found |= {"disturbed_turns": self.disturbed, "left_out_turns": self.tried - len(self.pairs)}
+        for name, spread, digits in (("ours_ms", self.ours, 3), ("theirs_ms", self.theirs, 3)):
+            found |= spread.fields(name, 1e3, digits)
+        found |= self.ratio.fields("ratio", 1, 4)
+        found |= {"ours_peak_gb": round(self.peaks[0] / 1e9, 4), "theirs_peak_gb": round(self.peaks[1] / 1e9, 4)}
+        found |= {"ours_first_loss": self.first_losses[0], "theirs_first_loss": self.first_losses[1]}
+        return found | {"threads": self.threads}
+
+    def describe(self) -> str:
+        """For a person to read."""
+        lines = [f"{len(self.pairs)} turns of {self.block} steps each, {self.threads} threads"]
+        if self.tried > len(self.pairs):
+            lines[0] += f"; {self.tried - len(self.pairs)} more left out, in which other programs ran"
+        if self.disturbed:
+            lines.append(f"WARNING: other programs ran in {self.disturbed} of these turns: the ratio says little")
+        width = max(20, len(self.name))
+        lines += [f"{'':{width}} {'ms a step':>10} {'min':>10} {'max':>10} {'peak GB':>9} {'first loss':>11}"]
+        for name, spread, peak, loss in zip(
+            ("daskgpt", self.name), (self.ours, self.theirs), self.peaks, self.first_losses
+        ):
+            times = "".join(f" {value * 1e3:10,.1f}" for value in (spread.median, spread.least, spread.largest))
+            lines.append(f"{name:{width}}{times} {peak / 1e9:9.2f} {loss:11.5f}")
+        ratio = self.ratio
+        lines.append(f"{'ratio of each turn':{width}} {ratio.median:10.3f} {ratio.least:10.3f} {ratio.largest:10.3f}")
+        return "\n".join(lines)
+
+
+def block_of(faster: float, slower: float) -> int:
+    """How many steps make a turn, from the seconds that one takes on each side."""
+    return max(1, min(math.ceil(TURN_SECONDS / faster), int(LONGEST_TURN / slower)))
+
+
+def alternate(ours: Side, theirs: Side, turns: int, block: int) -> list[Pair]:
+    """Turns of both, until so many were undisturbed by other programs; who begins changes from turn to turn.
+
+    Threads that wait for each other by spinning, as OpenMP's do, become many times slower beside another program than
+    ours: a ratio that was measured then would be in our favour and wrong.
+    """
+    pairs: list[Pair] = []
+    while sum(pair.others <= DISTURBED for pair in pairs) < turns and len(pairs) < ATTEMPTS * turns:
+        seconds = {}
+        busy, start = _others_seconds(ours, theirs), time.perf_counter()
+        for side in (ours, theirs) if len(pairs) % 2 == 0 else (theirs, ours):
+            time.sleep(PAUSE_SECONDS)
+            seconds[side] = fmean(side.run(block))
+        others = (_others_seconds(ours, theirs) - busy) / (time.perf_counter() - start)
+        pairs.append(Pair(seconds[ours], seconds[theirs], others))
+    return pairs
+
+
+def undisturbed(pairs: Sequence[Pair], turns: int) -> Sequence[Pair]:
+    """The pairs that no other program disturbed, where these are at least half as many as asked for; else all."""
+    found = [pair for pair in pairs if pair.others <= DISTURBED]
+    return found if 2 * len(found) >= turns else pairs
+
+
+def _others_seconds(ours: Side, theirs: Side) -> float:
+    """Processor time of other programs; 0 where the system does not say."""
+    everything = machine.busy_seconds()
+    return 0.0 if everything is None else everything - ours.cpu() - theirs.cpu()
+
+
+def compare(ours: Side, theirs: Side, warmup: int, turns: int) -> tuple[list[Pair], int]:
+    """Warm both up, then let them take turns; the pairs, and the steps of a turn."""
+    fastest = [min(side.run(warmup)) for side in (ours, theirs)]
+    for side in (ours, theirs):
+        side.reset_peak()
+    block = block_of(min(fastest), max(fastest))
+    return alternate(ours, theirs, turns, block), block

@@ -1,0 +1,1 @@
+"""A grid of runs, its table, figures and report."""

@@ -1,0 +1,37 @@
+"""A timeline of each barrier, on the same chunks: what a study's figures sum up, to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from daskgpt.config.model import GPT2Config
+from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.study.grid import BARRIERS, Point, StudyConfig, job_of_point
+from daskgpt.instruments.timeline import StepRecorder, describe_summary, summarise, write_timeline
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.local import usable_cores
+
+
+def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list[Path]:
+    """FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has; return the pages.
+
+    A chunk holds a quarter of the sequences, so that there is something to overlap. A task is what one chunk does
+    between two gathers, for fork-join one kernel.
+    """
+    chunk = max(study.batch_size // 4, 1)
+    pages = []
+    for barrier in BARRIERS:
+        point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "segment").runnable()
+        job = job_of_point(model, study, point)
+        with open_scheduler("threads", point.threads) as scheduler:
+            steps = Steps(job, scheduler, study.seed)
+            steps.run(max(study.warmup, study.window))
+            recorder, first = StepRecorder(steps.step, scheduler), len(steps.losses)
+            size = study.window if barrier == "none" else 1
+            for number in range(first, first + study.window, size):
+                with recorder.window(range(number, number + size)):
+                    steps.run(size)
+        timeline = recorder.finish()
+        pages.append(write_timeline(timeline, folder / barrier)[1])
+        print(f"\nbarrier {barrier}: {pages[-1]}\n{describe_summary(summarise(timeline))}")
+    return pages

@@ -1,0 +1,60 @@
+"""The timeline of a training run's last steps, for `daskgpt.fit` and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from daskgpt.config.errors import require
+from daskgpt.config.settings import setting
+from daskgpt.graph.recording import Runs
+from daskgpt.instruments.timeline.recorder import StepRecorder
+from daskgpt.instruments.timeline.summary import describe_summary, summarise
+from daskgpt.instruments.timeline.writing import check_timeline_path, write_timeline
+from daskgpt.training.job import Job
+from daskgpt.training.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class TimelineConfig:
+    """A timeline of the last steps."""
+
+    timeline: str = setting("", "write what the last steps ran when to FILE.json and FILE.html", unit="file")
+    timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps")
+
+    def __post_init__(self) -> None:
+        require(
+            self.timeline_steps >= 1,
+            "TimelineConfig",
+            "timeline_steps must be at least 1",
+            {"timeline_steps": self.timeline_steps},
+            "Give a larger number.",
+        )
+        if self.timeline:
+            check_timeline_path(self.timeline)
+
+
+class TimelineWatcher:
+    """A `training.watching.Watcher`: records a run's last steps, writes their timeline and prints its summary."""
+
+    def __init__(self, config: TimelineConfig) -> None:
+        self.config = config
+
+    def begin(self, job: Job, step: TrainingStep, scheduler: Runs) -> int:
+        self.recorder = StepRecorder(step, scheduler)
+        return max(job.run.steps - self.config.timeline_steps, 0)
+
+    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
+        return self.recorder.window(steps)
+
+    def end(self) -> None:
+        if not self.recorder.windows:
+            print(
+                "timeline   no step was recorded: the run ended before, or had no step after the one that chose the "
+                "grain"
+            )
+            return
+        timeline = self.recorder.finish()
+        trace, page = write_timeline(timeline, self.config.timeline)
+        print(f"\n{describe_summary(summarise(timeline))}\n\ntimeline written to {page} and {trace}")

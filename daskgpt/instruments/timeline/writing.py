@@ -1,0 +1,40 @@
+"""The two files of a timeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from daskgpt.instruments.timeline.events import Timeline
+from daskgpt.instruments.timeline.trace import trace_of
+
+SUFFIXES = (".json", ".html")
+
+
+def timeline_paths(path: str | Path) -> tuple[Path, Path]:
+    """FILE.json and FILE.html, whether FILE is given with one of these endings or without."""
+    path = Path(path)
+    base = path.with_suffix("") if path.suffix in SUFFIXES else path
+    trace, page = (base.with_name(base.name + suffix) for suffix in SUFFIXES)
+    return trace, page
+
+
+def check_timeline_path(path: str | Path) -> None:
+    """Find out that a timeline cannot be written before anything runs.
+
+    Errors   ValueError where the path names a folder, or a file stands where its folder should
+    """
+    parents = [parent for parent in Path(path).absolute().parents if parent.exists()]
+    if Path(path).is_dir() or not parents[0].is_dir() or any(file.is_dir() for file in timeline_paths(path)):
+        raise ValueError(f"timeline: the path must be that of a file in a folder; got timeline={path}. Give another.")
+
+
+def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
+    """Write FILE.json, for Chrome's about:tracing and Perfetto, and FILE.html, for any browser; return both paths."""
+    from daskgpt.instruments.timeline.page import page_of  # Bokeh is loaded when it is needed
+
+    trace, page = timeline_paths(path)
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    trace.write_text(json.dumps(trace_of(timeline)))
+    page.write_text(page_of(timeline))
+    return trace, page

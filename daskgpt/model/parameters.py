@@ -1,0 +1,127 @@
+"""TABLE 1: the 16 parameter tensors of GPT-2, from which initial values, counts, decay and file layouts derive."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from daskgpt.config.model import GPT2Config
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row of the table.
+
+    name      GPT-2's published name; `{block}` stands for the block's number
+    axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C hidden
+    initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) where the output is added to x
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    initial: str
+
+    @property
+    def per_block(self) -> bool:
+        """Whether every block has one of its own."""
+        return "{block}" in self.name
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether `--decay matrices` decays it."""
+        return len(self.axes) == 2
+
+    def shape(self, config: GPT2Config) -> tuple[int, ...]:
+        """Shape in a model of this size; matrices are (out, in)."""
+        sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels}
+        return tuple(int(axis[:-1] or 1) * sizes[axis[-1]] for axis in self.axes)
+
+
+# The order is that of llm.c's files.
+PARAMETERS: tuple[Parameter, ...] = (
+    Parameter("wte.weight", ("V", "C"), "normal"),
+    Parameter("wpe.weight", ("P", "C"), "normal"),
+    Parameter("h.{block}.ln_1.weight", ("C",), "one"),
+    Parameter("h.{block}.ln_1.bias", ("C",), "zero"),
+    Parameter("h.{block}.attn.c_attn.weight", ("3C", "C"), "normal"),
+    Parameter("h.{block}.attn.c_attn.bias", ("3C",), "zero"),
+    Parameter("h.{block}.attn.c_proj.weight", ("C", "C"), "residual"),
+    Parameter("h.{block}.attn.c_proj.bias", ("C",), "zero"),
+    Parameter("h.{block}.ln_2.weight", ("C",), "one"),
+    Parameter("h.{block}.ln_2.bias", ("C",), "zero"),
+    Parameter("h.{block}.mlp.c_fc.weight", ("4C", "C"), "normal"),
+    Parameter("h.{block}.mlp.c_fc.bias", ("4C",), "zero"),
+    Parameter("h.{block}.mlp.c_proj.weight", ("C", "4C"), "residual"),
+    Parameter("h.{block}.mlp.c_proj.bias", ("C",), "zero"),
+    Parameter("ln_f.weight", ("C",), "one"),
+    Parameter("ln_f.bias", ("C",), "zero"),
+)
+
+
+def named_rows(config: GPT2Config) -> dict[str, Parameter]:
+    """Every tensor of the model by its full name, in the table's order, blocks in turn."""
+    rows = {}
+    for row in PARAMETERS:
+        for block in range(config.blocks if row.per_block else 1):
+            rows[row.name.format(block=block)] = row
+    return rows
+
+
+def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor by its full name."""
+    return {name: row.shape(config) for name, row in named_rows(config).items()}
+
+
+def parameter_count(config: GPT2Config) -> int:
+    """Number of trained values, without the padding of the vocabulary (124,439,808 for gpt2)."""
+    padding = (config.padded_vocabulary - config.vocabulary) * config.channels
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) - padding
+
+
+def decayed(name: str, rule: str) -> bool:
+    """Whether weight decay applies to the tensor.
+
+    `matrices` decays the 2-D tensors (nanoGPT, llm.c's CUDA program), `all` every tensor (llm.c's C program).
+    """
+    block_free = ".".join("{block}" if part.isdigit() else part for part in name.split("."))
+    row = next(row for row in PARAMETERS if row.name == block_free)
+    return rule == "all" or row.is_matrix
+
+
+def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
+    """GPT-2's initial values; every tensor has a random stream of its own, so that none depends on another's size.
+
+    Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
+    """
+    values = {}
+    for number, (name, row) in enumerate(named_rows(config).items()):
+        shape = row.shape(config)
+        if row.initial in ("one", "zero"):
+            values[name] = np.full(shape, float(row.initial == "one"), dtype)
+            continue
+        std = 0.02 / math.sqrt(2 * config.blocks) if row.initial == "residual" else 0.02
+        random = np.random.default_rng([seed, number])
+        values[name] = (random.standard_normal(shape, np.float32) * np.float32(std)).astype(dtype)
+    values["wte.weight"][config.vocabulary :] = 0
+    return values
+
+
+def check_parameters(config: GPT2Config, parameters: dict[str, np.ndarray]) -> None:
+    """Names and shapes must be those of the table.
+
+    Errors   ValueError naming the first tensor that is missing, unknown or of another shape
+    """
+    shapes = parameter_shapes(config)
+    for name in [*shapes, *parameters]:
+        if name not in parameters or name not in shapes:
+            problem = "is missing" if name not in parameters else "is unknown"
+            raise ValueError(
+                f"check_parameters: names must be the table's; got {name}, which {problem}. Compare PARAMETERS."
+            )
+        if tuple(parameters[name].shape) != shapes[name]:
+            got = tuple(parameters[name].shape)
+            raise ValueError(
+                f"check_parameters: {name} must have shape {shapes[name]}; got shape={got}. Compare the config."
+            )

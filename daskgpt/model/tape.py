@@ -1,0 +1,135 @@
+"""The tape: layers as they are called, walked back for the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import dask.array as da
+
+from daskgpt.graph.calls import apply, parse
+from daskgpt.kernels.add import forward as add
+from daskgpt.model.layers import BFLOAT16, PASS, Layer, Row
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of a layer: where in the model, and its arrays by the names the table uses."""
+
+    where: str
+    layer: Layer
+    arrays: dict[str, da.Array]
+    options: dict[str, Any]
+
+
+class Tape:
+    """Calls layers on dask arrays and remembers them.
+
+    Keys are `layer.pass-where-token`: the token tells one tape's keys from another's on a cluster, where equal keys
+    would mean equal results.
+    """
+
+    def __init__(self, precision: str = "float32") -> None:
+        """precision   "bfloat16" replaces the kernels of products, float32 and float64 are one code"""
+        self.token = uuid4().hex[:8]
+        self.replaced = BFLOAT16 if precision == "bfloat16" else {}
+        self.records: list[Record] = []
+        self.recomputed: dict[str, da.Array] = {}
+
+    def __call__(self, where: str, layer: Layer, *arguments: da.Array, **options: Any) -> da.Array:
+        """The layer's first output, recorded for `backward`."""
+        arrays = dict(zip(layer.forward.arguments.split(), arguments, strict=True))
+        sizes = {
+            axis: size
+            for a, axes in zip(arguments, parse(layer.forward.signature)[0])
+            for axis, size in zip(axes, a.shape)
+        }
+        results = apply(
+            f"{layer.name}.forward-{where}-{self.token}",
+            self.kernel(layer.forward),
+            layer.forward.signature,
+            arguments,
+            options=_options(layer.forward, options),
+            new_axes=layer.new_axes(sizes, options),
+        )
+        arrays |= dict(zip(layer.outputs.split(), results, strict=True))
+        self.records.append(Record(where, layer, arrays, options))
+        return results[0]
+
+    def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
+        """Gradient of sum(y * dy) with respect to every array that went in, by the array's name.
+
+        A sum over the chunks takes up an earlier gradient of the same array as its start; other gradients that meet
+        (a residual stream that forks) are added.
+        """
+        gradients = {y.name: dy}
+        for record in reversed(self.records):
+            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name, None)
+            if arriving is None:
+                continue
+            for argument, row in record.layer.backward.items():
+                self._arrive(gradients, record, argument, row, arriving)
+        return gradients
+
+    def _arrive(
+        self, gradients: dict[str, da.Array], record: Record, argument: str, row: Row | None, dy: da.Array
+    ) -> None:
+        name = record.arrays[argument].name
+        before = gradients.get(name)
+        if row is PASS:
+            gradients[name] = dy if before is None else self._add(f"{record.where}.{argument}", before, dy)
+            return
+        inputs, (output,) = parse(row.signature)
+        given = row.arguments.split()
+        after = dy, inputs[given.index("dy")]
+        arrays = {name: self._again(array, after) for name, array in record.arrays.items() if name in given}
+        summed = not {"b", "t"} & set(output)
+        (dx,) = apply(
+            f"{record.layer.name}.backward-{record.where}.{argument}-{self.token}",
+            self.kernel(row),
+            row.signature,
+            [(arrays | {"dy": dy})[name] for name in given],
+            options=_options(row, record.options),
+            new_axes=_sizes(record, argument, row),
+            start=before if summed else None,
+        )
+        gradients[name] = dx if summed or before is None else self._add(f"{record.where}.{argument}", before, dx)
+
+    def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
+        """What a cheap layer computed, computed again once the gradient has come so far: nobody keeps it until then."""
+        if array.name in self.recomputed:
+            return self.recomputed[array.name]
+        record = next((r for r in self.records if r.layer.cheap and r.arrays[r.layer.outputs].name == array.name), None)
+        if record is None:
+            return array
+        row = record.layer.forward
+        (self.recomputed[array.name],) = apply(
+            f"{record.layer.name}.backward-{record.where}.again-{self.token}",
+            self.kernel(row),
+            row.signature,
+            [record.arrays[name] for name in row.arguments.split()],
+            options=_options(row, record.options),
+            after=after,
+        )
+        return self.recomputed[array.name]
+
+    def kernel(self, row: Row) -> Callable[..., Any]:
+        """The kernel of a row at this tape's precision."""
+        return self.replaced.get(row.kernel, row.kernel)
+
+    def _add(self, where: str, x: da.Array, y: da.Array) -> da.Array:
+        (total,) = apply(f"add.backward-{where}-{self.token}", add, "btC, btC -> btC", [x, y])
+        return total
+
+
+def _options(row: Row, options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in row.options.split()}
+
+
+def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:
+    """Sizes of the gradient's axes that none of its arguments has: those of the array it belongs to."""
+    inputs, (output,) = parse(row.signature)
+    own = dict(zip(output, record.arrays[argument].shape))
+    return {axis: own[axis] for axis in output if axis.isupper() and axis not in "".join(inputs) and axis != "T"}

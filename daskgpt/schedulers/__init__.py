@@ -1,0 +1,1 @@
+"""Who runs a graph: context managers over Dask's own schedulers."""

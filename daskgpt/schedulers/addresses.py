@@ -1,0 +1,51 @@
+"""Which scheduler a name or address means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from threadpoolctl import threadpool_limits
+
+from daskgpt.config.errors import require
+from daskgpt.graph.recording import Runs
+from daskgpt.schedulers.allocator import keep_memory
+from daskgpt.schedulers.cluster import (
+    connected_cluster,
+    local_cluster,
+)
+from daskgpt.schedulers.local import local_scheduler, usable_cores
+
+
+@contextmanager
+def open_scheduler(address: str, threads: int = 0) -> Iterator[Runs]:
+    """The scheduler of that name, closed at the end.
+
+    address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port, file:PATH
+    threads   threads (threads) or worker processes of one thread (local); 0 = one a core
+
+    Errors    ValueError for an unknown name, RuntimeError where no scheduler answers or no worker comes
+    """
+    check_address(address)
+    threads = threads or usable_cores()
+    if address in ("sync", "threads"):
+        keep_memory()
+        with threadpool_limits(limits=1, user_api="blas"):
+            yield local_scheduler(address, threads)
+    else:
+        with local_cluster(threads) if address == "local" else connected_cluster(address) as scheduler:
+            yield scheduler
+
+
+def check_address(address: str) -> None:
+    """Whether `open_scheduler` knows a name, not whether somebody answers.
+
+    Errors   ValueError for an unknown name
+    """
+    require(
+        address in ("sync", "threads", "local") or address.startswith(("tcp://", "tls://", "file:")),
+        "open_scheduler",
+        "the scheduler must be known",
+        {"scheduler": address},
+        "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json.",
+    )

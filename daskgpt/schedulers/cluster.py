@@ -1,0 +1,140 @@
+"""A `dask.distributed` cluster, one's own or somebody's."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import Client, Future, KilledWorker, LocalCluster
+
+from daskgpt.graph.nodes import Graph, Key, renamed, with_leaves
+
+CONNECT_TIMEOUT = 10  # seconds
+
+
+DASHBOARD_PORT = 8787
+
+
+WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
+
+
+class ClusterScheduler:
+    """A `dask.distributed` cluster: results are futures and stay on the workers until they are fetched.
+
+    Each run has its number in its keys, for a cluster takes an equal key for an equal result. A future at a leaf is
+    not sent: the tasks that read it name its key.
+    """
+
+    in_place = False  # a lost worker's results are computed again from what they were made of
+
+    def __init__(self, client: Any, description: str) -> None:
+        self.client, self.description = client, description
+        self.runs = 0
+
+    @property
+    def threads(self) -> int:
+        """Of all workers together."""
+        return sum(self.client.nthreads().values())
+
+    def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
+        number, self.runs = self.runs, self.runs + 1
+        new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
+        held = {key: self._held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}
+        new |= {key: future.key for key, future in held.items()}
+        data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
+        return list(self.client.get(renamed(data, new), [new[key] for key in keys], sync=False))
+
+    def fetch(self, results: list[Any]) -> list[Any]:
+        try:
+            return list(self.client.gather(results))
+        except (CancelledError, KilledWorker) as error:
+            raise RuntimeError(
+                f"ClusterScheduler: every worker must live until the end of a run; got {type(error).__name__}, "
+                "a worker lost with its part of the parameters. Start again, from an earlier model file with --init."
+            ) from None
+
+    def _held(self, value: Any) -> Any:
+        """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
+        return value if isinstance(value, Future) else self.client.scatter([value], hash=False)[0]
+
+
+@contextmanager
+def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
+    with (
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address=f"127.0.0.1:{_dashboard_port()}",
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield _ready(client, f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}")
+
+
+def _dashboard_port() -> int:
+    """Dask's usual port if it is free, else any: another run's dashboard may be there."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", DASHBOARD_PORT))
+        except OSError:
+            return 0
+        return DASHBOARD_PORT
+
+
+@contextmanager
+def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
+    if address.startswith("file:"):
+        client = _client(address, scheduler_file=_scheduler_file(address))
+    else:
+        client = _client(address, address=address)
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
+        except TimeoutError:
+            raise RuntimeError(
+                f"open_scheduler: the cluster must have a worker; got none at scheduler={address} "
+                f"in {WORKERS_TIMEOUT} seconds. Start one with `dask worker {address}`."
+            ) from None
+        workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
+
+
+def _scheduler_file(address: str) -> str:
+    """The path of a scheduler file that exists: Dask itself would wait for it for ever."""
+    path = Path(address.removeprefix("file:"))
+    deadline = time.monotonic() + CONNECT_TIMEOUT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"open_scheduler: the scheduler file must exist; got none at scheduler={address} in {CONNECT_TIMEOUT} "
+                "seconds. Start one with `dask scheduler --scheduler-file FILE`."
+            )
+        time.sleep(0.1)
+    return str(path)
+
+
+def _client(shown: str, **arguments: str) -> Client:
+    try:
+        return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
+    except (OSError, TimeoutError, TypeError, ValueError) as error:
+        # TypeError: tls:// without certificates; ValueError: an address or a scheduler file that is none.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RuntimeError(
+            f"open_scheduler: a Dask scheduler must answer; got scheduler={shown} ({reason}). "
+            "Start one with `dask scheduler` and check the address."
+        ) from None
+
+
+def _ready(client: Any, description: str) -> ClusterScheduler:
+    from daskgpt.schedulers.workers import PrepareWorker
+
+    client.register_plugin(PrepareWorker())
+    return ClusterScheduler(client, description)

@@ -1,0 +1,129 @@
+"""Compare ways to run a step: `python -m daskgpt.study --help`."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.instruments.study.grid import (
+    DIALS,
+    Point,
+    StudyConfig,
+    chosen_grid,
+    default_grid,
+    job_of_point,
+    quick_grid,
+)
+from daskgpt.instruments.study.runs import run_all
+from daskgpt.instruments.study.table import Table
+from daskgpt.instruments.study.timelines import write_timelines
+from daskgpt.schedulers.local import usable_cores
+from daskgpt.training.job import compile_kernels
+
+DESCRIPTION = """\
+Run training steps on random tokens under many settings of the dataflow, each run in a fresh process on as many cores as
+it has threads, and write a folder: results.csv (a row a run), figures, and report.md, which says what came of it.
+
+Without any of the lists below, a study goes out from one point (all cores, barrier step, grain block, half of the
+sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler. With lists, every combination of
+their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
+A study that was stopped goes on with --out FOLDER; what is in its table is not run again.
+"""
+QUICK_MODEL = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
+QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "warmup": 1, "recorded": 1}
+
+
+def parser() -> Parser:
+    """All flags."""
+    from argparse import RawDescriptionHelpFormatter
+
+    flags = Parser(
+        prog="daskgpt.study", description=DESCRIPTION, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
+    )
+    flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
+    flags.add_argument("--quick", action="store_true", help="a very small model, few points, one repetition")
+    flags.add_argument(
+        "--timelines",
+        action="store_true",
+        help="write a timeline of each barrier instead, in chunks of a quarter of the sequences",
+    )
+    lists = flags.add_argument_group("Values to combine, with commas between them")
+    for dial in DIALS:
+        kind = int if Point.__annotations__[dial] == "int" else str
+        flag = f"--{dial.replace('_', '-')}"
+        lists.add_argument(flag, type=_list_of(kind), metavar="LIST", help=f"values of daskgpt.train's {flag}")
+    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
+    add_flags(flags, StudyConfig)
+    return flags
+
+
+def main(arguments: list[str]) -> int:
+    """Check everything, run what is missing, write the report."""
+    values = parser().parse_args(arguments)
+    model, study = settings(values)
+    cores = usable_cores()
+    chosen = {dial: getattr(values, dial) for dial in DIALS if getattr(values, dial)}
+    grid = chosen_grid(study, cores, chosen) if chosen else (quick_grid if values.quick else default_grid)(study, cores)
+    for point in grid:
+        job_of_point(model, study, point)
+    folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
+    if values.timelines:
+        compile_kernels()
+        write_timelines(model, study, folder)
+        return 0
+    require_matplotlib()
+    table = Table(folder / "results.csv", model, study)
+    folder.mkdir(parents=True, exist_ok=True)
+    compile_kernels()
+    failed = run_all(model, study, grid, table, lambda: write(folder, values.preset, table))
+    print(f"study written to {folder / 'report.md'}")
+    return 1 if failed else 0
+
+
+def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
+    """The model and what all runs share; --quick makes both small, but for what is given."""
+    given, study = given_flags(GPT2Config, values), from_flags(StudyConfig, values)
+    if not values.quick:
+        return preset(values.preset, **given), study
+    defaults = StudyConfig()
+    small = {name: value for name, value in QUICK_STUDY.items() if getattr(study, name) == getattr(defaults, name)}
+    repetitions = 1 if study.repetitions == defaults.repetitions else study.repetitions
+    return preset("tiny", **QUICK_MODEL | given), replace(study, **small, repetitions=repetitions)
+
+
+def require_matplotlib() -> None:
+    """Find out that figures cannot be drawn before anything runs.
+
+    Errors   RuntimeError where matplotlib is not installed
+    """
+    if find_spec("matplotlib") is None:
+        raise RuntimeError(
+            "study: matplotlib must be installed; got none. Install it with pip install 'daskgpt[study]'."
+        )
+
+
+def write(folder: Path, name: str, table: Table) -> None:
+    """Figures and report of what is there."""
+    from daskgpt.instruments.study.report import write_report  # needs matplotlib, which an extra brings
+
+    if table.rows:
+        write_report(folder, name, table.rows)
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def values(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    values.__name__ = f"list of {kind.__name__}"
+    return values
+
+
+if __name__ == "__main__":
+    run_command(main)

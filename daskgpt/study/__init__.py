@@ -1,1 +1,0 @@
-"""The study: one model under many settings of its dataflow, measured, drawn and put into words."""

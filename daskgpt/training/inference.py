@@ -1,0 +1,89 @@
+"""What a model makes of a batch: loss, logits, gradients, without an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import dask.array as da
+import numpy as np
+
+from daskgpt.config.model import GPT2Config
+from daskgpt.graph.nodes import from_numpy
+from daskgpt.graph.recording import Layout, Recording, Runs
+from daskgpt.model.gpt2 import logits, mean_loss, transformer
+from daskgpt.model.tape import Tape
+from daskgpt.training.grouping import groups_of, title
+from daskgpt.training.step import (
+    Lazy,
+    State,
+    batch_leaves,
+    gradients_of,
+    parameter_leaves,
+)
+
+
+class Inference:
+    """What a model makes of a batch, recorded once for states of one layout.
+
+    wanted   any of "loss", "logits", "activations" (after the last layernorm) and "gradients" (one a parameter)
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        batch_shape: tuple[int, int],
+        chunk: tuple[int, int],
+        layout: Layout,
+        wanted: tuple[str, ...],
+        precision: str = "float32",
+        grain: str = "block",
+    ) -> None:
+        outputs: Lazy = {}
+        tape = Tape(precision)
+        tokens, targets = batch_leaves(tape, batch_shape, chunk)
+        weights = parameter_leaves(tape, config, "weight", precision)
+        if "logits" in wanted:
+            outputs["logits"] = logits(Tape(precision), config, weights, tokens)
+        if "activations" in wanted:
+            outputs["activations"] = transformer(Tape(precision), config, weights, tokens)
+        if "loss" in wanted or "gradients" in wanted:
+            outputs["loss"] = mean_loss(tape, config, weights, tokens, targets)
+        if "gradients" in wanted:
+            outputs |= gradients_of(tape, weights, outputs["loss"])
+        self.recording = Recording(
+            {"tokens": tokens, "targets": targets},
+            outputs,
+            {f"weight.{name}": weight for name, weight in weights.items()},
+            {},
+            title_of=title,
+            layout=layout,
+        )
+        self.recording.merge(groups_of(self.recording.unmerged, grain))
+
+    def __call__(
+        self, scheduler: Runs, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """The wanted arrays; gradients under their parameters' names. `targets` is needed for loss and gradients."""
+        values = {"tokens": tokens} | ({} if targets is None else {"targets": targets})
+        handles, _ = self.recording.run(scheduler, values, state.packs)
+        return self.recording.output(scheduler, handles)
+
+
+def loss_and_gradients(
+    config: GPT2Config, parameters: Mapping[str, np.ndarray | da.Array], tokens: da.Array, targets: da.Array
+) -> tuple[da.Array, Lazy]:
+    """Mean cross-entropy and its gradient with respect to every parameter, as lazy dask arrays.
+
+    Shapes   tokens, targets (B, T) int32, alike in chunks; their chunks are those of every activation
+    Dtype    that of the parameters, float32 or float64
+    Errors   ValueError where shapes or chunks do not fit the model
+    """
+    tape = Tape()
+    weights = {
+        name: value.rechunk(-1)
+        if isinstance(value, da.Array)
+        else from_numpy(f"weight.{name}-{tape.token}", value, tuple((size,) for size in value.shape))
+        for name, value in parameters.items()
+    }
+    loss = mean_loss(tape, config, weights, tokens, targets)
+    return loss, gradients_of(tape, weights, loss)

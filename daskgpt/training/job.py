@@ -1,0 +1,145 @@
+"""What is to be trained, checked before anything is computed or written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.errors import require
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
+from daskgpt.data.dataset import Dataset, load_dataset
+from daskgpt.graph.recording import Runs
+from daskgpt.kernels._jit import all_cached, compile_all
+from daskgpt.kernels.matmul import outruns_float32, unit
+from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.training.run_folder import load
+
+LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs, checked before anything is computed or written."""
+
+    config: GPT2Config
+    dataset: Dataset
+    data: DataConfig
+    optimizer: OptimizerConfig
+    dataflow: DataflowConfig
+    run: RunConfig
+    chunk: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk", chunk_sizes(self.data, self.dataflow))
+        require(
+            self.data.sequence_length <= self.config.positions,
+            "train",
+            "a sequence must not be longer than the model's positions",
+            {"sequence_length": self.data.sequence_length, "positions": self.config.positions},
+            "Shorten the sequence or give more --positions.",
+        )
+        require(
+            self.dataflow.precision != "float64",
+            "train",
+            "a run must compute in float32 or bfloat16",
+            {"precision": self.dataflow.precision},
+            "float64 is for daskgpt.verify.",
+        )
+        require(
+            self.dataset.vocabulary <= self.config.vocabulary,
+            "train",
+            "the model must know every token id of the encoding",
+            {
+                "encoding": self.dataset.encoding_name,
+                "ids": self.dataset.vocabulary,
+                "vocabulary": self.config.vocabulary,
+            },
+            "Leave --vocabulary to the encoding.",
+        )
+
+    def resolved(self) -> dict[str, Any]:
+        """Every configuration with nothing left to default or detection, by name."""
+        batch_chunk, sequence_chunk = self.chunk
+        return {
+            "model": self.config,
+            "data": replace(self.data, encoding=self.dataset.encoding_name),
+            "optimizer": self.optimizer,
+            "dataflow": replace(
+                self.dataflow, batch_chunk=batch_chunk, sequence_chunk=sequence_chunk, precision=self.precision
+            ),
+            "run": self.run,
+        }
+
+    @property
+    def precision(self) -> str:
+        """The operands of matrix products, with auto resolved."""
+        return choose_precision(self.dataflow.precision, self.config.channels)[0]
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        return self.data.batch_size, self.data.sequence_length
+
+
+def open_dataset(data: DataConfig) -> Dataset:
+    """The tokens that a configuration names."""
+    return load_dataset(
+        data.data,
+        None if data.encoding == "auto" else data.encoding,
+        validation_fraction=data.validation_fraction,
+        sequence_length=data.sequence_length,
+    )
+
+
+def start_values(job: Job, parameters: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
+    """Initial parameters: those given, those of the model file of `--init`, or random ones."""
+    if parameters is not None:
+        return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
+    if job.run.init:
+        return load(job.run.init)[1]
+    return initial_parameters(job.config, job.run.seed)
+
+
+def compile_kernels(precision: str = "float32") -> None:
+    """Compile what Numba has not cached yet, and say so: the first start on a machine takes longer."""
+    bfloat16 = precision == "bfloat16"
+    if not all_cached(np.float32, bfloat16):
+        print("compiling kernels (first start on this machine, about half a minute) ...", file=sys.stderr, flush=True)
+    compile_all(np.float32, bfloat16)
+
+
+def choose_precision(wanted: str, channels: int) -> tuple[str, str]:
+    """The precision to compute with, and why.
+
+    Errors   ValueError or RuntimeError where DASKGPT_MATMUL names a unit that is unknown or missing
+    """
+    if wanted == "float32":
+        return wanted, "products in float32"
+    name = unit().name.lower()
+    if wanted == "bfloat16":
+        return wanted, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
+    if not outruns_float32(unit()):
+        return "float32", f"auto: products of bfloat16 ({name}) would not be faster on this processor"
+    if channels < LEAST_CHANNELS:
+        return "float32", f"auto: with {channels} channels (below {LEAST_CHANNELS}) bfloat16 would gain little"
+    return "bfloat16", f"auto: {name} multiplies it faster than float32"
+
+
+def describe(job: Job, scheduler: Runs) -> str:
+    """What will be run, for the terminal."""
+    c, (b, t) = job.config, job.chunk
+    batch_size, length = job.batch_shape
+    return "\n".join(
+        (
+            f"model      {parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
+            f"vocabulary {c.vocabulary}, positions {c.positions}",
+            f"data       {job.dataset.description}",
+            f"batch      {batch_size} x {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
+            f"precision  {': '.join(choose_precision(job.dataflow.precision, c.channels))}",
+            f"scheduler  {getattr(scheduler, 'description', scheduler)}",
+        )
+    )

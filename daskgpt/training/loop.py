@@ -1,0 +1,211 @@
+"""The training loop: batches through a recorded step, metrics and the model into a run folder."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.data.dataset import batch, validation_batches
+from daskgpt.graph.recording import Runs
+from daskgpt.graph.spans import recorded_spans
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.inference import Inference
+from daskgpt.training.job import (
+    Job,
+    compile_kernels,
+    open_dataset,
+    start_values,
+)
+from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.step import MERGED_GRAINS, Batch, State, TrainingStep
+from daskgpt.training.watching import Watcher
+
+Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
+
+
+@dataclass
+class Result:
+    """What a run led to."""
+
+    config: GPT2Config
+    parameters: dict[str, np.ndarray]
+    losses: list[float]
+    validation_loss: float
+    seconds: float
+    model: Path | None = None
+
+
+def fit(
+    config: GPT2Config,
+    data: DataConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    dataflow: DataflowConfig | None = None,
+    run: RunConfig | None = None,
+    *,
+    parameters: Mapping[str, np.ndarray] | None = None,
+    on_step: Any = None,
+    write: bool = False,
+    watchers: Sequence[Watcher] = (),
+) -> Result:
+    """Train a model; what `python -m daskgpt.train` does, from Python.
+
+    parameters   initial values, None for those of `run.init` or random ones
+    on_step      called with (step, metrics) after each step, for a live plot
+    write        whether a run folder is written
+    watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
+
+    Errors       ValueError where the configurations do not fit each other, FileNotFoundError for missing data
+    """
+    data, run = data or DataConfig(), run or RunConfig()
+    job = Job(config, open_dataset(data), data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
+    folder = RunFolder(run.out) if write else None
+    compile_kernels(job.precision)
+    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        return run_job(job, scheduler, start_values(job, parameters), folder, on_step, watchers)
+
+
+def run_job(
+    job: Job,
+    scheduler: Runs,
+    parameters: Mapping[str, np.ndarray],
+    folder: RunFolder | None,
+    on_step: Any = None,
+    watchers: Sequence[Watcher] = (),
+) -> Result:
+    """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
+    if folder:
+        folder.create(job.resolved())
+    losses: list[float] = []
+    validation = math.nan
+    step = training_step(job, scheduler)
+    state = step.initial(parameters)
+    watching = [(watcher.begin(job, step, scheduler), watcher) for watcher in watchers]
+    start = time.perf_counter()
+    bar = tqdm(total=job.run.steps, unit="step", dynamic_ncols=True, smoothing=0.05)
+    try:
+        for latest, metrics in _steps(job, scheduler, step, state, watching):
+            state = latest
+            losses.append(metrics["loss"])
+            validation = metrics.get("validation_loss", validation)
+            bar.update()
+            bar.set_postfix_str(_progress(metrics, validation))
+            if folder:
+                folder.log(metrics)
+            if on_step:
+                on_step(metrics["step"], metrics)
+    except KeyboardInterrupt:
+        bar.write(f"stopped after {len(losses)} of {job.run.steps} steps")
+    bar.close()
+    result = Result(job.config, state.parameters(scheduler), losses, validation, time.perf_counter() - start)
+    for watcher in watchers:
+        watcher.end()
+    if folder:
+        result.model = folder.save(result.config, result.parameters)
+    return result
+
+
+def _steps(
+    job: Job, scheduler: Runs, step: TrainingStep, state: State, watching: Watching
+) -> Iterator[tuple[State, dict[str, Any]]]:
+    """State and metrics after each step."""
+    validate = Inference(job.config, job.batch_shape, job.chunk, state.layout, ("loss",), job.precision)
+    size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
+    tokens = job.data.batch_size * job.data.sequence_length
+    number = 0
+    while number < job.run.steps:
+        start = time.perf_counter()
+        numbers = range(number, number + _together(job, step, number, watching))
+        batches = [batch(job.dataset.training, **size, seed=job.run.seed, step=n) for n in numbers]
+        with ExitStack() as looking:
+            if not _to_be_measured(job, step):
+                for first, watcher in watching:
+                    looking.enter_context(watcher.watch(numbers) if number >= first else nullcontext())
+            losses, state = run_steps(job, scheduler, step, state, batches)
+        rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
+        for number, loss in zip(numbers, losses):
+            metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
+            if number + 1 == _next_validation(job, number):
+                metrics["validation_loss"] = validation_loss(job, scheduler, validate, state)
+            yield state, metrics
+        number += 1
+
+
+def _next_validation(job: Job, number: int) -> int:
+    """How many steps will have been made at the next validation."""
+    every = job.run.validate_every or job.run.steps
+    return min((number // every + 1) * every, job.run.steps)
+
+
+def _together(job: Job, step: TrainingStep, number: int, watching: Watching) -> int:
+    """How many steps from this one on may overlap."""
+    if job.dataflow.barrier != "none" or _to_be_measured(job, step):
+        return 1
+    ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
+    return min(job.dataflow.window, min(ends) - number)
+
+
+def training_step(job: Job, scheduler: Runs) -> TrainingStep:
+    """The step of a job. With grain auto it starts with the finest one that may be chosen, to be measured."""
+    grain, barrier = job.dataflow.grain, job.dataflow.barrier
+    if grain == "auto":
+        # A cluster's task costs milliseconds, whatever the kernels do: there the tasks are large from the start.
+        # Fork-join means a wait after each layer, which a task of several layers would hide.
+        if barrier == "layer":
+            grain = "kernel"
+        else:
+            grain = MERGED_GRAINS[0] if scheduler.in_place else "block"
+    return TrainingStep(
+        job.config,
+        job.batch_shape,
+        job.chunk,
+        job.optimizer,
+        precision=job.precision,
+        grain=grain,
+        barrier=barrier,
+        in_place=scheduler.in_place,
+    )
+
+
+def _to_be_measured(job: Job, step: TrainingStep) -> bool:
+    return job.dataflow.grain == "auto" and step.in_place and job.dataflow.barrier != "layer" and not step.measured
+
+
+def run_steps(
+    job: Job, scheduler: Runs, step: TrainingStep, state: State, batches: Sequence[Batch]
+) -> tuple[list[float], State]:
+    """Some steps; with grain auto, the first one is measured and decides how the tasks of the others are merged."""
+    if _to_be_measured(job, step):
+        with recorded_spans() as spans:
+            loss, state = step(scheduler, state, *batches[0], job.run.steps)
+        tqdm.write(f"grain      {step.choose_grain(spans, scheduler.threads)}")
+        return [loss], state
+    if scheduler.in_place and len(batches) > 1:
+        return step.window(scheduler, state, batches, job.run.steps)
+    submitted = []
+    for own in batches:
+        handles, state = step.submit(scheduler, state, own, job.run.steps)
+        submitted.append(handles)
+    return [step.loss(scheduler, handles) for handles in submitted], state
+
+
+def validation_loss(job: Job, scheduler: Runs, inference: Inference, state: State) -> float:
+    """Mean loss over fixed, evenly spread windows of the held-out text."""
+    size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
+    batches = validation_batches(job.dataset.validation, **size, count=job.run.validation_batches)
+    losses = [float(inference(scheduler, state, x, y)["loss"]) for x, y in batches]
+    return sum(losses) / len(losses)
+
+
+def _progress(metrics: dict[str, Any], validation: float) -> str:
+    text = f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s"
+    return text if math.isnan(validation) else f"{text}, validation {validation:.3f}"

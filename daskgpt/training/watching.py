@@ -1,0 +1,27 @@
+"""Who looks on while steps run: what the loop offers to instruments, which it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from daskgpt.graph.recording import Runs
+from daskgpt.training.job import Job
+from daskgpt.training.step import TrainingStep
+
+
+class Watcher(Protocol):
+    """Looks on at some steps of one run."""
+
+    def begin(self, job: Job, step: TrainingStep, scheduler: Runs) -> int:
+        """Called before the first step; the number of the first step that it wants to see."""
+        ...
+
+    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
+        """Entered around steps that are handed to the scheduler together."""
+        ...
+
+    def end(self) -> None:
+        """Called once the last step is done, before the run is written."""
+        ...
