@@ -10,7 +10,7 @@ from daskgpt.config.errors import nearest, require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.run import DataConfig, DataflowConfig, chunk_sizes
 from daskgpt.formats.llmc import FilePath, read_debug_state, read_model
-from daskgpt.kernels._jit import compile_all
+from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import PARAMETERS
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import Inference

@@ -10,15 +10,15 @@ import sys
 import numpy as np
 import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
-from matmul_cases import using
+from product_cases import using
 from test_grain import assert_same_bits
 from test_model import losses_and_parameters
 from tolerances import TOLERANCES
 
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.kernels import bfloat16, linear
-from daskgpt.kernels.bfloat16 import TrainedWeight
-from daskgpt.kernels.matmul import Unit, outruns_float32, pack_weight, unit, works
+from daskgpt.kernels import linear
+from daskgpt.kernels.bfloat16 import Unit, outruns_float32, pack_weight, rounded_layers, unit, works
+from daskgpt.kernels.bfloat16.rounded_layers import TrainedWeight
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import choose_precision
 from daskgpt.training.step import TrainingStep, held
@@ -71,7 +71,7 @@ def test_an_update_renews_the_packed_copy():
 def test_products_round_their_operands_and_nothing_else(random):
     x, weight, bias = (random.normal(size=shape).astype("f4") for shape in ((2, 5, 40), (33, 40), (33,)))
     exact = linear.forward(x, weight, bias)
-    found = bfloat16.linear_forward(x, TrainedWeight.of(weight), bias)
+    found = rounded_layers.linear_forward(x, TrainedWeight.of(weight), bias)
     np.testing.assert_allclose(found, exact, **TOLERANCES["bfloat16 product"])
     assert not np.array_equal(found, exact)
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from distributed import Client, get_task_stream, performance_report
 
-from daskgpt.kernels._jit import compile_all
+from daskgpt.kernels.compilation import compile_all
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "cluster" / "start.sh"

@@ -7,9 +7,10 @@ import pytest
 from kernel_cases import softmax_attention
 from tolerances import TOLERANCES
 
-from daskgpt.kernels import attention, blas, crossentropy, linear
-from daskgpt.kernels.blas import PORTABLE, VARIABLE, find_gemm, gemm_address, matmul
-from daskgpt.kernels.sgemm import has_avx512
+from daskgpt.kernels import attention, crossentropy, linear
+from daskgpt.kernels.float32 import blas
+from daskgpt.kernels.float32.blas import PORTABLE, VARIABLE, find_gemm, gemm_address, matmul
+from daskgpt.kernels.float32.sgemm import has_avx512
 
 SHAPES = [(1, 1, 1), (5, 7, 3), (33, 65, 17), (64, 48, 64), (2, 3, 0)]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daskgpt.kernels import blas, linear, sgemm
-from daskgpt.kernels.blas import PORTABLE, VARIABLE, find_gemm, gemm_address
+from daskgpt.kernels import linear
+from daskgpt.kernels.float32 import blas, sgemm
+from daskgpt.kernels.float32.blas import PORTABLE, VARIABLE, find_gemm, gemm_address
 
 needs_avx512 = pytest.mark.skipif(not sgemm.has_avx512(), reason="the processor has no AVX-512")
 
@@ -167,14 +168,14 @@ def test_threads_at_the_same_time_get_the_same_bits():
 def test_scratch_memory_is_used_again():
     """Without it every product would add 1.2 MB of its own, as long as there are places to keep them."""
     code = (
-        "import resource, numpy as np; from daskgpt.kernels.blas import matmul\n"
+        "import resource, numpy as np; from daskgpt.kernels.float32.blas import matmul\n"
         "a, b, c = np.ones((768, 8), 'f4'), np.ones((768, 384), 'f4'), np.empty((8, 384), 'f4')\n"
         "size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "matmul(a, b, c, transpose_a=True); before = size()\n"
         "for _ in range(50): matmul(a, b, c, transpose_a=True)\n"
         "print(size() - before)"
     )
-    environment = os.environ | {VARIABLE: "own", "PYTHONPATH": str(Path(sgemm.__file__).parents[2])}
+    environment = os.environ | {VARIABLE: "own", "PYTHONPATH": str(Path(sgemm.__file__).parents[3])}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(result.stdout) < 4096  # of 1 KB
 

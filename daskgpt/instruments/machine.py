@@ -97,7 +97,7 @@ def matmul_rate(threads: int) -> float:
     """
     from threadpoolctl import threadpool_limits  # a process that asks for its memory alone needs none of these
 
-    from daskgpt.kernels.blas import matmul
+    from daskgpt.kernels.float32.blas import matmul
 
     size = PRODUCT_SIZE
     random = np.random.default_rng(0)

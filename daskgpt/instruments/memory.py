@@ -20,7 +20,7 @@ from daskgpt.graph.calls import ChunkSum, Pick
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, only, with_leaves
 from daskgpt.graph.program import Call, Program, Values
-from daskgpt.kernels.matmul.weights import empty_weight
+from daskgpt.kernels.bfloat16.packed_weight import empty_weight
 from daskgpt.model.layers import LAYERS
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.cluster import ClusterScheduler

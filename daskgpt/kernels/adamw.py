@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_output, check_shape
-from daskgpt.kernels._jit import exact_helper, kernel
+from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels.compilation import exact_helper, kernel
 
 # So much of every array stays in the first cache between the three short loops. They are short because LLVM gives up
 # on vector code for one loop over seven arrays: it would have to prove too many of them apart.

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_shape
-from daskgpt.kernels._jit import kernel
+from daskgpt.kernels.arguments import check_shape
+from daskgpt.kernels.compilation import kernel
 
 
 @kernel("r1 r1 w1")

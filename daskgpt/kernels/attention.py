@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_shape
-from daskgpt.kernels._jit import helper, kernel, wide_vectors
-from daskgpt.kernels.blas import address_of, gemm, gemm_address
-from daskgpt.kernels.vector_math import exp, maximum
+from daskgpt.kernels.arguments import check_shape
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.float32.blas import address_of, gemm, gemm_address
+from daskgpt.kernels.vectors.elementary import exp, maximum
 
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16

@@ -8,10 +8,10 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_output, check_rows, check_shape, checked_indices, rows
-from daskgpt.kernels._jit import helper, kernel, wide_vectors
-from daskgpt.kernels.blas import gemm_address, product, product_rows
-from daskgpt.kernels.vector_math import exp, maximum
+from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, rows
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
+from daskgpt.kernels.vectors.elementary import exp, maximum
 
 
 @helper

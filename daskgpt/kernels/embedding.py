@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_output, check_shape, checked_indices, rows
-from daskgpt.kernels._jit import kernel
+from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, rows
+from daskgpt.kernels.compilation import kernel
 
 
 @kernel("i1 r2 i1 r2 w2")

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.kernels._jit import kernel
+from daskgpt.kernels.compilation import kernel
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _FLUSH_TO_ZERO = 1 << 15

@@ -8,9 +8,9 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_shape
-from daskgpt.kernels._jit import kernel, wide_vectors
-from daskgpt.kernels.vector_math import sigmoid
+from daskgpt.kernels.arguments import check_shape
+from daskgpt.kernels.compilation import kernel, wide_vectors
+from daskgpt.kernels.vectors.elementary import sigmoid
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715

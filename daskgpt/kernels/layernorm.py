@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_output, check_shape, rows
-from daskgpt.kernels._jit import helper, kernel
+from daskgpt.kernels.arguments import check_output, check_shape, rows
+from daskgpt.kernels.compilation import helper, kernel
 
 EPSILON = 1e-5
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from daskgpt.kernels._arrays import check_output, check_rows, check_shape, rows
-from daskgpt.kernels._jit import kernel
-from daskgpt.kernels.blas import gemm_address, product, product_rows
+from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
+from daskgpt.kernels.compilation import kernel
+from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
 
 
 @kernel("n r2 r2 r1 w2")

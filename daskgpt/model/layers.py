@@ -18,8 +18,6 @@ from daskgpt.kernels import (
     adamw,
     add,
     attention,
-    attention_bfloat16,
-    bfloat16,
     crossentropy,
     embedding,
     gather,
@@ -27,6 +25,7 @@ from daskgpt.kernels import (
     layernorm,
     linear,
 )
+from daskgpt.kernels.bfloat16 import rounded_attention, rounded_layers
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, Any]
@@ -162,23 +161,23 @@ MEAN = Layer(
 
 # What runs instead of a kernel where products are bfloat16; every other kernel stays.
 BFLOAT16: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    embedding.forward: bfloat16.embedding_forward,
-    linear.forward: bfloat16.linear_forward,
-    linear.forward_without_bias: bfloat16.linear_without_bias,
-    attention.forward: attention_bfloat16.forward,
-    attention.backward: attention_bfloat16.backward,
-    linear.backward_x: bfloat16.linear_backward_x,
-    linear.backward_weight: bfloat16.linear_backward_weight,
-    crossentropy.forward: bfloat16.crossentropy_forward,
-    crossentropy.backward_x: bfloat16.crossentropy_backward_x,
-    crossentropy.backward_wte: bfloat16.crossentropy_backward_wte,
-    adamw.adamw: bfloat16.adamw,
-    adamw.adamw_inplace: bfloat16.adamw_inplace,
+    embedding.forward: rounded_layers.embedding_forward,
+    linear.forward: rounded_layers.linear_forward,
+    linear.forward_without_bias: rounded_layers.linear_without_bias,
+    attention.forward: rounded_attention.forward,
+    attention.backward: rounded_attention.backward,
+    linear.backward_x: rounded_layers.linear_backward_x,
+    linear.backward_weight: rounded_layers.linear_backward_weight,
+    crossentropy.forward: rounded_layers.crossentropy_forward,
+    crossentropy.backward_x: rounded_layers.crossentropy_backward_x,
+    crossentropy.backward_wte: rounded_layers.crossentropy_backward_wte,
+    adamw.adamw: rounded_layers.adamw,
+    adamw.adamw_inplace: rounded_layers.adamw_inplace,
 }
 
 # Sums over the chunks that the update of a trained matrix can make in the same pass.
 FUSED_UPDATES: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    bfloat16.linear_backward_weight: bfloat16.linear_update,
+    rounded_layers.linear_backward_weight: rounded_layers.linear_update,
 }
 
 LAYERS: tuple[Layer, ...] = (

@@ -10,7 +10,7 @@ from distributed import WorkerPlugin, get_worker
 from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.spans import RECORDER, Recorder, Span
-from daskgpt.kernels._jit import compile_all
+from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.allocator import keep_memory
 
 

@@ -14,8 +14,8 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
 from daskgpt.data.dataset import Dataset, load_dataset
 from daskgpt.graph.recording import Runs
-from daskgpt.kernels._jit import all_cached, compile_all
-from daskgpt.kernels.matmul import outruns_float32, unit
+from daskgpt.kernels.bfloat16 import outruns_float32, unit
+from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.training.run_folder import load
 

@@ -18,7 +18,7 @@ from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
 from daskgpt.graph.recording import Layout, Recording, Runs
 from daskgpt.graph.spans import Span
 from daskgpt.kernels.adamw import adamw_inplace
-from daskgpt.kernels.bfloat16 import TrainedWeight
+from daskgpt.kernels.bfloat16.rounded_layers import TrainedWeight
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.layers import FUSED_UPDATES
 from daskgpt.model.optimizer import hyper_parameters, update

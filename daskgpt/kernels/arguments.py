@@ -1,0 +1,59 @@
+"""Checks and views that the public kernels share; each costs less than a microsecond."""
+
+import numpy as np
+
+from daskgpt.kernels.compilation import kernel
+
+
+def rows(x: np.ndarray) -> np.ndarray:
+    """x as contiguous rows: every axis but the last becomes one."""
+    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+
+
+def check_shape(where: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless `array` has this shape: a compiled kernel would read past the end of it."""
+    if array.shape != shape:
+        raise ValueError(
+            f"{where}: {name} must have shape {shape}; got shape={array.shape}. Check the order of the arguments."
+        )
+
+
+def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raise ValueError unless a result of this shape and dtype can be written into `array`."""
+    check_shape(where, name, array, shape)
+    flags = array.flags
+    if array.dtype != dtype or not (flags.c_contiguous and flags.writeable):
+        raise ValueError(
+            f"{where}: {name} must be a writable contiguous {dtype} array; got dtype={array.dtype}, "
+            f"contiguous={flags.c_contiguous}, writable={flags.writeable}. Allocate it with np.empty."
+        )
+
+
+def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None:
+    """Raise ValueError unless `total` stands for rows of a gradient that has `rows` of them."""
+    if not 0 <= first_row <= rows - len(total):
+        raise ValueError(
+            f"{where}: total must be some of the {rows} rows; got first_row={first_row}, rows={len(total)}. "
+            "Check the first row."
+        )
+
+
+@kernel("i1 n")
+def _first_outside(indices, count):
+    """Position of the first index outside of range(count); -1 where there is none."""
+    for i in range(indices.size):
+        if indices[i] < 0 or indices[i] >= count:
+            return i
+    return -1
+
+
+def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> np.ndarray:
+    """The indices, flat; ValueError when one is outside of range(count): a compiled kernel would follow it."""
+    flat = np.ascontiguousarray(indices).reshape(-1)
+    position = _first_outside(flat, count)
+    if position >= 0:
+        raise ValueError(
+            f"{where}: {name} must be from 0 to {count - 1}; got {name}={flat[position]}. "
+            "Check the vocabulary and the sequence length."
+        )
+    return flat

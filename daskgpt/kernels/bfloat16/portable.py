@@ -1,0 +1,31 @@
+"""The products on any processor: operands rounded to bfloat16, products and sums in float32 by BLAS.
+
+BLAS may sum a row in another order when there are more rows or fewer, so here a row's last bits can depend on the
+others.
+"""
+
+import numpy as np
+
+from daskgpt.kernels.arguments import rows
+from daskgpt.kernels.bfloat16.rounding import rounded
+from daskgpt.kernels.float32 import blas
+
+
+def product(x, weight, backward, bias):
+    """What products._product does."""
+    width = weight.channels if backward else weight.outputs
+    y = np.empty((*x.shape[:-1], width), np.float32)
+    blas.matmul(rows(rounded(x)), weight.forward, rows(y), transpose_b=not backward)
+    if bias is not None:
+        y += bias
+    return y
+
+
+def gradient(dy, x, total, accumulate, first, last):
+    """What weight_gradient.backward_weight does."""
+    left, right = rows(rounded(dy)), rows(rounded(x))
+    if not len(left):
+        if not accumulate:
+            total[...] = 0
+        return total
+    return blas.matmul(left[:, first:last], right, total, transpose_a=True, accumulate=accumulate)

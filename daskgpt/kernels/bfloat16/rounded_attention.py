@@ -1,0 +1,442 @@
+"""Causal self-attention whose products run in bfloat16: `attention` with rounded operands and float32 sums.
+
+All products are blocks of 32 x 32 sums. The forward walks over 32 queries at a time and keeps their scores against the
+keys up to the diagonal. The backward walks over 32 keys at a time and computes the scores transposed, a row a key:
+rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q as they stand,
+and with the rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once a head. What lies beyond the
+tokens or the head is zero in the panels; what lies beyond the diagonal is left out of sums and is zero in operands.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from daskgpt.kernels import attention
+from daskgpt.kernels.arguments import check_shape
+from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, rounded
+from daskgpt.kernels.bfloat16.scratch import scratch
+from daskgpt.kernels.bfloat16.tiles import BLOCK, ROW, STEP, TILE, close_unit, multiply_block, open_unit
+from daskgpt.kernels.bfloat16.units import Unit, unit
+from daskgpt.kernels.bfloat16.weight_gradient import CONFIGURATION_ADDRESS, ZEROS, sum_rows
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.float32.blas import address_of
+from daskgpt.kernels.vectors.elementary import (
+    _C2,
+    _C3,
+    _C4,
+    _C5,
+    _C6,
+    _C7,
+    _HIGHEST,
+    _LOG2_E,
+    _LOG_2_HIGH,
+    _LOG_2_LOW,
+    _LOWEST,
+    _ROUND,
+)
+from daskgpt.kernels.vectors.operations import (
+    BITS,
+    REALS,
+    columns_below,
+    copy_row,
+    load,
+    operation,
+    read_real,
+    round_bits,
+    splat,
+    spread,
+    store,
+    store_pairs,
+    transpose_tile,
+    write_real,
+)
+
+# Bytes of the 16 partial results (maxima, sums) of one query.
+_LANES = 64
+_ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
+# Queries that two keys before the diagonal's block must not be seen by: none.
+_NONE = -2
+_PARTS = (0, 16)
+# Said at every operation: where nothing is said, Numba adds the freedom to reorder, which would cancel constants.
+_FLAGS = ("contract",)
+_int, _real = types.int64, types.float32
+
+
+def _constant(value):
+    return ir.Constant(REALS, [float(value)] * 16)
+
+
+def _product_sum(builder, a, b, c):
+    """a b + c, in one rounding where the processor can."""
+    return builder.fadd(builder.fmul(a, b, flags=_FLAGS), c, flags=_FLAGS)
+
+
+def _exp(builder, x):
+    """`elementary.exp` of 16 numbers."""
+    for order, limit in (("<", _LOWEST), (">", _HIGHEST)):
+        x = builder.select(builder.fcmp_ordered(order, x, _constant(limit)), _constant(limit), x)
+    shifted = _product_sum(builder, x, _constant(_LOG2_E), _constant(_ROUND))
+    n = builder.fsub(shifted, _constant(_ROUND), flags=_FLAGS)
+    r = _product_sum(builder, n, _constant(-_LOG_2_HIGH), x)
+    r = _product_sum(builder, n, _constant(-_LOG_2_LOW), r)
+    p = _constant(_C7)
+    for coefficient in (_C6, _C5, _C4, _C3, _C2):
+        p = _product_sum(builder, p, r, _constant(coefficient))
+    y = builder.fadd(_product_sum(builder, p, builder.fmul(r, r, flags=_FLAGS), r), _constant(1), flags=_FLAGS)
+    power = builder.shl(builder.bitcast(shifted, BITS), splat(23))
+    return builder.bitcast(builder.add(builder.bitcast(y, BITS), power), REALS)
+
+
+def _spread_real(builder, value):
+    return builder.bitcast(spread(builder, builder.bitcast(value, ir.IntType(32))), REALS)
+
+
+def _rounded(builder, reals):
+    return round_bits(builder, builder.bitcast(reals, BITS))
+
+
+@intrinsic
+def _raise_columns(typing_context, tops, scores, count):
+    """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
+
+    def build(builder, tops, scores, count):
+        top = load(builder, tops, 0, REALS)
+        for first in _PARTS:
+            score = load(builder, scores, first * 4, REALS)
+            above = builder.and_(builder.fcmp_ordered(">", score, top), columns_below(builder, count, first))
+            top = builder.select(above, score, top)
+        store(builder, top, tops, 0)
+
+    return operation(build, 3)
+
+
+def _reduction(name, arguments):
+    """An intrinsic's code that makes one number of 16 at an address."""
+
+    def generate(context, builder, signature, values):
+        numbers = load(builder, values[0], 0, REALS)
+        kinds = [*(argument.type for argument in arguments), REALS]
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.FloatType(), kinds), name)
+        return builder.call(function, [*arguments, numbers], fastmath=("reassoc",))
+
+    return _real(_int), generate
+
+
+@intrinsic
+def _maximum(typing_context, address):
+    """The largest of 16 float32 numbers."""
+    return _reduction("llvm.vector.reduce.fmax.v16f32", [])
+
+
+@intrinsic
+def _sum(typing_context, address):
+    """The sum of 16 float32 numbers."""
+    return _reduction("llvm.vector.reduce.fadd.v16f32", [ir.Constant(ir.FloatType(), -0.0)])
+
+
+@intrinsic
+def _exponentials(typing_context, scores, target, totals, count, scale, top):
+    """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
+
+    def generate(context, builder, signature, arguments):
+        scores, target, totals, count = arguments[:4]
+        scale, below = _spread_real(builder, arguments[4]), _spread_real(builder, builder.fneg(arguments[5]))
+        total = load(builder, totals, 0, REALS)
+        for first in _PARTS:
+            p = _exp(builder, _product_sum(builder, load(builder, scores, first * 4, REALS), scale, below))
+            p = builder.select(columns_below(builder, count, first), p, _constant(0))
+            total = builder.fadd(total, p, flags=_FLAGS)
+            store(builder, _rounded(builder, p), target, first * 2)
+        store(builder, total, totals, 0)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int, _real, _real), generate
+
+
+def _key_gradients(builder, place, first, hidden, scale):
+    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the block."""
+    scores, gradients, logsumexp, deltas = place
+    score = builder.fmul(load(builder, scores, first * 4, REALS), scale, flags=_FLAGS)
+    p = _exp(builder, builder.fsub(score, load(builder, logsumexp, first * 4, REALS), flags=_FLAGS))
+    delta = load(builder, deltas, first * 4, REALS)
+    centred = builder.fsub(load(builder, gradients, first * 4, REALS), delta, flags=_FLAGS)
+    gradient = builder.fmul(builder.fmul(p, scale, flags=_FLAGS), centred, flags=_FLAGS)
+    mask = columns_below(builder, hidden, first)
+    return [_rounded(builder, builder.select(mask, _constant(0), value)) for value in (p, gradient)]
+
+
+@intrinsic
+def _score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
+    """Two keys' rows of a transposed block of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
+
+    p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
+    """
+
+    def generate(context, builder, signature, arguments):
+        scores, gradients, logsumexp, deltas, p, ds, pairs, hidden = arguments[:8]
+        scale, whole = _spread_real(builder, arguments[8]), ir.IntType(64)
+        for first in _PARTS:
+            both = []
+            for row in (0, 1):
+                down, across = ir.Constant(whole, row * ROW), row * 64 + first * 2
+                place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
+                limit = builder.add(hidden, ir.Constant(whole, row))
+                probability, gradient = _key_gradients(builder, place, first, limit, scale)
+                store(builder, probability, p, across)
+                store(builder, gradient, ds, across)
+                both.append(gradient)
+            store_pairs(builder, both[0], both[1], builder.add(pairs, ir.Constant(whole, first // 16 * TILE)))
+        return context.get_dummy_value()
+
+    return types.void(*[_int] * 8, _real), generate
+
+
+@helper
+def _score_queries(unit, q, keys, steps, block, zeros, scores, tops):
+    """Scores of 32 queries against the keys up to block `block`, the diagonal's, and their partial maxima."""
+    for i in range(512):
+        write_real(tops, i, _LEAST)
+    for j in range(block + 1):
+        place = scores + j * BLOCK
+        multiply_block(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
+        for row in range(32):
+            _raise_columns(tops + row * _LANES, place + row * ROW, row + 1 if j == block else 32)
+
+
+@helper
+def _softmax(scores, block, scale, tops, totals, p):
+    """exp(scale (score - maximum)) of 32 queries as a left panel; tops and totals begin with a number a query."""
+    for i in range(512):
+        write_real(totals, i, _ZERO)
+    for row in range(32):
+        write_real(tops, row * 16, scale * _maximum(tops + row * _LANES))
+    for j in range(block + 1):
+        for row in range(32):
+            _exponentials(
+                scores + j * BLOCK + row * ROW, p + j * STEP + row * 64, totals + row * _LANES,
+                row + 1 if j == block else 32, scale, read_real(tops, row * 16),
+            )  # fmt: skip
+    for row in range(32):
+        write_real(totals, row * 16, _sum(totals + row * _LANES))
+
+
+@helper
+def _store_output(sums, totals, rows, size, target, target_step):
+    """Rows of y = sums / total."""
+    width = (size + 31) // 32 * 32
+    for row in range(rows):
+        inverse = _ONE / read_real(totals, row * 16)
+        for c in range(width):
+            write_real(sums, row * width + c, read_real(sums, row * width + c) * inverse)
+        copy_row(sums + row * width * 4, target + row * target_step, size)
+
+
+@kernel("h1 H1 H1 h1 n n n n n n n n n n n n n n n")
+def _forward(
+    qkv, y, logsumexp, zeros, unit, configuration, sequences, tokens, heads, size, q, keys, values, scores, p, sums,
+    tops, totals, block_steps,
+):  # fmt: skip
+    """block_steps: steps of the summed axis of q kᵀ, ceil(HS / 32)."""
+    wide_vectors()
+    open_unit(unit, configuration)
+    channels, nothing = heads * size, address_of(zeros)
+    row_bytes, blocks = 12 * channels, (tokens + 31) // 32
+    panel, scale = block_steps * STEP, _ONE / np.float32(math.sqrt(size))
+    for head in range(sequences * heads):
+        sequence, column = head // heads, head % heads * size
+        source = address_of(qkv) + (sequence * tokens * 3 * channels + column) * 4
+        pack_rows(source + channels * 4, row_bytes, tokens, size, True, keys, panel)
+        pack_pairs(source + channels * 8, row_bytes, tokens, size, False, values, blocks * STEP)
+        for block in range(blocks):
+            first = block * 32
+            rows = min(32, tokens - first)
+            pack_rows(source + first * row_bytes, row_bytes, rows, size, False, q, panel)
+            _score_queries(unit, q, keys, block_steps, block, nothing, scores, tops)
+            _softmax(scores, block, scale, tops, totals, p)
+            for row in range(rows):
+                value = read_real(tops, row * 16) + np.float32(math.log(read_real(totals, row * 16)))
+                write_real(address_of(logsumexp), head * tokens + first + row, value)
+            width = block_steps * ROW
+            sum_rows(unit, p, values, blocks * STEP, block + 1, block_steps * 32, nothing, 0, sums, width)
+            target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
+            _store_output(sums, totals, rows, size, target, channels * 4)
+    close_unit(unit)
+
+
+@helper
+def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, deltas):
+    """Of each query the logarithm of the sum and delta = sum(dy y); zeros for queries that only fill a block."""
+    for i in range((tokens + 31) // 32 * 32):
+        offset, delta = _ZERO, _ZERO
+        if i < tokens:
+            offset = read_real(logsumexp, i)
+            for c in range(size):
+                delta += read_real(dy, i * row_numbers + c) * read_real(y, i * row_numbers + c)
+        write_real(offsets, i, offset)
+        write_real(deltas, i, delta)
+
+
+@helper
+def _transpose_block(block, spare, rows, columns, target, target_step):
+    """rows x columns at target = the transpose of the columns x rows in a block."""
+    for corner in range(4):
+        row, column = corner // 2 * 16, corner % 2 * 16
+        for i in range(16):
+            copy_row(block + (column + i) * ROW + row * 4, spare + i * 64, 16)
+        transpose_tile(spare)
+        for i in range(min(16, rows - row)):
+            place = target + (row + i) * target_step + column * 4
+            copy_row(spare + i * 64, place, max(0, min(16, columns - column)))
+
+
+@helper
+def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, panel, long_panel):
+    """Panels of a head. rows: k, v (left), q, dy (right), a row a token; pairs: q, dy (right), k (left)."""
+    each, each_long = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
+    for which in range(2):
+        place = q + (which + 1) * kv_bytes
+        pack_rows(place, qkv_step, tokens, size, False, rows + which * each, panel)
+        place, step = (dy, dy_step) if which else (q, qkv_step)
+        pack_rows(place, step, tokens, size, True, rows + (2 + which) * each, panel)
+        pack_pairs(place, step, tokens, size, False, pairs + which * each_long, long_panel)
+    pack_pairs(q + kv_bytes, qkv_step, tokens, size, True, pairs + 2 * each_long, long_panel)
+
+
+@helper
+def _differentiate_block(unit, left, right, v, dy, steps, zeros, work, offsets, deltas, p, ds, diagonal, scale):
+    """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two blocks at `work`."""
+    multiply_block(unit, left, right, steps, zeros, 0, work, ROW)
+    multiply_block(unit, v, dy, steps, zeros, 0, work + BLOCK, ROW)
+    for row in range(0, 32, 2):
+        place = work + row * ROW
+        _score_gradients(
+            place, place + BLOCK, offsets, deltas, p + row * 64, ds + row * 64, work + 2 * BLOCK + row * 32,
+            row if diagonal else _NONE, scale,
+        )  # fmt: skip
+
+
+@kernel("h1 h1 h1 h1 H1 h1 n n n n n n n n n n n n n n")
+def _backward(
+    dy, qkv, y, logsumexp, dqkv, zeros, unit, configuration, sequences, tokens, heads, size, rows, pairs, work, offsets,
+    deltas, lefts, sums, dq,
+):  # fmt: skip
+    wide_vectors()
+    open_unit(unit, configuration)
+    channels, nothing, scale = heads * size, address_of(zeros), _ONE / np.float32(math.sqrt(size))
+    blocks, steps = (tokens + 31) // 32, (size + 31) // 32
+    panel, long_panel, row_bytes = steps * STEP, blocks * STEP, 12 * channels
+    each, k_pairs, p, ds = blocks * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
+    for head in range(sequences * heads):
+        sequence, column = head // heads, head % heads * size
+        place = (sequence * tokens * channels + column) * 4
+        place3 = (sequence * tokens * 3 * channels + column) * 4
+        q, d_out, dq_out = address_of(qkv) + place3, address_of(dy) + place, address_of(dqkv) + place3
+        _pack_head(q, d_out, row_bytes, channels * 4, channels * 4, tokens, size, rows, pairs, panel, long_panel)
+        _prepare_queries(
+            d_out, address_of(y) + place, address_of(logsumexp) + head * tokens * 4, channels, tokens, size, offsets,
+            deltas,
+        )  # fmt: skip
+        for j in range(blocks):
+            for i in range(j, blocks):
+                key, query = rows + j * panel, rows + 2 * each + i * panel
+                _differentiate_block(
+                    unit, key, query, key + each, query + each, steps, nothing, work, offsets + i * ROW,
+                    deltas + i * ROW, p + (i - j) * STEP, ds + (i - j) * STEP, i == j, scale,
+                )  # fmt: skip
+                for c in range(steps):
+                    block = dq + (i * steps + c) * BLOCK
+                    begin, begin_step = (block, ROW) if j else (nothing, 0)
+                    left = k_pairs + c * long_panel + j * STEP
+                    multiply_block(unit, left, work + 2 * BLOCK, 1, begin, begin_step, block, ROW)
+            for which in range(2):
+                left, right = (p, pairs + steps * long_panel) if which else (ds, pairs)
+                sum_rows(
+                    unit, left, right + j * STEP, long_panel, blocks - j, steps * 32, nothing, 0, sums, steps * ROW
+                )
+                target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
+                for row in range(min(32, tokens - j * 32)):
+                    copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
+        for i in range(blocks):
+            for c in range(steps):
+                target = dq_out + i * 32 * row_bytes + c * 128
+                _transpose_block(
+                    dq + (i * steps + c) * BLOCK, work, min(32, tokens - i * 32), min(32, size - c * 32), target,
+                    row_bytes,
+                )  # fmt: skip
+    close_unit(unit)
+
+
+def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Causal self-attention, scale 1 / sqrt(HS), its products' operands rounded to bfloat16.
+
+    y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position
+    logsumexp = log(sum(exp(q kᵀ / sqrt(HS))))
+
+    The probabilities are rounded before they are divided by their sum, which is that of the numbers not rounded. On the
+    portable unit q, k and v are rounded, the probabilities are not.
+
+    Shapes   qkv (b, T, 3C) -> y (b, T, C), logsumexp (b, NH, T)
+    Dtype    float32; operands bfloat16, sums and softmax float32
+    Cost     2 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
+    Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
+    Errors   TypeError when qkv is not float32; ValueError when the columns are not 3 heads HS
+    """
+    where = "rounded_attention.forward"
+    channels = attention._check_heads(where, qkv, heads)
+    check_float32(where, "qkv", qkv)
+    if unit() is Unit.PORTABLE:
+        return attention.forward(rounded(qkv), heads)
+    sequences, tokens = qkv.shape[:2]
+    y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
+    size = channels // heads
+    steps, blocks = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
+    panels = steps * blocks * STEP
+    addresses = scratch(
+        steps * STEP, panels, panels, blocks * BLOCK, blocks * STEP, steps * BLOCK, 32 * _LANES, 32 * _LANES
+    )
+    _forward(
+        words(np.ascontiguousarray(qkv)), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION_ADDRESS, sequences,
+        tokens, heads, size, *addresses, steps,
+    )  # fmt: skip
+    return y, logsumexp
+
+
+def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int) -> np.ndarray:
+    """Gradient of causal self-attention with respect to q, k and v, its products' operands rounded to bfloat16.
+
+    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS)
+    dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
+
+    On the portable unit q, k, v and dy are rounded, p and ds are not.
+
+    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T) -> dqkv (b, T, 3C)
+    Dtype    float32; operands bfloat16, everything else float32
+    Cost     5 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
+    Source   Dao et al. 2022, arXiv:2205.14135
+    Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
+    """
+    where = "rounded_attention.backward"
+    channels = attention._check_heads(where, qkv, heads)
+    sequences, tokens = qkv.shape[:2]
+    check_shape(where, "dy", dy, (sequences, tokens, channels))
+    check_shape(where, "y", y, (sequences, tokens, channels))
+    check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
+    for name, array in (("dy", dy), ("qkv", qkv), ("y", y), ("logsumexp", logsumexp)):
+        check_float32(where, name, array)
+    if unit() is Unit.PORTABLE:
+        return attention.backward(rounded(dy), rounded(qkv), y, logsumexp, heads)
+    dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
+    steps, blocks = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
+    panels, line = steps * blocks * STEP, blocks * ROW
+    addresses = scratch(
+        4 * panels, 3 * panels, 2 * BLOCK + STEP, line, line, 2 * blocks * STEP, steps * BLOCK, steps * blocks * BLOCK
+    )
+    arrays = [words(np.ascontiguousarray(array)) for array in (dy, qkv, y, logsumexp)]
+    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION_ADDRESS, sequences, tokens, heads, size, *addresses)
+    return dqkv

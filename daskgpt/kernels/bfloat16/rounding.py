@@ -1,0 +1,67 @@
+"""bfloat16, the upper half of a float32: NumPy has no such dtype, so it is kept as uint16."""
+
+import numpy as np
+
+from daskgpt.kernels.compilation import kernel, wide_vectors
+from daskgpt.kernels.float32.blas import address_of
+from daskgpt.kernels.vectors.operations import round_exactly, widen
+
+# What the kernels accept beside float32.
+BFLOAT16 = np.dtype(np.uint16)
+FLOAT32 = np.dtype(np.float32)
+
+
+@kernel("h1 H1 n")
+def _to_bfloat16(x, y, size):
+    wide_vectors()
+    source, target = address_of(x), address_of(y)
+    for i in range(0, size, 16):
+        round_exactly(source + i * 4, target + i * 2, size - i)
+
+
+@kernel("h1 H1 n")
+def _from_bfloat16(x, y, size):
+    wide_vectors()
+    source, target = address_of(x), address_of(y)
+    for i in range(0, size, 16):
+        widen(source + i * 2, target + i * 4, size - i)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Round to bfloat16: to the nearest number, ties to the one whose last bit is 0.
+
+    Shapes   x (...) -> y (...)
+    Dtype    float32 -> uint16
+    Cost     bound by memory
+    Errors   TypeError when x is not float32
+    """
+    if x.dtype != FLOAT32:
+        raise TypeError(f"to_bfloat16: x must be float32; got x.dtype={x.dtype}. Convert it first.")
+    y = np.empty(x.shape, BFLOAT16)
+    _to_bfloat16(np.ascontiguousarray(x).reshape(-1).view(BFLOAT16), y.reshape(-1), x.size)
+    return y
+
+
+def from_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Widen bfloat16 to float32, which is exact.
+
+    Shapes   x (...) -> y (...)
+    Dtype    uint16 -> float32
+    Cost     bound by memory
+    Errors   TypeError when x is not uint16
+    """
+    if x.dtype != BFLOAT16:
+        raise TypeError(f"from_bfloat16: x must be bfloat16 kept as uint16; got x.dtype={x.dtype}. Use to_bfloat16.")
+    y = np.empty(x.shape, FLOAT32)
+    _from_bfloat16(np.ascontiguousarray(x).reshape(-1), y.reshape(-1).view(BFLOAT16), x.size)
+    return y
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """The float32 numbers that bfloat16 can hold, nearest to those of x.
+
+    Shapes   x (...) -> y (...)
+    Dtype    float32
+    Errors   TypeError when x is not float32
+    """
+    return from_bfloat16(to_bfloat16(x))

@@ -1,0 +1,261 @@
+"""The two units' instructions, as Numba intrinsics, and the one product both compute: a block of 32 x 32 sums.
+
+A *tile* is 1 KB: 16 rows of 64 bytes. Left tiles hold 16 rows of 32 bfloat16 numbers. Right tiles hold 16 pairs of rows
+of 16 columns, the two numbers of a pair side by side. A *panel* has 32 rows of the left operand (or 32 columns of the
+right one): along the summed axis, 32 numbers a step, two tiles. A *block* of sums is 32 rows of 32 float32 numbers.
+
+On a processor without the unit the intrinsics generate nothing; `units` sees to it that they are not reached.
+"""
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from daskgpt.kernels.bfloat16.units import Unit, compiles
+from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.vectors.operations import BITS, REALS, at, load, spread, store
+
+TILE = 1024
+STEP = 2 * TILE
+BLOCK = 4096
+# Bytes from row to row in a block.
+ROW = 128
+# Steps that are multiplied before the other operand moves on: 16 KB of one panel stay in the first cache.
+DEPTH = 8
+AMX = int(Unit.AMX)
+
+_I8, _I32, _I64, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
+_POINTER = _I8.as_pointer()
+# Rows of sums that AVX-512 keeps in registers: 8 x 2 vectors, two more for the right operand.
+_GROUP = 8
+
+_int = types.int64
+
+
+def _configuration() -> np.ndarray:
+    """What ldtilecfg reads: palette 1, eight tiles of 16 rows of 64 bytes."""
+    configuration = np.zeros(64, np.uint8)
+    configuration[0] = 1
+    configuration[16:32:2] = 64
+    configuration[48:56] = 16
+    return configuration
+
+
+CONFIGURATION = _configuration()
+
+
+def _call(builder, name, kinds, arguments):
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VOID, kinds), name)
+    builder.call(function, arguments)
+
+
+def _instruction(name, kinds, values):
+    """Code generator of one AMX instruction; `values` turns the builder and the arguments into operands."""
+
+    def generate(context, builder, signature, arguments):
+        if compiles(Unit.AMX):
+            _call(builder, name, kinds, values(builder, arguments))
+        return context.get_dummy_value()
+
+    return generate
+
+
+@intrinsic
+def load_configuration(typing_context, address):
+    def values(builder, arguments):
+        return [builder.inttoptr(arguments[0], _POINTER)]
+
+    return types.void(_int), _instruction("llvm.x86.ldtilecfg", [_POINTER], values)
+
+
+@intrinsic
+def release_tiles(typing_context):
+    return types.void(), _instruction("llvm.x86.tilerelease", [], lambda builder, arguments: [])
+
+
+def _move(name, tile):
+    def values(builder, arguments):
+        return [ir.Constant(_I8, tile.literal_value), builder.inttoptr(arguments[1], _POINTER), arguments[2]]
+
+    return types.void(tile, _int, _int), _instruction(name, [_I8, _POINTER, _I64], values)
+
+
+@intrinsic
+def load_tile(typing_context, tile, address, step):
+    return _move("llvm.x86.tileloadd64", tile) if isinstance(tile, types.IntegerLiteral) else None
+
+
+@intrinsic
+def store_tile(typing_context, tile, address, step):
+    return _move("llvm.x86.tilestored64", tile) if isinstance(tile, types.IntegerLiteral) else None
+
+
+# Tiles 0 to 3 are the sums, 4 and 5 the left panel, 6 and 7 the right one. In assembly, because LLVM would keep a
+# pointer for every address of the loop and run out of registers.
+_LOOP = """
+1:
+tileloadd ($0,$3,1), %tmm4
+tileloadd ($1,$3,1), %tmm6
+tdpbf16ps %tmm6, %tmm4, %tmm0
+tileloadd 1024($1,$3,1), %tmm7
+tdpbf16ps %tmm7, %tmm4, %tmm1
+tileloadd 1024($0,$3,1), %tmm5
+tdpbf16ps %tmm6, %tmm5, %tmm2
+tdpbf16ps %tmm7, %tmm5, %tmm3
+addq $$2048, $0
+addq $$2048, $1
+decq $2
+jnz 1b
+"""
+_OPERANDS = "=r,=r,=r,r,0,1,2,~{memory},~{cc}," + ",".join(f"~{{tmm{tile}}}" for tile in range(8))
+
+
+@intrinsic
+def multiply_tiles(typing_context, left, right, steps):
+    """Tiles 0 to 3 += a left panel @ a right panel, over `steps` (at least one)."""
+
+    def generate(context, builder, signature, arguments):
+        if compiles(Unit.AMX):
+            llvmlite.binding.initialize_native_asmparser()
+            kind = ir.FunctionType(ir.LiteralStructType([_I64] * 3), [_I64] * 4)
+            builder.asm(kind, _LOOP, _OPERANDS, [ir.Constant(_I64, 64), *arguments], True)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int), generate
+
+
+@intrinsic
+def _prefetch(typing_context, address):
+    """Fetch the cache line at `address` into the second cache; any address is allowed."""
+
+    def generate(context, builder, signature, arguments):
+        operands = [builder.inttoptr(arguments[0], _POINTER), *(ir.Constant(_I32, number) for number in (0, 2, 1))]
+        _call(builder, "llvm.prefetch.p0", [_POINTER, _I32, _I32, _I32], operands)
+        return context.get_dummy_value()
+
+    return types.void(_int), generate
+
+
+def _dot(builder, total, left, right):
+    """vdpbf16ps: total += the products of 16 pairs of bfloat16 numbers, both products of a pair."""
+    kind = ir.FunctionType(REALS, [REALS, BITS, BITS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [total, left, right])
+
+
+def _multiply_pair(builder, sums, left, right):
+    """Add one pair of columns of 8 left rows, times the same pair of rows of a right panel, to the sums."""
+    columns = [load(builder, right, offset, BITS) for offset in (0, TILE)]
+    for row in range(_GROUP):
+        pair = spread(builder, builder.load(at(builder, left, 64 * row, _I32), align=4))
+        for half in (0, 1):
+            total = sums[row, half]
+            builder.store(_dot(builder, builder.load(total), pair, columns[half]), total)
+
+
+def _place(builder, address, step, row, half):
+    """Address of 16 of a block's sums."""
+    start = builder.add(address, builder.mul(step, ir.Constant(_I64, row)))
+    return builder.add(start, ir.Constant(_I64, 64 * half))
+
+
+@intrinsic
+def _multiply_rows(typing_context, left, right, steps, start, start_step, total, total_step):
+    """8 rows x 32 columns at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
+
+    def generate(context, builder, signature, arguments):
+        left, right, steps, start, start_step, total, total_step = arguments
+        if not compiles(Unit.AVX512):
+            return context.get_dummy_value()
+        sums = {(row, half): cgutils.alloca_once(builder, REALS) for row in range(_GROUP) for half in (0, 1)}
+        for (row, half), place in sums.items():
+            builder.store(load(builder, _place(builder, start, start_step, row, half), 0, REALS), place)
+        with cgutils.for_range(builder, builder.mul(steps, ir.Constant(_I64, 16))) as loop:
+            step = builder.mul(builder.lshr(loop.index, ir.Constant(_I64, 4)), ir.Constant(_I64, STEP))
+            pair = builder.and_(loop.index, ir.Constant(_I64, 15))
+            rows = builder.add(builder.add(left, step), builder.mul(pair, ir.Constant(_I64, 4)))
+            columns = builder.add(builder.add(right, step), builder.mul(pair, ir.Constant(_I64, 64)))
+            _multiply_pair(builder, sums, rows, columns)
+        for (row, half), place in sums.items():
+            store(builder, builder.load(place), _place(builder, total, total_step, row, half), 0)
+        return context.get_dummy_value()
+
+    return types.void(*[_int] * 7), generate
+
+
+@helper
+def _multiply_by_tiles(left, right, steps, start, start_step, total, total_step):
+    load_tile(0, start, start_step)
+    load_tile(1, start + 64, start_step)
+    load_tile(2, start + 16 * start_step, start_step)
+    load_tile(3, start + 16 * start_step + 64, start_step)
+    multiply_tiles(left, right, steps)
+    store_tile(0, total, total_step)
+    store_tile(1, total + 64, total_step)
+    store_tile(2, total + 16 * total_step, total_step)
+    store_tile(3, total + 16 * total_step + 64, total_step)
+
+
+@helper
+def _multiply_by_vectors(left, right, steps, start, start_step, total, total_step):
+    for row in range(0, 32, 8):
+        rows = left + row // 16 * TILE + row % 16 * 64
+        _multiply_rows(rows, right, steps, start + row * start_step, start_step, total + row * total_step, total_step)
+
+
+@helper
+def multiply_block(unit, left, right, steps, start, start_step, total, total_step):
+    """32 x 32 float32 sums at `total` = those at `start` + a left panel @ a right panel, over `steps`.
+
+    start_step and total_step are the bytes from row to row; a start_step of 0 starts every row with the same numbers.
+    Each sum goes on where it was: how the summed axis is cut into calls does not change a bit.
+    """
+    if unit == AMX:
+        _multiply_by_tiles(left, right, steps, start, start_step, total, total_step)
+    else:
+        _multiply_by_vectors(left, right, steps, start, start_step, total, total_step)
+
+
+@helper
+def fetch(panel, steps, part, parts):
+    """Fetch part `part` of `parts` of a panel's first steps into the second cache, ahead of their use."""
+    lines = STEP // 64 * steps
+    for line in range(part * lines // parts, (part + 1) * lines // parts):
+        _prefetch(panel + line * 64)
+
+
+@helper
+def fetch_step(step):
+    """Fetch one step of a panel into the second cache."""
+    for line in range(0, STEP, 64):
+        _prefetch(step + line)
+
+
+@helper
+def touch_block(unit, block, step):
+    """Read a block that is about to be written, rows `step` bytes apart.
+
+    Writes alone keep fewer cache lines on their way: with few tokens this makes a weight's gradient a third faster.
+    """
+    if unit == AMX:
+        load_tile(4, block, step)
+        load_tile(5, block + 64, step)
+        load_tile(6, block + 16 * step, step)
+        load_tile(7, block + 16 * step + 64, step)
+
+
+@helper
+def open_unit(unit, configuration):
+    """To be called once in a kernel, before its first product."""
+    if unit == AMX:
+        load_configuration(configuration)
+
+
+@helper
+def close_unit(unit):
+    """To be called once in a kernel, after its last product: a thread that keeps its tiles is slower to switch."""
+    if unit == AMX:
+        release_tiles()

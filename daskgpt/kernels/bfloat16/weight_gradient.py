@@ -1,0 +1,155 @@
+"""The product that sums over the tokens: dweight = dyᵀ x, whole or by rows of the weight."""
+
+import functools
+
+import numpy as np
+
+from daskgpt.kernels.arguments import check_output
+from daskgpt.kernels.bfloat16 import portable
+from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.packing import pack_pairs
+from daskgpt.kernels.bfloat16.rounding import BFLOAT16, FLOAT32
+from daskgpt.kernels.bfloat16.scratch import scratch
+from daskgpt.kernels.bfloat16.tiles import (
+    CONFIGURATION,
+    DEPTH,
+    ROW,
+    STEP,
+    close_unit,
+    multiply_block,
+    open_unit,
+    touch_block,
+)
+from daskgpt.kernels.bfloat16.units import Unit, unit
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.float32.blas import address_of
+from daskgpt.kernels.vectors.operations import copy_row
+
+# dy's and x's panels that are multiplied with each other, and the rows of sums, share the second cache.
+_LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256
+CONFIGURATION_ADDRESS = CONFIGURATION.ctypes.data
+ZEROS = np.zeros(ROW // 2, BFLOAT16)
+
+
+@helper
+def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
+    """32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
+
+    A start_step of 0 starts every block with the same 32 numbers.
+    """
+    for step in range(0, steps, DEPTH):
+        count = min(DEPTH, steps - step)
+        for column in range(0, columns, 32):
+            begin, begin_step = target + column * 4, target_step
+            if step == 0:
+                begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
+                if start_step == 0:
+                    touch_block(unit, target + column * 4, target_step)
+            multiply_block(
+                unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
+                begin, begin_step, target + column * 4, target_step,
+            )  # fmt: skip
+
+
+@helper
+def _copy_rows(source, source_step, target, target_step, rows, columns):
+    for row in range(rows):
+        copy_row(source + row * source_step, target + row * target_step, columns)
+
+
+@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n")
+def _multiply(
+    dy, x, total, zeros, unit, configuration, tokens, outputs, channels, first, last, accumulate,
+    left, right, sums, block_rows, block_columns,
+):  # fmt: skip
+    """The loops, from outside: blocks of rows, blocks of columns, 32 rows."""
+    wide_vectors()
+    open_unit(unit, configuration)
+    steps = (tokens + 31) // 32
+    panel, row_bytes, sums_step = steps * STEP, channels * 4, block_columns * 4 + 64
+    pack_pairs(address_of(x), row_bytes, tokens, channels, False, right, panel)
+    for row0 in range(first, last, block_rows):
+        rows = min(block_rows, last - row0)
+        pack_pairs(address_of(dy) + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
+        for column in range(0, channels, block_columns):
+            columns = min(block_columns, channels - column)
+            for i in range(0, rows, 32):
+                high = min(32, rows - i)
+                place = address_of(total) + (row0 - first + i) * row_bytes + column * 4
+                aside = high < 32 or columns % 32 != 0
+                target, target_step = (sums, sums_step) if aside else (place, row_bytes)
+                if aside and accumulate:
+                    _copy_rows(place, row_bytes, sums, sums_step, high, columns)
+                start, start_step = (target, target_step) if accumulate else (address_of(zeros), 0)
+                panels = right + column // 32 * panel
+                sum_rows(
+                    unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step
+                )
+                if aside:
+                    _copy_rows(sums, sums_step, place, row_bytes, high, columns)
+    close_unit(unit)
+
+
+@functools.lru_cache(1024)
+def _plan(tokens: int, channels: int) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    step_bytes = ceiling(tokens, 32) // 32 * STEP
+    rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
+    return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
+
+
+def row_range(where: str, outputs: int, rows: tuple[int, int] | None) -> tuple[int, int]:
+    """The rows of the weight, all of them by default; raises ValueError when they do not exist."""
+    first, last = (0, outputs) if rows is None else rows
+    if not 0 <= first < last <= outputs:
+        raise ValueError(f"{where}: rows must be (first, end) within 0..{outputs}; got rows={rows}. Count the outputs.")
+    return first, last
+
+
+def check_tokens(where: str, dy: np.ndarray, x: np.ndarray) -> None:
+    """Raise ValueError unless dy and x have the same tokens."""
+    if dy.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{where}: dy and x must have the same tokens; got dy.shape={dy.shape}, x.shape={x.shape}. "
+            "Give those of one chunk."
+        )
+
+
+def backward_weight(
+    dy: np.ndarray,
+    x: np.ndarray,
+    *,
+    total: np.ndarray,
+    accumulate: bool,
+    rows: tuple[int, int] | None = None,
+) -> np.ndarray:
+    """Gradient of a linear layer with respect to its weight, or to `rows` of it, in bfloat16 with float32 sums.
+
+    total (+)= Σ_tokens dyᵀ x
+
+    Shapes   dy (..., O), x (..., C), total (O, C), or (end - first, C) with rows=(first, end) -> total
+    Dtype    float32; dy and x are rounded
+    Cost     2 O C operations a token; a weight's rows can be shared out to several tasks without a change of bits
+    Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not exist or total cannot be written
+    """
+    where = "bfloat16.backward_weight"
+    check_tokens(where, dy, x)
+    outputs, channels = dy.shape[-1], x.shape[-1]
+    first, last = row_range(where, outputs, rows)
+    check_output(where, "total", total, (last - first, channels), FLOAT32)
+    check_float32(where, "dy", dy)
+    check_float32(where, "x", x)
+    tokens = dy.size // outputs
+    if unit() is Unit.PORTABLE or tokens == 0:
+        return portable.gradient(dy, x, total, accumulate, first, last)
+    block_rows, block_columns = _plan(tokens, channels)
+    steps = ceiling(tokens, 32) // 32
+    left, right, sums = scratch(
+        block_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (block_columns * 4 + 64)
+    )
+    _multiply(
+        words(np.ascontiguousarray(dy)), words(np.ascontiguousarray(x)), words(total), ZEROS, unit(),
+        CONFIGURATION_ADDRESS, tokens, outputs, channels, first, last, accumulate, left, right, sums, block_rows,
+        block_columns,
+    )  # fmt: skip
+    return total

@@ -1,0 +1,214 @@
+"""The gradient of a weight and its AdamW step in one pass: the gradient never leaves the cache."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_scalars
+from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels.bfloat16.operands import NOTHING, ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.packed_weight import PackedWeight, check_layout, check_rows, pack_weight
+from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_weight_rows
+from daskgpt.kernels.bfloat16.rounding import FLOAT32
+from daskgpt.kernels.bfloat16.scratch import scratch
+from daskgpt.kernels.bfloat16.tiles import STEP, close_unit, open_unit
+from daskgpt.kernels.bfloat16.units import unit
+from daskgpt.kernels.bfloat16.weight_gradient import (
+    CONFIGURATION_ADDRESS,
+    ZEROS,
+    backward_weight,
+    check_tokens,
+    row_range,
+    sum_rows,
+)
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.float32.blas import address_of
+from daskgpt.kernels.vectors.operations import copy_row, read_real, read_whole, write_real
+
+# The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
+_SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
+# What the table of chunks says of each: addresses of dy and x, tokens.
+_FIELDS = 3
+
+
+@helper
+def _pack_x(table, chunks, channels, right):
+    """The right panels of all chunks, one after the other."""
+    for chunk in range(chunks):
+        x, tokens = read_whole(table, chunk * _FIELDS + 1), read_whole(table, chunk * _FIELDS + 2)
+        panel = (tokens + 31) // 32 * STEP
+        pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
+        right += (channels + 31) // 32 * panel
+
+
+@helper
+def _sum_chunks(
+    unit, table, chunks, outputs, channels, row0, rows, fresh, zeros, left, right, sums, sums_step, block_columns
+):
+    """sums (+)= dyᵀ x for `rows` rows, chunk after chunk."""
+    for chunk in range(chunks):
+        dy, tokens = read_whole(table, chunk * _FIELDS), read_whole(table, chunk * _FIELDS + 2)
+        steps = (tokens + 31) // 32
+        panel = steps * STEP
+        pack_pairs(dy + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
+        for column in range(0, channels, block_columns):
+            columns = min(block_columns, channels - column)
+            for i in range(0, rows, 32):
+                target = sums + i * sums_step + column * 4
+                start, start_step = (zeros, 0) if fresh and chunk == 0 else (target, sums_step)
+                panels = right + column // 32 * panel
+                sum_rows(
+                    unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, sums_step
+                )
+        right += (channels + 31) // 32 * panel
+
+
+@helper
+def _step(weight, gradient, m, v, channels, scalars):
+    """AdamW of one row; addresses of float32 numbers."""
+    rate, m_scale, v_scale = read_real(scalars, 0), read_real(scalars, 1), read_real(scalars, 2)
+    beta1, keep1, beta2, keep2 = (
+        read_real(scalars, 3), read_real(scalars, 4), read_real(scalars, 5), read_real(scalars, 6),
+    )  # fmt: skip
+    eps, decay = read_real(scalars, 7), read_real(scalars, 8)
+    for i in range(channels):
+        g = read_real(gradient, i)
+        new_m = next_moment(read_real(m, i), g, beta1, keep1)
+        new_v = next_moment(read_real(v, i), g * g, beta2, keep2)
+        write_real(m, i, new_m)
+        write_real(v, i, new_v)
+        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rate, m_scale, v_scale, eps, decay))
+
+
+@kernel("h1 H1 H1 H1 h1 H1 H1 h1 h1 n n n n n n n n n n n n n")
+def _update(
+    table, weight, m, v, gradient, forward, backward, scalars, zeros, unit, configuration, chunks, outputs, channels,
+    first, last, left, right, sums, sums_step, block_rows, block_columns,
+):  # fmt: skip
+    wide_vectors()
+    open_unit(unit, configuration)
+    row_bytes = channels * 4
+    _pack_x(address_of(table), chunks, channels, right)
+    for row0 in range(first, last, block_rows):
+        rows = min(block_rows, last - row0)
+        if gradient.size:
+            for row in range(rows):
+                copy_row(address_of(gradient) + (row0 - first + row) * row_bytes, sums + row * sums_step, channels)
+        _sum_chunks(
+            unit, address_of(table), chunks, outputs, channels, row0, rows, gradient.size == 0, address_of(zeros),
+            left, right, sums, sums_step, block_columns,
+        )  # fmt: skip
+        place = row0 * row_bytes
+        for row in range(rows):
+            offset = place + row * row_bytes
+            _step(
+                address_of(weight) + offset, sums + row * sums_step, address_of(m) + offset, address_of(v) + offset,
+                channels, address_of(scalars),
+            )  # fmt: skip
+        pack_weight_rows(
+            address_of(weight) + place, row0, rows, outputs, channels, address_of(forward), address_of(backward)
+        )
+    close_unit(unit)
+
+
+@functools.lru_cache(1024)
+def _plan(longest: int, channels: int) -> tuple[int, int]:
+    """Rows and columns of a block, for chunks of up to `longest` steps of 32 tokens."""
+    rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4) // 32 * 32))
+    return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
+
+
+def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
+    """Raise unless the arguments of update_weight fit; returns the rows to update."""
+    if not dys or len(dys) != len(xs):
+        raise ValueError(
+            f"{where}: dys and xs must have as many chunks; got {len(dys)} and {len(xs)}. Give one of each."
+        )
+    outputs, channels = weight.shape
+    first, last = row_range(where, outputs, rows)
+    check_rows(where, outputs, first, last)
+    for name, array in (("weight", weight), ("m", m), ("v", v)):
+        check_output(where, name, array, (outputs, channels), FLOAT32)
+    check_layout(where, packed)
+    if (packed.outputs, packed.channels) != (outputs, channels):
+        raise ValueError(
+            f"{where}: packed must be of the weight's shape {(outputs, channels)}; "
+            f"got packed={(packed.outputs, packed.channels)}. Give the weight's own."
+        )
+    for dy, x in zip(dys, xs):
+        check_tokens(where, dy, x)
+        check_shape(where, "dy", dy, (*dy.shape[:-1], outputs))
+        check_shape(where, "x", x, (*x.shape[:-1], channels))
+        check_float32(where, "dy", dy)
+        check_float32(where, "x", x)
+    if gradient is not None:
+        check_shape(where, "gradient", gradient, (last - first, channels))
+        check_float32(where, "gradient", gradient)
+    return first, last
+
+
+def _in_two_steps(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options):
+    total = np.empty((last - first, weight.shape[1]), FLOAT32) if gradient is None else gradient.copy()
+    for chunk, (dy, x) in enumerate(zip(dys, xs)):
+        backward_weight(dy, x, total=total, accumulate=gradient is not None or chunk > 0, rows=(first, last))
+    adamw_inplace(weight[first:last], total, m[first:last], v[first:last], hyper, **options)
+    pack_weight(weight[first:last], packed, first=first)
+
+
+def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options):
+    outputs, channels = weight.shape
+    operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in zip(dys, xs)]
+    tokens = [dy.size // outputs for dy in dys]
+    places = [(dy.ctypes.data, x.ctypes.data, count) for (dy, x), count in zip(operands, tokens)]
+    table = np.array(places, np.int64)
+    steps = [ceiling(count, 32) // 32 for count in tokens]
+    block_rows, block_columns = _plan(max(steps), channels)
+    sums_step = ceiling(channels, 32) * 4 + 64
+    left, right, sums = scratch(
+        block_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, block_rows * sums_step
+    )
+    scalars = np.array(step_scalars(hyper, **options), FLOAT32)
+    _update(
+        words(table), words(weight), words(m), words(v),
+        NOTHING if gradient is None else words(np.ascontiguousarray(gradient)), packed.forward, packed.backward,
+        words(scalars), ZEROS, unit(), CONFIGURATION_ADDRESS, len(dys), outputs, channels, first, last, left, right,
+        sums, sums_step, block_rows, block_columns,
+    )  # fmt: skip
+
+
+def update_weight(
+    dys: Sequence[np.ndarray],
+    xs: Sequence[np.ndarray],
+    weight: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    packed: PackedWeight,
+    hyper: np.ndarray,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    gradient: np.ndarray | None = None,
+    rows: tuple[int, int] | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, PackedWeight]:
+    """AdamW step of a linear layer's weight, in place, straight from the chunks of dy and x; packs the new weight, too.
+
+    g = gradient + Σ_chunks Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight: the same bits as these three in a row
+
+    Shapes   dys of (..., O), xs of (..., C), weight, m, v (O, C), gradient (O, C) or, with rows=(first, end),
+             (end - first, C), hyper (3,) float64 -> weight, m, v, packed
+    Dtype    float32; dys and xs are rounded
+    Cost     2 O C operations a token, 28 bytes a number; the gradient stays in the second cache, some rows at a time
+    Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not begin and end at multiples of 32
+             (or the last row), or an array cannot be written; RuntimeError for another unit's layout
+    """
+    where = "bfloat16.update_weight"
+    first, last = _check(where, dys, xs, weight, m, v, packed, gradient, rows)
+    options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    if packed.in_tiles and all(dy.size for dy in dys):
+        _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options)
+    else:
+        _in_two_steps(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options)
+    return weight, m, v, packed

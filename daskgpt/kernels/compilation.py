@@ -1,0 +1,195 @@
+"""The one decorator of the private Numba functions behind the kernels, and the registry that compiles them all.
+
+A kernel is written once and compiled twice, for float32 and for float64, at its first call with each. The two are
+separate functions for Numba's cache on disk, because a cached function with a single signature cannot be mixed up by
+processes that write the cache at the same time (numba#4807). Their names carry two fingerprints: one of the processor
+and the Numba version, so that machines that share a folder do not overwrite each other's code, and one of the source
+in this folder, because Numba does not see that a helper in another file changed.
+"""
+
+import functools
+import hashlib
+import importlib
+import pkgutil
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+from numba.extending import intrinsic
+
+# Sums may be reordered (once, when compiling) and products contracted; NaN and infinity keep their meaning.
+SAFE_MATH = {"contract", "reassoc", "nsz", "arcp"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": SAFE_MATH}
+_FLOATS = {"f": numba.float32, "d": numba.float64}
+_ANY = "any"
+
+# Kernels that only `--precision bfloat16` needs; they take as long to compile as all others together.
+_BFLOAT16 = "daskgpt.kernels.bfloat16."
+
+KERNELS: list["Kernel"] = []
+
+# Decorators of small functions that kernels include; they are compiled into each kernel that calls them.
+helper = numba.njit(**_OPTIONS, forceinline=True)
+# The same without any freedom for the compiler: one rounding an operation, as written, the same bits in every kernel.
+exact_helper = numba.njit(**_OPTIONS | {"fastmath": False}, forceinline=True)
+
+
+@intrinsic
+def wide_vectors(typing_context: Any) -> Any:
+    """Let LLVM use 512-bit vectors in the function that calls this, where the processor has them.
+
+    LLVM's choice for these processors is 256 bits. Kernels bound by arithmetic (exp) run a fifth faster with 512,
+    plain sums a tenth slower.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # llvmlite knows no attributes with a value, but writes whatever the set holds.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
+
+
+def _numba_type(word: str, real: Any) -> Any:
+    """r2 -> a float array that is read, w1 -> one that is written, i1: int32; h1, H1: uint16; n: int64; f: float."""
+    if word == "n":
+        return numba.int64
+    if word == "f":
+        return real
+    element = {"i": numba.int32, "h": numba.uint16, "H": numba.uint16}.get(word[0], real)
+    return numba.types.Array(element, int(word[1:]), "C", readonly=word[0] not in "wH")
+
+
+@functools.cache
+def _machine_fingerprint() -> str:
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    text = f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@functools.cache
+def _source_fingerprint() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+class Kernel:
+    """A private Numba function in its float32 and float64 versions."""
+
+    def __init__(self, function: Callable[..., Any], signature: str) -> None:
+        self.function = function
+        self.words = signature.split()
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        arrays = [position for position, word in enumerate(self.words) if word[0] in "rw"]
+        self._witness = arrays[0] if arrays else None
+        self._compiled: dict[str, Any] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        kind = _ANY if self._witness is None else arguments[self._witness].dtype.char
+        compiled = self._compiled.get(kind) or self.compile(kind)
+        try:
+            return compiled(*arguments)
+        except TypeError as error:
+            found = ", ".join(str(value.dtype) for value in arguments if isinstance(value, np.ndarray))
+            raise TypeError(
+                f"{self.name}: float arrays must have one dtype, index arrays int32; got dtypes={found}. "
+                "Convert them first."
+            ) from error
+
+    def kind_of(self, dtype: Any) -> str:
+        """The version of this kernel that serves `dtype`."""
+        return _ANY if self._witness is None else np.dtype(dtype).char
+
+    def compile(self, kind: str) -> Any:
+        """Compile one version, or load it from the cache on disk; later calls return the same function."""
+        dispatcher = self._compiled.get(kind)
+        if dispatcher is None:
+            dispatcher = self._dispatcher(kind)
+            dispatcher.compile(tuple(_numba_type(word, _FLOATS.get(kind)) for word in self.words))
+            dispatcher.disable_compile()
+            self._compiled[kind] = dispatcher
+            stats = dispatcher.stats
+            if stats.cache_misses and stats.cache_path is not None:
+                self._remove_outdated(kind, Path(stats.cache_path))
+        return dispatcher
+
+    def is_cached(self, kind: str) -> bool:
+        """Whether the cache on disk lists this version; nothing is compiled."""
+        if kind in self._compiled:
+            return True
+        folder = self._dispatcher(kind).stats.cache_path
+        return folder is not None and any(Path(folder).glob(f"*.{self._variant(kind)}-*.nbi"))
+
+    def _stem(self, kind: str) -> str:
+        dtype = _ANY if kind == _ANY else np.dtype(kind).name
+        return f"{self.function.__qualname__}_{dtype}_{_machine_fingerprint()}_"
+
+    def _variant(self, kind: str) -> str:
+        return self._stem(kind) + _source_fingerprint()
+
+    def _dispatcher(self, kind: str) -> Any:
+        if kind != _ANY and kind not in _FLOATS:
+            raise TypeError(
+                f"{self.name}: arrays must be float32 or float64; got dtype={np.dtype(kind).name}. Convert them first."
+            )
+        copy = types.FunctionType(self.function.__code__, self.function.__globals__, self._variant(kind))
+        copy.__qualname__, copy.__module__ = copy.__name__, self.function.__module__
+        try:
+            return numba.njit(**_OPTIONS, cache=True)(copy)
+        except RuntimeError:  # no folder can be written: every process compiles for itself
+            return numba.njit(**_OPTIONS)(copy)
+
+    def _remove_outdated(self, kind: str, folder: Path) -> None:
+        """Remove this machine's code of older source; a process that still runs it has it in memory."""
+        module = self.function.__module__.rpartition(".")[2]
+        for path in folder.glob(f"{module}.{self._stem(kind)}*"):
+            if self._variant(kind) not in path.name:
+                path.unlink(missing_ok=True)
+
+
+def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """Decorator of a private Numba function: `kernel("r2 r1 w2 n f")` says what its arguments are.
+
+    r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
+    is read, H = uint16 array that is written, each with its number of dimensions and contiguous; n = whole number;
+    f = number of the arrays' dtype. Arrays that are read may be read-only.
+    """
+
+    def register(function: Callable[..., Any]) -> Kernel:
+        registered = Kernel(function, signature)
+        KERNELS.append(registered)
+        return registered
+
+    return register
+
+
+def _all_kernels() -> Iterator[Kernel]:
+    package = __name__.rpartition(".")[0]
+    folder = str(Path(__file__).parent)
+    for module in pkgutil.walk_packages([folder], f"{package}."):
+        importlib.import_module(module.name)
+    yield from KERNELS
+
+
+def _wanted(bfloat16: bool) -> Iterator[Kernel]:
+    return (each for each in _all_kernels() if bfloat16 or not each.name.startswith(_BFLOAT16))
+
+
+def compile_all(dtype: Any, bfloat16: bool = True) -> None:
+    """Compile every kernel for `dtype`, or load it from the cache on disk; those of bfloat16 products only if wanted.
+
+    A program calls this once before it starts other processes: they then only read the cache.
+    """
+    for each in _wanted(bfloat16):
+        each.compile(each.kind_of(dtype))
+
+
+def all_cached(dtype: Any, bfloat16: bool = True) -> bool:
+    """Whether the cache on disk holds what compile_all would compile, so that it will take little time."""
+    return all(each.is_cached(each.kind_of(dtype)) for each in _wanted(bfloat16))

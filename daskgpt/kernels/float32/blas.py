@@ -1,0 +1,272 @@
+"""Matrix products inside Numba kernels: a function with BLAS's interface, called by its address.
+
+A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
+function is loaded. The environment variable DASKGPT_BLAS chooses the function:
+
+    own        `sgemm` for float32, NumPy's BLAS for float64; the default where the processor has AVX-512
+    numpy      NumPy's own BLAS; the default elsewhere
+    portable   the address 0: a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
+
+They differ in the last bits: all processes of one run need the same one. The number of threads of NumPy's BLAS is not
+set here: whoever runs kernels in several threads limits it to one.
+"""
+
+import ctypes
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from daskgpt.kernels.compilation import helper, kernel
+from daskgpt.kernels.float32 import sgemm
+
+# What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
+# 32-bit ones.
+_SYMBOLS = (
+    "scipy_cblas_{}gemm64_",
+    "cblas_{}gemm64_",
+    "cblas_{}gemm$NEWLAPACK$ILP64",
+    "scipy_cblas_{}gemm",
+    "cblas_{}gemm",
+)
+_ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
+PORTABLE = 0
+VARIABLE = "DASKGPT_BLAS"
+
+
+def _libraries() -> Iterator[Path]:
+    """NumPy's extension module (a lookup there searches what it is linked to), then the libraries in the wheel."""
+    extension = importlib.import_module("numpy._core._multiarray_umath").__file__
+    if extension is not None:
+        yield Path(extension)
+    site = Path(np.__file__).parent
+    for folder in (site.parent / "numpy.libs", site / ".dylibs"):
+        yield from sorted(folder.glob("*blas*"))
+
+
+@functools.cache
+def find_gemm(letter: str) -> int:
+    """Address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; PORTABLE where there is none."""
+    for path in _libraries():
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:  # a library for another system
+            continue
+        for symbol in _SYMBOLS:
+            function = getattr(library, symbol.format(letter), None)
+            if function is not None:
+                return ctypes.cast(function, ctypes.c_void_p).value or PORTABLE
+    return PORTABLE
+
+
+def gemm_address(dtype: np.dtype) -> int:
+    """The `blas` argument of `gemm` for arrays of `dtype`.
+
+    Errors   ValueError when the environment variable DASKGPT_BLAS says anything but own, numpy or portable;
+             RuntimeError when it says own and the processor has no AVX-512
+    """
+    choice = os.environ.get(VARIABLE) or ("own" if sgemm.has_avx512() else "numpy")
+    if choice not in ("own", "numpy", "portable"):
+        raise ValueError(
+            f"blas: {VARIABLE} must be own, numpy or portable; got {VARIABLE}={choice}. "
+            "Unset it to take the fastest of this processor."
+        )
+    if choice == "portable":
+        return PORTABLE
+    single = dtype.char == "f"
+    return sgemm.address() if single and choice == "own" else find_gemm("s" if single else "d")
+
+
+@intrinsic
+def address_of(typing_context: Any, array: Any) -> Any:
+    """Address of the first element of an array, as a whole number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.int64(array), generate
+
+
+@intrinsic
+def _load(typing_context: Any, address: Any, index: Any, like: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        element = context.get_value_type(signature.args[2])
+        pointer = builder.inttoptr(arguments[0], element.as_pointer())
+        return builder.load(builder.gep(pointer, [arguments[1]]))
+
+    return like(types.int64, types.int64, like), generate
+
+
+@intrinsic
+def _store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], arguments[2].type.as_pointer())
+        builder.store(arguments[2], builder.gep(pointer, [arguments[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value), generate
+
+
+@intrinsic
+def _call_blas(
+    typing_context: Any,
+    blas: Any,
+    a_order: Any,
+    b_order: Any,
+    m: Any,
+    n: Any,
+    k: Any,
+    alpha: Any,
+    a: Any,
+    lda: Any,
+    b: Any,
+    ldb: Any,
+    beta: Any,
+    c: Any,
+    ldc: Any,
+) -> Any:
+    """cblas_?gemm at address `blas`.
+
+    Every whole number is passed as 64 bits. A library with 32-bit integers reads the lower half of the register or of
+    the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        long, short, real = ir.IntType(64), ir.IntType(32), arguments[6].type
+        pointer = ir.IntType(8).as_pointer()
+        kinds = [short, short, short, long, long, long, real, pointer, long, pointer, long, real, pointer, long]
+        values = [
+            ir.Constant(short, _ROW_MAJOR),
+            builder.trunc(arguments[1], short),
+            builder.trunc(arguments[2], short),
+        ]
+        values += arguments[3:7]
+        for position in (7, 9):
+            values += [builder.inttoptr(arguments[position], pointer), arguments[position + 1]]
+        values += [arguments[11], builder.inttoptr(arguments[12], pointer), arguments[13]]
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
+        builder.call(function, values)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(
+        whole, whole, whole, whole, whole, whole, alpha, whole, whole, whole, whole, alpha, whole, whole
+    ), generate
+
+
+@helper
+def _portable(a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    a_row, a_column = (1, lda) if a_transposed else (lda, 1)
+    zero = alpha - alpha
+    for i in range(m):
+        for j in range(n):
+            old = zero if beta == zero else beta * _load(c, i * ldc + j, alpha)
+            if b_transposed:
+                total = zero
+                for p in range(k):
+                    total += _load(a, i * a_row + p * a_column, alpha) * _load(b, j * ldb + p, alpha)
+                old += alpha * total
+            _store(c, i * ldc + j, old)
+        if not b_transposed:
+            for p in range(k):
+                factor = alpha * _load(a, i * a_row + p * a_column, alpha)
+                for j in range(n):
+                    _store(c, i * ldc + j, _load(c, i * ldc + j, alpha) + factor * _load(b, p * ldb + j, alpha))
+
+
+@helper
+def gemm(blas, a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    """c (m, n) = alpha * a (m, k) @ b (k, n) + beta * c, inside a kernel.
+
+    a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
+    transposed b (n, k). The dtype is that of alpha and beta. With beta = 0, c is not read.
+    """
+    if blas != 0:
+        a_order = _TRANSPOSED if a_transposed else _AS_IT_IS
+        b_order = _TRANSPOSED if b_transposed else _AS_IT_IS
+        _call_blas(blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+    else:
+        _portable(a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+
+
+@helper
+def product(blas, a_transposed, b_transposed, a, b, beta, c):
+    """c = a @ b + beta * c of 2-D arrays inside a kernel; c may have more columns than the product."""
+    m, k = (a.shape[1], a.shape[0]) if a_transposed else a.shape
+    n = b.shape[0] if b_transposed else b.shape[1]
+    alpha = a.dtype.type(1)
+    a_at, b_at, c_at = address_of(a), address_of(b), address_of(c)
+    lda, ldb, ldc = a.shape[1], b.shape[1], c.shape[1]
+    gemm(blas, a_transposed, b_transposed, m, n, k, alpha, a_at, lda, b_at, ldb, beta, c_at, ldc)
+
+
+@helper
+def product_rows(blas, a, first_row, b, beta, c):
+    """c = rows of aᵀ @ b, from `first_row` on and as many as c has, + beta * c."""
+    (k, lda), n, (m, ldc) = a.shape, b.shape[1], c.shape
+    a_at = address_of(a) + first_row * a.itemsize
+    gemm(blas, 1, 0, m, n, k, a.dtype.type(1), a_at, lda, address_of(b), n, beta, address_of(c), ldc)
+
+
+_ONE = {"f": np.ones(1, np.float32), "d": np.ones(1, np.float64)}
+
+
+@kernel("r1 n n n n n n n n n n f n n")
+def _matmul(one, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    gemm(blas, a_transposed, b_transposed, m, n, k, one[0], a, lda, b, ldb, beta, c, ldc)
+
+
+def _row_length(name: str, array: np.ndarray, shape: tuple[int, int], dtype: np.dtype) -> int:
+    """The distance of two rows in elements."""
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(
+            f"matmul: {name} must have shape {shape} and dtype {dtype}; got shape={array.shape}, dtype={array.dtype}. "
+            "Check the shapes and the transpose flags."
+        )
+    row, element = array.strides
+    gap_in_row = element != array.itemsize and shape[1] > 1
+    if array.size and (gap_in_row or (row < shape[1] * array.itemsize and shape[0] > 1)):
+        raise ValueError(
+            f"matmul: the rows of {name} must be contiguous; got strides={array.strides}. Use np.ascontiguousarray."
+        )
+    return max(row // array.itemsize, shape[1], 1)
+
+
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    out: np.ndarray,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    accumulate: bool = False,
+) -> np.ndarray:
+    """Matrix product of two 2-D arrays into a third.
+
+    out = a @ b  (+ out)
+
+    Shapes   a (m, k), b (k, n) -> out (m, n); a is (k, m) with transpose_a, b is (n, k) with transpose_b
+    Dtype    float32 or float64, one for all; rows contiguous, a row may be followed by a gap
+    Errors   ValueError when shapes, dtypes or strides do not fit, or out is read-only
+    """
+    m, n = out.shape
+    k = a.shape[0] if transpose_a else a.shape[1]
+    dtype = out.dtype
+    lda = _row_length("a", a, (k, m) if transpose_a else (m, k), dtype)
+    ldb = _row_length("b", b, (n, k) if transpose_b else (k, n), dtype)
+    ldc = _row_length("out", out, (m, n), dtype)
+    if not out.flags.writeable:
+        raise ValueError("matmul: out must be writable; got writeable=False. Give an array of your own.")
+    if dtype.char not in _ONE:
+        raise TypeError(f"matmul: arrays must be float32 or float64; got dtype={dtype}. Convert them first.")
+    places = a.ctypes.data, lda, b.ctypes.data, ldb, 1.0 if accumulate else 0.0, out.ctypes.data, ldc
+    _matmul(_ONE[dtype.char], gemm_address(dtype), transpose_a, transpose_b, m, n, k, *places)
+    return out

@@ -1,0 +1,323 @@
+"""Code of the float32 product: tiles of sums in AVX-512 registers, and a table of everything its loops call.
+
+The functions stand in a table, and what calls them gets its address: Numba compiles a helper with everything that it
+calls, and these would be compiled once more for every helper. On a processor without AVX-512 the table is empty;
+`sgemm` sees to it that it is not used.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from daskgpt.kernels.float32.sgemm_vectors import (
+    F32,
+    I8,
+    I64,
+    LANES,
+    POINTER,
+    REALS,
+    VECTOR,
+    VOID,
+    copy_body,
+    copy_halves_body,
+    fma,
+    function,
+    has_avx512,
+    load_vector,
+    prefetch,
+    splat,
+    store_vector,
+    transpose_body,
+    whole,
+)
+
+# How a tile reads its left operand.
+BY_ROWS, BY_COLUMNS, BY_ROWS_PACKING = 0, 1, 2
+# Rows and vectors of the largest tile: 24 registers of sums, 3 of the right operand, 1 of the left.
+ROWS, WIDTH = 8, 3
+_ROWS = (1, 2, 4, 8)
+_WIDTHS = (1, 2, 3)
+# Steps along the summed axis between two looks ahead: a cache line of float32.
+_LINE = 16
+_UNROLL = 4
+
+_TILE_KINDS, _TRANSPOSE_KINDS = [I64] * 12 + [F32] * 2, [I64] * 8 + [F32]
+_COPY_KINDS, _HALVES_KINDS = [I64] * 5, [I64] * 6
+_int, _real = types.int64, types.float32
+
+
+class _Tile:
+    """Code of rows x (16 width) sums: alpha * left @ right + beta * what was there.
+
+    A left operand by rows has its summed axis contiguous, one by columns its rows; left_step is the distance along the
+    other axis. A tile that packs also leaves the right operand's vectors behind, one after the other.
+    """
+
+    def __init__(self, kind: int, rows: int, width: int) -> None:
+        self.by_columns, self.packs, self.rows, self.width = kind == BY_COLUMNS, kind == BY_ROWS_PACKING, rows, width
+        self.name = f"sgemm_tile_{kind}_{rows}_{width}"
+        self.places = [(row, part) for row in range(rows) for part in range(width)]
+
+    def function(self, module: Any) -> Any:
+        return function(module, self.name, _TILE_KINDS, self._body)
+
+    def _body(self, builder: Any, *arguments: Any) -> None:
+        self.builder = builder
+        steps, left, self.left_step, right, self.right_step, packed, total, total_step, *rest = arguments
+        ahead, ahead_count, ahead_lines, ahead_step, alpha, beta = rest
+        self.left, self.right, self.packed = (
+            cgutils.alloca_once_value(builder, builder.inttoptr(address, POINTER)) for address in (left, right, packed)
+        )
+        self.ahead, self.line = (cgutils.alloca_once_value(builder, value) for value in (ahead, ahead_lines))
+        zero = ir.Constant(REALS, [0.0] * LANES)
+        self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
+        with cgutils.for_range(builder, builder.lshr(steps, whole(4))):
+            self._look_ahead(ahead_count, ahead_lines, ahead_step)
+            with cgutils.for_range(builder, whole(_LINE // _UNROLL)):
+                self._multiply(_UNROLL)
+        with cgutils.for_range(builder, builder.and_(steps, whole(_LINE - 1))):
+            self._multiply(1)
+        self._finish(builder.inttoptr(total, POINTER), total_step, alpha, beta)
+
+    def _move(self, variable: Any, offset: Any) -> None:
+        place = self.builder.gep(self.builder.load(variable), [offset], source_etype=I8)
+        self.builder.store(place, variable)
+
+    def _look_ahead(self, count: Any, lines: Any, step: Any) -> None:
+        """Fetch the next `count` lines of a rectangle of `lines` lines a row."""
+        builder = self.builder
+        beyond = builder.sub(step, builder.shl(lines, whole(6)))
+        with cgutils.for_range(builder, count):
+            place, line = builder.load(self.ahead), builder.sub(builder.load(self.line), whole(1))
+            prefetch(builder, builder.inttoptr(place, POINTER), 0, False, 2)
+            last = builder.icmp_signed("==", line, whole(0))
+            place = builder.add(place, builder.select(last, builder.add(beyond, whole(64)), whole(64)))
+            builder.store(place, self.ahead)
+            builder.store(builder.select(last, lines, line), self.line)
+
+    def _multiply(self, count: int) -> None:
+        builder = self.builder
+        for step in range(count):
+            left, right = builder.load(self.left), builder.load(self.right)
+            columns = [load_vector(builder, right, VECTOR * part) for part in range(self.width)]
+            if self.packs:
+                for part in range(self.width):
+                    store_vector(builder, columns[part], builder.load(self.packed), VECTOR * part)
+                self._move(self.packed, whole(VECTOR * self.width))
+            for row in range(self.rows):
+                offset = whole(4 * row)
+                if not self.by_columns:
+                    offset = builder.add(builder.mul(self.left_step, whole(row)), whole(4 * step))
+                value = splat(builder, load_vector(builder, left, offset, F32))
+                for part in range(self.width):
+                    place = self.sums[row, part]
+                    builder.store(fma(builder, value, columns[part], builder.load(place)), place)
+            if self.by_columns:
+                self._move(self.left, self.left_step)
+            self._move(self.right, self.right_step)
+        if not self.by_columns:
+            self._move(self.left, whole(4 * count))
+
+    def _finish(self, total: Any, total_step: Any, alpha: Any, beta: Any) -> None:
+        builder = self.builder
+        alpha, scale = splat(builder, alpha), splat(builder, beta)
+        places = {
+            (row, part): builder.add(builder.mul(total_step, whole(row)), whole(VECTOR * part))
+            for row, part in self.places
+        }
+        sums = {place: builder.fmul(builder.load(self.sums[place]), alpha) for place in self.places}
+        fresh = builder.fcmp_ordered("==", beta, ir.Constant(F32, 0.0))
+        with builder.if_else(fresh) as (write, add):
+            with write:
+                for place in self.places:
+                    store_vector(builder, sums[place], total, places[place])
+            with add:
+                for place in self.places:
+                    old = builder.fmul(load_vector(builder, total, places[place]), scale)
+                    store_vector(builder, builder.fadd(old, sums[place]), total, places[place])
+
+
+# Where the functions stand in the table.
+_TRANSPOSE, _COPY_HALVES = 0, 4
+
+
+def _number(kind: Any, rows: Any, width: Any) -> Any:
+    """Of a tile; 1, 2 and 3 copy rows of so many vectors."""
+    return kind * 64 + rows * 4 + width
+
+
+def _functions(module: Any) -> Iterator[tuple[int, Any]]:
+    yield _TRANSPOSE, function(module, "sgemm_transpose", _TRANSPOSE_KINDS, transpose_body)
+    yield _COPY_HALVES, function(module, "sgemm_copy_halves", _HALVES_KINDS, copy_halves_body)
+    for width in _WIDTHS:
+        yield width, function(module, f"sgemm_copy_{width}", _COPY_KINDS, copy_body(width))
+        for rows in _ROWS:
+            for kind in (BY_ROWS, BY_COLUMNS, BY_ROWS_PACKING)[: 3 if rows == ROWS else 2]:
+                yield _number(kind, rows, width), _Tile(kind, rows, width).function(module)
+
+
+@intrinsic
+def code(typing_context):
+    """Address of the table of all functions; only what asks for it is compiled together with them."""
+
+    def generate(context, builder, signature, arguments):
+        if not has_avx512():
+            return whole(0)
+        functions = dict(_functions(builder.module))
+        kind = ir.ArrayType(POINTER, max(functions) + 1)
+        empty = ir.Constant(POINTER, None)
+        entries = [functions[number].bitcast(POINTER) if number in functions else empty for number in range(kind.count)]
+        table = ir.GlobalVariable(builder.module, kind, "sgemm_code")
+        table.linkage, table.global_constant, table.initializer = "internal", True, ir.Constant(kind, entries)
+        return builder.ptrtoint(table, I64)
+
+    return _int(), generate
+
+
+def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: list[Any]) -> None:
+    place = builder.add(table, builder.shl(number, whole(3)))
+    found = builder.load(builder.inttoptr(place, POINTER.as_pointer()))
+    builder.call(builder.bitcast(found, ir.FunctionType(VOID, kinds).as_pointer()), arguments)
+
+
+@intrinsic
+def multiply(
+    typing_context, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, alpha, beta
+):
+    """`rows` (1, 2, 4 or 8) x 16 `width` (1, 2, 3) numbers at total = alpha * left @ right + beta * those numbers.
+
+    operands: left, left_step, right, right_step, where to pack the right one, total, total_step.
+    """
+
+    def generate(context, builder, signature, arguments):
+        code, kind, rows, width, steps, operands, *rest = arguments
+        number = builder.add(builder.shl(kind, whole(6)), builder.add(builder.shl(rows, whole(2)), width))
+        values = [steps, *cgutils.unpack_tuple(builder, operands), *rest]
+        _call(builder, code, number, _TILE_KINDS, values)
+        return context.get_dummy_value()
+
+    return types.void(*[_int] * 5, types.UniTuple(_int, 7), *[_int] * 4, _real, _real), generate
+
+
+@intrinsic
+def transpose(typing_context, code, operands, target, target_step, target_rows, target_columns, beta):
+    """16 x 16 numbers at target = those at source, transposed, + beta * what was there.
+
+    operands: source, its step, rows and columns; beyond them it counts as zero. Beyond its own, target is not touched.
+    """
+
+    def generate(context, builder, signature, arguments):
+        code, operands, *rest = arguments
+        values = [*cgutils.unpack_tuple(builder, operands), *rest]
+        _call(builder, code, whole(_TRANSPOSE), _TRANSPOSE_KINDS, values)
+        return context.get_dummy_value()
+
+    return types.void(_int, types.UniTuple(_int, 4), *[_int] * 4, _real), generate
+
+
+@intrinsic
+def copy_rows(typing_context, code, width, source, step, rows, columns, target):
+    """`rows` rows of 16 `width` numbers, one after the other at target; beyond `columns` of source they are zero."""
+
+    def generate(context, builder, signature, arguments):
+        code, width, *rest = arguments
+        _call(builder, code, width, _COPY_KINDS, rest)
+        return context.get_dummy_value()
+
+    return types.void(*[_int] * 7), generate
+
+
+@intrinsic
+def copy_halves(typing_context, code, source, step, rows, columns, target, distance):
+    """`rows` rows of 16 numbers, the first 8 at target, the last 8 `distance` further; past `columns` they are zero."""
+
+    def generate(context, builder, signature, arguments):
+        code, *rest = arguments
+        _call(builder, code, whole(_COPY_HALVES), _HALVES_KINDS, rest)
+        return context.get_dummy_value()
+
+    return types.void(*[_int] * 7), generate
+
+
+# Places for addresses of free scratch memory, for all threads. A call takes one out and puts it back: fresh memory
+# would cost a page fault every 4 KB, and memory of each thread's own a look-up that compiled code does not have.
+SLOTS = 64
+
+
+@intrinsic
+def slots(typing_context):
+    """Address of the slots. For the function at the top alone: every function that asks gets slots of its own."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.ArrayType(I64, SLOTS)
+        places = ir.GlobalVariable(builder.module, kind, "sgemm_slots")
+        places.linkage, places.initializer = "internal", ir.Constant(kind, None)
+        return builder.ptrtoint(places, I64)
+
+    return _int(), generate
+
+
+@intrinsic
+def take_slot(typing_context, slot):
+    """The address in the slot at an address, which is empty (0) afterwards."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.atomic_rmw("xchg", builder.inttoptr(arguments[0], I64.as_pointer()), whole(0), "acquire")
+
+    return _int(_int), generate
+
+
+@intrinsic
+def fill_slot(typing_context, slot, address):
+    """Put an address into the slot at an address; whether the slot was empty. Otherwise nothing happens."""
+
+    def generate(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], I64.as_pointer())
+        result = builder.cmpxchg(place, whole(0), arguments[1], "acq_rel", "acquire")
+        return builder.zext(builder.extract_value(result, 1), I64)
+
+    return _int(_int, _int), generate
+
+
+@intrinsic
+def allocate(typing_context, size):
+    def generate(context, builder, signature, arguments):
+        malloc = cgutils.get_or_insert_function(builder.module, ir.FunctionType(POINTER, [I64]), "malloc")
+        return builder.ptrtoint(builder.call(malloc, arguments), I64)
+
+    return _int(_int), generate
+
+
+@intrinsic
+def release(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        free = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VOID, [POINTER]), "free")
+        builder.call(free, [builder.inttoptr(arguments[0], POINTER)])
+        return context.get_dummy_value()
+
+    return types.void(_int), generate
+
+
+@intrinsic
+def load(typing_context, address):
+    """The number at an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(builder.inttoptr(arguments[0], F32.as_pointer()))
+
+    return _real(_int), generate
+
+
+@intrinsic
+def store(typing_context, address, value):
+    """Write a number to an address."""
+
+    def generate(context, builder, signature, arguments):
+        builder.store(arguments[1], builder.inttoptr(arguments[0], F32.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(_int, _real), generate

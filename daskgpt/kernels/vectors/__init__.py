@@ -1,0 +1,1 @@
+"""Vectors: what kernels compute with, many numbers at a time."""

@@ -1,0 +1,104 @@
+"""exp, sigmoid, tanh and a row's maximum for use inside kernels.
+
+They have no branches, so that LLVM turns loops over them into vector code: 0.3 ns an element on one AVX-512 core.
+
+float64 uses the C library's exp. The float32 versions differ from the exact value by at most
+
+    exp       2 units in the last place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN
+    sigmoid   3 units in the last place, from x = -87 on
+    tanh      2e-7 absolute
+"""
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+from daskgpt.kernels.compilation import helper
+
+_f = np.float32
+_LOG2_E = _f(1.44269504)
+_LOG_2_HIGH, _LOG_2_LOW = _f(0.693359375), _f(-2.12194440e-4)
+_LOWEST, _HIGHEST = _f(-87.0), _f(88.72)
+# Adding and subtracting 1.5 * 2**23 rounds to a whole number, which is then in the sum's lowest bits.
+_ROUND = _f(12582912.0)
+_C2, _C3, _C4 = _f(5.0000001201e-1), _f(1.6666665459e-1), _f(4.1665795894e-2)
+_C5, _C6, _C7 = _f(8.3334519073e-3), _f(1.3981999507e-3), _f(1.9875691500e-4)
+
+
+# Reordering would cancel the rounding constant, so this one function allows only contraction.
+@numba.njit(nogil=True, error_model="numpy", fastmath={"contract"}, forceinline=True)
+def _exp_float32(x):
+    """Cody and Waite's x = n ln(2) + r, then Cephes' polynomial for exp(r), then n added to the exponent bits."""
+    x = _LOWEST if x < _LOWEST else x
+    x = _HIGHEST if x > _HIGHEST else x
+    shifted = x * _LOG2_E + _ROUND
+    n = shifted - _ROUND
+    r = x - n * _LOG_2_HIGH - n * _LOG_2_LOW
+    p = ((((_C7 * r + _C6) * r + _C5) * r + _C4) * r + _C3) * r + _C2
+    y = np.float32(p * (r * r) + r + _f(1.0))
+    bits = y.view(np.int32) + (np.float32(shifted).view(np.int32) << np.int32(23))
+    return np.int32(bits).view(np.float32)
+
+
+def exp(x: Any) -> Any:
+    """e**x of one number: inside kernels the versions below, in plain Python the C library's."""
+    return math.exp(x)
+
+
+@overload(exp, jit_options={"forceinline": True, "error_model": "numpy"})
+def _exp(x):
+    if x == numba.float32:
+        return lambda x: _exp_float32(x)
+    return lambda x: math.exp(x)
+
+
+@helper
+def sigmoid(x):
+    """1 / (1 + exp(-x)) of one number."""
+    one = type(x)(1)
+    return one / (one + exp(-x))
+
+
+@helper
+def tanh(x):
+    """Hyperbolic tangent of one number: 2 sigmoid(2x) - 1, with an absolute error of 2e-7 in float32."""
+    one = type(x)(1)
+    return one - (one + one) / (one + exp(x + x))
+
+
+def maximum(row: Any) -> Any:
+    """Largest number of a row. A NaN may be passed over: whoever subtracts the maximum from the row meets it again."""
+    return row.max()
+
+
+@helper
+def _flip(bits):
+    """The bits of a float as a whole number with the same order, and back."""
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@helper
+def _maximum_float32(row):
+    """Maximum by whole numbers: LLVM makes vector code of it without having to assume that there is no NaN."""
+    top = np.int32(-(2**31))
+    for j in range(row.size):
+        top = max(top, _flip(np.float32(row[j]).view(np.int32)))
+    return np.int32(_flip(top)).view(np.float32)
+
+
+@helper
+def _maximum_float64(row):
+    top = row[0]
+    for j in range(1, row.size):
+        top = max(top, row[j])
+    return top
+
+
+@overload(maximum, jit_options={"forceinline": True})
+def _maximum(row):
+    if row.dtype == numba.float32:
+        return lambda row: _maximum_float32(row)
+    return lambda row: _maximum_float64(row)
