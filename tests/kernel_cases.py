@@ -69,6 +69,21 @@ def softmax_attention(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarr
     return (p / total @ v).transpose(0, 2, 1, 3).reshape(b, t, -1), (top + np.log(total))[..., 0]
 
 
+def softmax_attention_backward(dy: np.ndarray, qkv: np.ndarray, heads: int) -> np.ndarray:
+    """Its gradient from the stored probabilities, all in the arrays' dtype."""
+    b, t, _ = qkv.shape
+    q, k, v = (part.reshape(b, t, heads, -1).transpose(0, 2, 1, 3) for part in np.split(qkv, 3, -1))
+    scale = q.dtype.type(1 / np.sqrt(q.shape[-1]))
+    scores = np.where(np.tri(t, dtype=bool), q @ k.transpose(0, 1, 3, 2) * scale, q.dtype.type(-np.inf))
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    d_out = dy.reshape(b, t, heads, -1).transpose(0, 2, 1, 3)
+    dp = d_out @ v.transpose(0, 1, 3, 2)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    parts = ds @ k, ds.transpose(0, 1, 3, 2) @ q, p.transpose(0, 1, 3, 2) @ d_out
+    return np.concatenate([part.transpose(0, 2, 1, 3).reshape(b, t, -1) for part in parts], -1)
+
+
 def _losses(a: Arrays) -> np.ndarray:
     logits = a["x"] @ a["wte"][:VOCABULARY].T
     top = logits.max(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_cases import softmax_attention
+from kernel_cases import softmax_attention, softmax_attention_backward
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import attention
@@ -51,6 +51,22 @@ def test_big_scores_stay_finite_and_right(dtype):
     np.testing.assert_allclose(logsumexp, expected_logsumexp, rtol=1e-5)
     gradient = attention.backward(np.ones_like(y), qkv, y, logsumexp, 2)
     assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("tokens", [63, 130])
+@pytest.mark.parametrize("scale", [1, 18])
+def test_saturated_scores_cost_no_more_precision_than_a_stored_softmax(tokens, scale):
+    """Scores of some hundreds: a probability that follows from a rounded log-sum-exp alone would be 3e-5 off."""
+    qkv = qkv_of(tokens, 336, "float32", scale)
+    dy = np.random.default_rng(1).normal(size=(2, tokens, 336)).astype("f4")
+    exact = softmax_attention_backward(dy.astype("f8"), qkv.astype("f8"), 7)
+    textbook = softmax_attention_backward(dy, qkv, 7)
+    ours = attention.backward(dy, qkv, *attention.forward(qkv, 7), 7)
+    assert textbook.dtype == ours.dtype == np.float32
+    for name, part in (("dq", 0), ("dk", 1), ("dv", 2)):
+        columns = slice(part * 336, part * 336 + 336)
+        errors = [np.square(g[..., columns] - exact[..., columns]).mean() ** 0.5 for g in (ours, textbook)]
+        assert errors[0] <= TOLERANCES["attention, saturated"]["factor"] * errors[1], name
 
 
 @pytest.mark.parametrize("tokens", [33, 130])

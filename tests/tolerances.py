@@ -22,4 +22,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
     # Attention of rounded operands beside its formula, in units of the largest number: p, ds and dy are rounded too,
     # 2**-9 relative each.
     "bfloat16 attention": {"rtol": 0.0, "atol": 6e-3},
+    # Attention's gradient where scores are some hundreds, in units of the error of the textbook's formula in float32
+    # (a stored softmax), which rounds the scores as ours does: only the order of the sums differs.
+    "attention, saturated": {"factor": 2.0},
 }

@@ -79,30 +79,44 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses):
 
 
 @helper
-def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp, delta):
-    """Scores -> probabilities, their gradients -> the scores' gradients, of one row up to `limit`; then zeros."""
+def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
+    """Scores -> probabilities, their gradients -> the scores' gradients, of one row up to `limit`; then zeros.
+
+    A logarithm of 1,000 is rounded by 3e-5, and so would be every probability that follows from it alone: the row's own
+    sum takes that out again. delta comes from the same probabilities: sum(dy y) is the same number in another order,
+    whose rounding would be all that is left of ds where one probability is nearly 1.
+    """
+    real = scores.dtype.type
     for j in range(last):
-        p = exp(scale * scores[row, j] - logsumexp)
+        scores[row, j] = exp(scale * scores[row, j] - logsumexp)
+    total, delta = real(0), real(0)
+    for j in range(limit):
+        total += scores[row, j]
+    factor = real(1) / total
+    for j in range(limit):
+        p = factor * scores[row, j]
         scores[row, j] = p
-        gradients[row, j] = scale * p * (gradients[row, j] - delta)
+        delta += p * gradients[row, j]
+    for j in range(limit):
+        gradients[row, j] = scale * scores[row, j] * (gradients[row, j] - delta)
     for j in range(limit, last):
         scores[row, j] = 0
         gradients[row, j] = 0
 
 
-@kernel("n r3 r3 r3 r3 n w3 w2 w2 w2 w2")
-def _backward(blas, dy, qkv, y, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed):
+@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2")
+def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed):
     """The last block of queries comes first: it meets every key, so its products start the sums of dk and dv."""
     wide_vectors()
-    real = y.dtype.type
+    real = dy.dtype.type
     one, zero = real(1), real(0)
-    tokens, channels = y.shape[1], y.shape[2]
+    tokens, channels = dy.shape[1], dy.shape[2]
     hs = channels // heads
-    ld, lds, size = 3 * channels, scores.shape[1], y.itemsize
+    ld, lds, size = 3 * channels, scores.shape[1], dy.itemsize
     scale = one / real(math.sqrt(hs))
     block, s, ds = scores.shape[0], address_of(scores), address_of(gradients)
     kt, vt = address_of(k_transposed), address_of(v_transposed)
-    for sequence in range(y.shape[0]):
+    for sequence in range(dy.shape[0]):
         for column in range(0, channels, hs):
             offset = (sequence * tokens * ld + column) * size
             q, dq = address_of(qkv) + offset, address_of(dqkv) + offset
@@ -118,11 +132,8 @@ def _backward(blas, dy, qkv, y, logsumexp, heads, dqkv, scores, gradients, k_tra
                 gemm(blas, 0, 0, n, last, hs, one, d_out, channels, vt, lds, zero, ds, lds)
                 for i in range(n):
                     row = first + i
-                    delta = zero
-                    for c in range(column, column + hs):
-                        delta += dy[sequence, row, c] * y[sequence, row, c]
                     lse = logsumexp[sequence, column // hs, row]
-                    _score_gradients(scores, gradients, i, row + 1, last, scale, lse, delta)
+                    _score_gradients(scores, gradients, i, row + 1, last, scale, lse)
                 beta = zero if last == tokens else one
                 gemm(blas, 1, 0, last, hs, n, one, s, lds, d_out, channels, beta, dv, ld)
                 gemm(blas, 1, 0, last, hs, n, one, ds, lds, q + down, ld, beta, dk, ld)
@@ -172,8 +183,10 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
 def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int) -> np.ndarray:
     """Gradient of causal self-attention with respect to q, k and v.
 
-    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS)
+    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(p dp)) / sqrt(HS)
     dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
+
+    y is what the version in bfloat16 needs besides: sum(p dp) = sum(dy y).
 
     Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T) -> dqkv (b, T, 3C)
     Dtype    float32 or float64, one for all
@@ -188,8 +201,8 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     check_shape(where, "y", y, (sequences, tokens, channels))
     check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
     dqkv = np.empty(qkv.shape, qkv.dtype)
-    dy, qkv, y, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, y, logsumexp))
+    dy, qkv, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, logsumexp))
     block, size = _block(tokens), channels // heads
     scratch = [_scratch(count, tokens, qkv.dtype) for count in (block, block, size, size)]
-    _backward(gemm_address(qkv.dtype), dy, qkv, y, logsumexp, heads, dqkv, *scratch)
+    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch)
     return dqkv
