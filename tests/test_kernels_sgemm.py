@@ -33,14 +33,14 @@ def as_stored(matrix: np.ndarray, transposed: bool, gap: int) -> np.ndarray:
     return stored
 
 
-def call(a, b, c, m, n, k, transposes=(False, False), alpha=1.0, beta=0.0):
+def call(a, b, c, m, n, k, transposes=(False, False), beta=0.0):
     """cblas_sgemm through the address; the arrays' own row lengths."""
     whole, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     kinds = [*[ctypes.c_int32] * 3, *[whole] * 3, real, place, whole, place, whole, real, place, whole]
     function = ctypes.CFUNCTYPE(None, *kinds)(sgemm.address())
     orders = [112 if transposed else 111 for transposed in transposes]
     operands = a.ctypes.data, a.strides[0] // 4, b.ctypes.data, b.strides[0] // 4
-    function(101, *orders, m, n, k, alpha, *operands, beta, c.ctypes.data, c.strides[0] // 4)
+    function(101, *orders, m, n, k, 1.0, *operands, beta, c.ctypes.data, c.strides[0] // 4)
     return c
 
 
@@ -78,11 +78,11 @@ def test_sizes_beyond_a_block_agree_with_float64(shape):
 
 @needs_avx512
 @pytest.mark.parametrize("transposes", TRANSPOSES)
-def test_alpha_and_beta_scale(transposes):
+def test_beta_scales(transposes):
     a, b = random_operands(70, 50, 1000)
     c = np.random.default_rng(1).normal(size=(70, 50)).astype("f4")
-    expected = -0.5 * (a.astype("f8") @ b.astype("f8")) + 0.25 * c
-    call(as_stored(a, transposes[0], 0), as_stored(b, transposes[1], 0), c, 70, 50, 1000, transposes, -0.5, 0.25)
+    expected = a.astype("f8") @ b.astype("f8") + 0.25 * c
+    call(as_stored(a, transposes[0], 0), as_stored(b, transposes[1], 0), c, 70, 50, 1000, transposes, 0.25)
     np.testing.assert_allclose(c, expected, rtol=1e-5, atol=1e-3)
 
 
@@ -126,11 +126,32 @@ def test_a_row_has_the_same_bits_in_any_company(transposes, n, k, beta):
 
 @needs_avx512
 def test_sums_run_in_order_with_one_rounding_a_step():
-    depth, k = sgemm.DEPTH, sgemm.DEPTH + 5
+    k = 1000
     a, b = np.ones((1, k), "f4"), np.ones((k, 1), "f4")
-    a[0, 0], a[0, 1 : depth - 1], a[0, depth - 1] = 2**24, 1, -(2.0**24)
-    # 2²⁴ swallows every 1 that follows it; the five ones of the next block are summed on their own.
+    a[0, 0], a[0, k - 6] = 2**24, -(2.0**24)
+    # 2²⁴ swallows every 1 that follows it, however many there are; five come after it is gone.
     assert call(a, b, np.empty((1, 1), "f4"), 1, 1, k).item() == 5
+    a[0, 1], b[1] = 1 + 2.0**-12, 1 + 2.0**-12
+    c = np.full((1, 1), -1, np.float32)
+    assert call(a[:, 1:2], b[1:2], c, 1, 1, 1, beta=1.0).item() == 2.0**-11 + 2.0**-24
+
+
+@needs_avx512
+@pytest.mark.parametrize("shape", [(70, 130, 1000), (300, 401, 500), (9, 96, 64), (3, 5, 900), (257, 33, 77)], ids=str)
+def test_a_sum_that_is_cut_goes_on_where_it_was(shape):
+    """Products that follow one another have the bits of one, whatever the lengths, transposes and tiles."""
+    m, n, k = shape
+    a, b = random_operands(m, n, k)
+    start = np.random.default_rng(3).normal(size=(m, n)).astype("f4")
+    whole = call(a, b, start.copy(), m, n, k, beta=1.0)
+    for transposes, ends in itertools.product(TRANSPOSES, ([k], [384, k], [1, 17, k], [32, 64, k])):
+        c, first = start.copy(), 0
+        for end in sorted({min(end, k) for end in ends}):
+            left = as_stored(a[:, first:end], transposes[0], 3)
+            right = as_stored(b[first:end], transposes[1], 1)
+            call(left, right, c, m, n, end - first, transposes, beta=1.0)
+            first = end
+        np.testing.assert_array_equal(c, whole, err_msg=f"{transposes} {ends}")
 
 
 @needs_avx512

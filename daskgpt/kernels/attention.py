@@ -66,13 +66,13 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses):
             for first in range(0, tokens, block):
                 last = min(first + block, tokens)
                 n = last - first
-                gemm(blas, 0, 0, n, last, hs, one, q + first * ld * size, ld, kt, lds, zero, s, lds)
+                gemm(blas, 0, 0, n, last, hs, q + first * ld * size, ld, kt, lds, zero, s, lds)
                 for i in range(n):
                     top, total = _softmax(scores, i, first + i + 1, last, scale)
                     logsumexp[sequence, column // hs, first + i] = top + real(math.log(total))
                     inverses[i] = one / total
                 out = address_of(y) + ((sequence * tokens + first) * channels + column) * size
-                gemm(blas, 0, 0, n, hs, last, one, s, lds, v, ld, zero, out, channels)
+                gemm(blas, 0, 0, n, hs, last, s, lds, v, ld, zero, out, channels)
                 for i in range(n):
                     for c in range(column, column + hs):
                         y[sequence, first + i, c] *= inverses[i]
@@ -128,16 +128,16 @@ def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transp
                 n = last - first
                 down = first * ld * size
                 d_out = address_of(dy) + ((sequence * tokens + first) * channels + column) * size
-                gemm(blas, 0, 0, n, last, hs, one, q + down, ld, kt, lds, zero, s, lds)
-                gemm(blas, 0, 0, n, last, hs, one, d_out, channels, vt, lds, zero, ds, lds)
+                gemm(blas, 0, 0, n, last, hs, q + down, ld, kt, lds, zero, s, lds)
+                gemm(blas, 0, 0, n, last, hs, d_out, channels, vt, lds, zero, ds, lds)
                 for i in range(n):
                     row = first + i
                     lse = logsumexp[sequence, column // hs, row]
                     _score_gradients(scores, gradients, i, row + 1, last, scale, lse)
                 beta = zero if last == tokens else one
-                gemm(blas, 1, 0, last, hs, n, one, s, lds, d_out, channels, beta, dv, ld)
-                gemm(blas, 1, 0, last, hs, n, one, ds, lds, q + down, ld, beta, dk, ld)
-                gemm(blas, 0, 0, n, hs, last, one, ds, lds, k, ld, zero, dq + down, ld)
+                gemm(blas, 1, 0, last, hs, n, s, lds, d_out, channels, beta, dv, ld)
+                gemm(blas, 1, 0, last, hs, n, ds, lds, q + down, ld, beta, dk, ld)
+                gemm(blas, 0, 0, n, hs, last, ds, lds, k, ld, zero, dq + down, ld)
 
 
 def _check_heads(where: str, qkv: np.ndarray, heads: int) -> int:

@@ -163,38 +163,37 @@ def _call_blas(
 
 
 @helper
-def _portable(a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+def _portable(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """Each sum goes on from beta * c."""
     a_row, a_column = (1, lda) if a_transposed else (lda, 1)
-    zero = alpha - alpha
+    zero = beta - beta
     for i in range(m):
         for j in range(n):
-            old = zero if beta == zero else beta * _load(c, i * ldc + j, alpha)
+            total = zero if beta == zero else beta * _load(c, i * ldc + j, beta)
             if b_transposed:
-                total = zero
                 for p in range(k):
-                    total += _load(a, i * a_row + p * a_column, alpha) * _load(b, j * ldb + p, alpha)
-                old += alpha * total
-            _store(c, i * ldc + j, old)
+                    total += _load(a, i * a_row + p * a_column, beta) * _load(b, j * ldb + p, beta)
+            _store(c, i * ldc + j, total)
         if not b_transposed:
             for p in range(k):
-                factor = alpha * _load(a, i * a_row + p * a_column, alpha)
+                factor = _load(a, i * a_row + p * a_column, beta)
                 for j in range(n):
-                    _store(c, i * ldc + j, _load(c, i * ldc + j, alpha) + factor * _load(b, p * ldb + j, alpha))
+                    _store(c, i * ldc + j, _load(c, i * ldc + j, beta) + factor * _load(b, p * ldb + j, beta))
 
 
 @helper
-def gemm(blas, a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """c (m, n) = alpha * a (m, k) @ b (k, n) + beta * c, inside a kernel.
+def gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """c (m, n) = a (m, k) @ b (k, n) + beta * c, inside a kernel.
 
     a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
-    transposed b (n, k). The dtype is that of alpha and beta. With beta = 0, c is not read.
+    transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read.
     """
     if blas != 0:
         a_order = _TRANSPOSED if a_transposed else _AS_IT_IS
         b_order = _TRANSPOSED if b_transposed else _AS_IT_IS
-        _call_blas(blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+        _call_blas(blas, a_order, b_order, m, n, k, type(beta)(1), a, lda, b, ldb, beta, c, ldc)
     else:
-        _portable(a_transposed, b_transposed, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+        _portable(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
 
 
 @helper
@@ -202,10 +201,9 @@ def product(blas, a_transposed, b_transposed, a, b, beta, c):
     """c = a @ b + beta * c of 2-D arrays inside a kernel; c may have more columns than the product."""
     m, k = (a.shape[1], a.shape[0]) if a_transposed else a.shape
     n = b.shape[0] if b_transposed else b.shape[1]
-    alpha = a.dtype.type(1)
     a_at, b_at, c_at = address_of(a), address_of(b), address_of(c)
     lda, ldb, ldc = a.shape[1], b.shape[1], c.shape[1]
-    gemm(blas, a_transposed, b_transposed, m, n, k, alpha, a_at, lda, b_at, ldb, beta, c_at, ldc)
+    gemm(blas, a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, beta, c_at, ldc)
 
 
 @helper
@@ -213,7 +211,7 @@ def product_rows(blas, a, first_row, b, beta, c):
     """c = rows of aᵀ @ b, from `first_row` on and as many as c has, + beta * c."""
     (k, lda), n, (m, ldc) = a.shape, b.shape[1], c.shape
     a_at = address_of(a) + first_row * a.itemsize
-    gemm(blas, 1, 0, m, n, k, a.dtype.type(1), a_at, lda, address_of(b), n, beta, address_of(c), ldc)
+    gemm(blas, 1, 0, m, n, k, a_at, lda, address_of(b), n, beta, address_of(c), ldc)
 
 
 _ONE = {"f": np.ones(1, np.float32), "d": np.ones(1, np.float64)}
@@ -221,7 +219,7 @@ _ONE = {"f": np.ones(1, np.float32), "d": np.ones(1, np.float64)}
 
 @kernel("r1 n n n n n n n n n n f n n")
 def _matmul(one, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    gemm(blas, a_transposed, b_transposed, m, n, k, one[0], a, lda, b, ldb, beta, c, ldc)
+    gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
 
 
 def _row_length(name: str, array: np.ndarray, shape: tuple[int, int], dtype: np.dtype) -> int:

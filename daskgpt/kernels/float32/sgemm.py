@@ -9,9 +9,9 @@ share of what comes next into the second cache; later tiles pack it, or read it 
     none           dx = dy W   the rows of dy stay in the cache, W's columns are packed while the ones before them work
     a transposed   dW = dyᵀ x  strips of dy's columns stream past packed columns of x
 
-A sum starts at zero every DEPTH steps, runs over them in order with one rounding a step, and is then added to the
-result. With alpha 1 and beta 0 or 1 nothing else decides its bits: not the tile, the other rows and columns, the
-transposes, alignment or thread.
+A sum starts at beta times what is there and runs over all steps in order, with one rounding a step. Nothing else
+decides its bits: not the tile, the other rows and columns, the transposes, alignment or thread, nor how the summed axis
+is cut into products that go on from one another (beta 1).
 """
 
 import functools
@@ -295,7 +295,7 @@ def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
     places = slots()
     taken = take_scratch(places)
     panels = (taken + PAGE - 1) // PAGE * PAGE
-    work = Work(code(), alpha, panels, panels + PANELS, panels + PANELS + STRIP)
+    work = Work(code(), panels, panels + PANELS, panels + PANELS + STRIP)
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
     # 111 is as it is, 112 transposed. The caller defines only the lower half of these two numbers.
     a_transposed, b_transposed = a_order & 1 == 0, b_order & 1 == 0
@@ -338,7 +338,7 @@ if has_avx512():
 def address() -> int:
     """Address of a function with cblas_sgemm's arguments, whole numbers in 64 bits; compiled at the first call.
 
-    c = alpha a b + beta c, row-major
+    c = beta c + a b, row-major; alpha has to be 1 and is not looked at
 
     Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
     Dtype    float32

@@ -23,7 +23,7 @@ from daskgpt.kernels.float32.sgemm_tiles import (
 )
 from daskgpt.kernels.float32.sgemm_vectors import LANES, VECTOR
 
-# Steps of the summed axis whose sums are finished at once: part of what the result is.
+# Steps of the summed axis that are packed at once.
 DEPTH = 384
 # Columns of the right operand that are packed at once, and rows of the left one that stay in the second cache.
 COLUMNS, BLOCK = 768, 384
@@ -36,10 +36,9 @@ SCRATCH = PANELS + STRIP + _TILE + PAGE
 
 
 class Work(NamedTuple):
-    """What every part of one product needs: the code, the factor, and three places of the scratch memory."""
+    """What every part of one product needs: the code, and three places of the scratch memory."""
 
     functions: int
-    alpha: float
     panels: int
     strip: int
     tile: int
@@ -103,15 +102,10 @@ def share_ahead(plan, start, call):
 
 
 @helper
-def _store_part(tile, rows, columns, c, beta):
-    at, step = c
+def _copy_part(source, source_step, target, target_step, rows, columns):
     for row in range(rows):
         for column in range(columns):
-            value = load(tile + row * GROUP_STEP + column * 4)
-            place = at + row * step + column * 4
-            if beta != 0:
-                value += beta * load(place)
-            store(place, value)
+            store(target + row * target_step + column * 4, load(source + row * source_step + column * 4))
 
 
 @helper
@@ -124,11 +118,13 @@ def multiply_rows(work, kind, rows, width, steps, left, right, packed, c, column
     while rows > 0:
         while size > rows:
             size //= 2
-        to, to_step, scale = (at, step, beta) if whole else (work.tile, GROUP_STEP, np.float32(0))
+        to, to_step = (at, step) if whole else (work.tile, GROUP_STEP)
+        if not whole and beta != 0:
+            _copy_part(at, step, to, to_step, size, columns)
         operands = a, a_step, b, b_step, packed, to, to_step
-        multiply(work.functions, kind, size, width, steps, operands, start, count, lines, ahead_step, work.alpha, scale)
+        multiply(work.functions, kind, size, width, steps, operands, start, count, lines, ahead_step, beta)
         if not whole:
-            _store_part(work.tile, size, columns, (at, step), beta)
+            _copy_part(to, to_step, at, step, size, columns)
         a += size * 4 if kind == BY_COLUMNS else size * a_step
         at += size * step
         rows -= size

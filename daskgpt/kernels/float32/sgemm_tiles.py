@@ -45,13 +45,13 @@ _WIDTHS = (1, 2, 3)
 _LINE = 16
 _UNROLL = 4
 
-_TILE_KINDS, _TRANSPOSE_KINDS = [I64] * 12 + [F32] * 2, [I64] * 8 + [F32]
+_TILE_KINDS, _TRANSPOSE_KINDS = [I64] * 12 + [F32], [I64] * 8 + [F32]
 _COPY_KINDS, _HALVES_KINDS = [I64] * 5, [I64] * 6
 _int, _real = types.int64, types.float32
 
 
 class _Tile:
-    """Code of rows x (16 width) sums: alpha * left @ right + beta * what was there.
+    """Code of rows x (16 width) sums, which go on from beta * what was there: + left @ right, step by step.
 
     A left operand by rows has its summed axis contiguous, one by columns its rows; left_step is the distance along the
     other axis. A tile that packs also leaves the right operand's vectors behind, one after the other.
@@ -68,20 +68,36 @@ class _Tile:
     def _body(self, builder: Any, *arguments: Any) -> None:
         self.builder = builder
         steps, left, self.left_step, right, self.right_step, packed, total, total_step, *rest = arguments
-        ahead, ahead_count, ahead_lines, ahead_step, alpha, beta = rest
+        ahead, ahead_count, ahead_lines, ahead_step, beta = rest
         self.left, self.right, self.packed = (
             cgutils.alloca_once_value(builder, builder.inttoptr(address, POINTER)) for address in (left, right, packed)
         )
         self.ahead, self.line = (cgutils.alloca_once_value(builder, value) for value in (ahead, ahead_lines))
-        zero = ir.Constant(REALS, [0.0] * LANES)
-        self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
+        sums, total = self._addresses_of_sums(total_step), builder.inttoptr(total, POINTER)
+        self._start(sums, total, beta)
         with cgutils.for_range(builder, builder.lshr(steps, whole(4))):
             self._look_ahead(ahead_count, ahead_lines, ahead_step)
             with cgutils.for_range(builder, whole(_LINE // _UNROLL)):
                 self._multiply(_UNROLL)
         with cgutils.for_range(builder, builder.and_(steps, whole(_LINE - 1))):
             self._multiply(1)
-        self._finish(builder.inttoptr(total, POINTER), total_step, alpha, beta)
+        for place, variable in self.sums.items():
+            store_vector(builder, builder.load(variable), total, sums[place])
+
+    def _addresses_of_sums(self, step: Any) -> dict[tuple[int, int], Any]:
+        """The distance of every vector of sums from the first."""
+        builder = self.builder
+        rows = [builder.mul(step, whole(row)) for row in range(self.rows)]
+        return {(row, part): builder.add(rows[row], whole(VECTOR * part)) for row, part in self.places}
+
+    def _start(self, sums: dict[tuple[int, int], Any], total: Any, beta: Any) -> None:
+        """The sums' first values: that a sum goes on where it was is what makes its bits the same however it is cut."""
+        builder, zero = self.builder, ir.Constant(REALS, [0.0] * LANES)
+        self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
+        scale = splat(builder, beta)
+        with builder.if_then(builder.fcmp_unordered("!=", beta, ir.Constant(F32, 0.0))):
+            for place, variable in self.sums.items():
+                builder.store(builder.fmul(load_vector(builder, total, sums[place]), scale), variable)
 
     def _move(self, variable: Any, offset: Any) -> None:
         place = self.builder.gep(self.builder.load(variable), [offset], source_etype=I8)
@@ -121,24 +137,6 @@ class _Tile:
             self._move(self.right, self.right_step)
         if not self.by_columns:
             self._move(self.left, whole(4 * count))
-
-    def _finish(self, total: Any, total_step: Any, alpha: Any, beta: Any) -> None:
-        builder = self.builder
-        alpha, scale = splat(builder, alpha), splat(builder, beta)
-        places = {
-            (row, part): builder.add(builder.mul(total_step, whole(row)), whole(VECTOR * part))
-            for row, part in self.places
-        }
-        sums = {place: builder.fmul(builder.load(self.sums[place]), alpha) for place in self.places}
-        fresh = builder.fcmp_ordered("==", beta, ir.Constant(F32, 0.0))
-        with builder.if_else(fresh) as (write, add):
-            with write:
-                for place in self.places:
-                    store_vector(builder, sums[place], total, places[place])
-            with add:
-                for place in self.places:
-                    old = builder.fmul(load_vector(builder, total, places[place]), scale)
-                    store_vector(builder, builder.fadd(old, sums[place]), total, places[place])
 
 
 # Where the functions stand in the table.
@@ -186,9 +184,9 @@ def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: li
 
 @intrinsic
 def multiply(
-    typing_context, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, alpha, beta
+    typing_context, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta
 ):
-    """`rows` (1, 2, 4 or 8) x 16 `width` (1, 2, 3) numbers at total = alpha * left @ right + beta * those numbers.
+    """`rows` (1, 2, 4 or 8) x 16 `width` (1, 2, 3) numbers at total = beta * those numbers + left @ right.
 
     operands: left, left_step, right, right_step, where to pack the right one, total, total_step.
     """
@@ -200,7 +198,7 @@ def multiply(
         _call(builder, code, number, _TILE_KINDS, values)
         return context.get_dummy_value()
 
-    return types.void(*[_int] * 5, types.UniTuple(_int, 7), *[_int] * 4, _real, _real), generate
+    return types.void(*[_int] * 5, types.UniTuple(_int, 7), *[_int] * 4, _real), generate
 
 
 @intrinsic
