@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tiktoken import Encoding
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.settings import setting
+from daskgpt.config.settings import documented, setting
 from daskgpt.data.encodings import get_encoding
 from daskgpt.generation.sampling import sample
 from daskgpt.schedulers.addresses import open_scheduler
@@ -16,6 +16,7 @@ from daskgpt.training.job import compile_kernels
 from daskgpt.training.run_folder import load, trained_with
 
 
+@documented
 @dataclass(frozen=True)
 class GenerateConfig:
     """What to write."""

@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest
+from daskgpt.config.settings import help_of
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
             default=argparse.SUPPRESS if given_only else f.default,
             choices=f.metadata["choices"] or None,
             metavar=f.metadata["unit"].upper() or ("NUMBER" if _type(f) in (int, float) else f.name.upper()),
-            help=_help(f, given_only),
+            help=help_of(f, "the preset's" if given_only else "").replace("%", "%%"),
         )
 
 
@@ -72,12 +73,3 @@ def _type(f: Field[Any]) -> Callable[[str], Any]:
     default = f.default
     assert default is not MISSING
     return type(default)
-
-
-def _help(f: Field[Any], given_only: bool) -> str:
-    text = f.metadata["help"].replace("%", "%%")
-    unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
-    if f.metadata["choices"]:
-        text += ": " + ", ".join(f.metadata["choices"])
-    default = "the preset's" if given_only else ("none" if f.default == "" else f.default)
-    return f"{text}{unit} (default: {default})"

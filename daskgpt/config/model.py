@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from daskgpt.config.errors import nearest, nearest_divisor, require
-from daskgpt.config.settings import setting
+from daskgpt.config.settings import documented, setting
 
 
+@documented
 @dataclass(frozen=True)
 class GPT2Config:
     """The size of a GPT-2 model.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from daskgpt.config.errors import nearest_divisor, require
-from daskgpt.config.settings import one_of, setting
+from daskgpt.config.settings import documented, one_of, setting
 
 
+@documented
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from and how many make a batch."""
@@ -36,6 +37,7 @@ class DataConfig:
         one_of(self, "encoding")
 
 
+@documented
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its learning rate over the steps.
@@ -64,6 +66,7 @@ class OptimizerConfig:
             one_of(self, name)
 
 
+@documented
 @dataclass(frozen=True)
 class DataflowConfig:
     """How a step is cut into tasks and who runs them. None of it but the chunks changes a bit of the result."""
@@ -103,6 +106,7 @@ class DataflowConfig:
         one_of(self, "precision")
 
 
+@documented
 @dataclass(frozen=True)
 class RunConfig:
     """One training run: how long, from where, and where it is written."""

@@ -9,11 +9,12 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.config.settings import setting
+from daskgpt.config.settings import documented, setting
 from daskgpt.data.dataset import Dataset
 from daskgpt.training.job import Job
 
 
+@documented
 @dataclass(frozen=True)
 class BenchConfig:
     """What is timed."""

@@ -10,7 +10,7 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import setting
+from daskgpt.config.settings import documented, setting
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.schedulers.addresses import check_address
 from daskgpt.training.job import Job
@@ -21,6 +21,7 @@ MOST_CHUNKS = 8
 LARGEST_POWER = 10  # of two, of threads that the default grid tries
 
 
+@documented
 @dataclass(frozen=True)
 class StudyConfig:
     """What all runs of a study share."""

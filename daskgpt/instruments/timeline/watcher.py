@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from daskgpt.config.errors import require
-from daskgpt.config.settings import setting
+from daskgpt.config.settings import documented, setting
 from daskgpt.graph.recording import Runs
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
@@ -16,6 +16,7 @@ from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 
 
+@documented
 @dataclass(frozen=True)
 class TimelineConfig:
     """A timeline of the last steps."""
