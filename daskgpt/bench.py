@@ -59,7 +59,11 @@ def parser() -> Parser:
     )
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
-    flags.add_argument("--plan", action="store_true", help="print tasks and memory of a step, and run nothing")
+    flags.add_argument(
+        "--plan",
+        action="store_true",
+        help="print tasks and memory of a step and whether they fit here, and run nothing",
+    )
     flags.add_argument(
         "--against", nargs="+", default=[], metavar=("NAME", "PATH"), help="compare with torch, or with llm.c PATH"
     )
@@ -86,7 +90,7 @@ def main(arguments: list[str]) -> int:
         "Add it.",
     )
     if values.plan:
-        print(describe_prediction(predict(job)))
+        print(describe_prediction(job, predict(job)))
         return 0
     with quiet(values.json):
         others = machine.busy_cores()

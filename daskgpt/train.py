@@ -21,7 +21,11 @@ def parser() -> Parser:
     """All flags of a run."""
     flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", allow_abbrev=False)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
-    flags.add_argument("--plan", action="store_true", help="print tasks and memory of a step, and run nothing")
+    flags.add_argument(
+        "--plan",
+        action="store_true",
+        help="print tasks and memory of a step and whether they fit here, and run nothing",
+    )
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
     for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig, TimelineConfig):
         add_flags(flags, config)
@@ -44,7 +48,7 @@ def main(arguments: list[str]) -> int:
     config = model_config(values.preset, overrides, dataset.vocabulary, run.init)
     job = Job(config, dataset, data, optimizer, dataflow, run)
     if values.plan:
-        print(describe_prediction(predict(job)))
+        print(describe_prediction(job, predict(job)))
         return 0
     initial = start_values(job)
     compile_kernels(job.precision)

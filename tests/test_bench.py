@@ -24,7 +24,7 @@ from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import check_losses, compare_torch
 from daskgpt.instruments.compare.turns import Comparison, Pair, alternate, block_of, undisturbed
 from daskgpt.instruments.measure import Steps, measure, product_parameters, step_operations
-from daskgpt.instruments.memory import describe_prediction, predict
+from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.train import main as train_main
@@ -219,18 +219,73 @@ def test_at_bfloat16_matrices_are_held_packed_as_well():
 
 def test_the_table_of_a_plan(capsys):
     out = printed(capsys, *FLAGS, "--plan", "--grain", "chunk")
-    assert out.splitlines()[0].endswith("a step (grain chunk)")
-    assert [line.split()[0] for line in out.splitlines()[2:7]] == [
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations",
-        "peak",
-    ]
-    assert out.splitlines()[-1] == "nothing was run"
-    found = predict(job_of(grain="chunk"))
-    assert f"{found.peak / 1e6:,.1f} MB" in describe_prediction(found)
-    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in describe_prediction(found)
+    lines = out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    names = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert names[:5] == ["model", "batch", "precision", "grain", "tasks"]
+    assert names[5:] == ["parameters", "gradients", "optimizer", "activations", "peak", "largest", "memory", "nothing"]
+    text = " ".join(out.split())
+    for words in ("parameters: 2 blocks, 2 heads, 32 channels", "4 x 32 tokens, 2 chunks of 2 x 32", "grain chunk"):
+        assert words in text
+    assert lines[-1] == "nothing was run"
+    job = job_of(grain="chunk")
+    found = predict(job)
+    assert f"{found.peak / 1e6:,.1f} MB" in describe_prediction(job, found)
+    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in describe_prediction(job, found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "grain", "sentence"),
+    [
+        ({}, "block", "block is assumed (auto: a run settles it in its first step, from measured kernel times)"),
+        ({"barrier": "layer"}, "kernel", "kernel (auto: with barrier layer a task is one kernel)"),
+        ({"scheduler": "local"}, "block", "block (auto: on a cluster tasks are large from the start)"),
+    ],
+)
+def test_a_plan_says_which_grain_it_counts_with(flags, grain, sentence):
+    job = job_of(**flags)
+    found = predict(job)
+    assert (found.grain, found.tasks) == (grain, predict(job_of(grain=grain, **flags)).tasks)
+    assert f"grain {sentence} tasks {found.tasks:,} a step" in " ".join(describe_prediction(job, found).split())
+
+
+def test_the_grain_of_a_plan_is_that_of_the_run_where_nothing_is_measured():
+    with open_scheduler("sync") as scheduler:
+        steps = Steps(job_of(barrier="layer", scheduler="sync"), scheduler, 0)
+    assert predict(job_of(barrier="layer", scheduler="sync")).grain == steps.step.grain == "kernel"
+
+
+def test_a_plan_says_whether_its_peak_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    physical, whose = machine.memory_limit()
+    assert whose == "this machine"
+    assert physical == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    resident = machine.resident_memory()
+    assert fits(job_of(), 0).startswith("fits: 0 MB and ")
+    assert fits(job_of(), physical - resident // 2).startswith("DOES NOT FIT: ")
+    assert "of 4 processes" in fits(job_of(scheduler="local", threads=3), 0)
+    assert fits(job_of(scheduler="tcp://host:1"), 10**9).startswith("1.0 GB are needed by the cluster's workers")
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "1000000", "memory.max": "2000000"}, 1_000_000),
+        ("0::/of/the/host\n", {"memory.max": "3000000"}, 3_000_000),
+        ("2:cpu:/x\n1:memory:/a\n", {"memory/a/memory.limit_in_bytes": "4000000", "memory.max": "5"}, 4_000_000),
+        ("1:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, None),
+    ],
+)
+def test_a_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
+    (tmp_path / "cgroup").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
 
 
 def test_a_plan_of_a_model_that_fits_no_memory_compiles_and_runs_nothing(tmp_path):
@@ -238,9 +293,10 @@ def test_a_plan_of_a_model_that_fits_no_memory_compiles_and_runs_nothing(tmp_pat
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if not line.startswith("  ")}
     assert rows["optimizer"] == ["995.8", "MB", "995.8", "MB"]
     assert float(rows["peak"][0].replace(",", "")) > 1e5  # 100 GB
+    assert rows["memory"][:3] == ["DOES", "NOT", "FIT:"]
     compiled = {path.name.split(".")[0] for path in tmp_path.rglob("*") if path.is_file()}
     assert compiled <= {"floating_point"}  # what sets a thread's rounding of subnormal numbers
 
@@ -249,6 +305,7 @@ def test_training_has_a_plan_too(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("to be or not to be " * 500)
     out = printed(capsys, "--plan", "--data", "text.txt", *SIZE, main=train_main)
+    assert "encoding      bytes, 257 ids" in out.splitlines()
     assert out.splitlines()[-1] == "nothing was run"
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 

@@ -7,6 +7,8 @@ without data. These are counted while they live, and Dask and the tasks drop the
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -20,13 +22,14 @@ from daskgpt.graph.calls import ChunkSum, Pick
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, only, with_leaves
 from daskgpt.graph.program import Call, Program, Values
+from daskgpt.instruments import machine
 from daskgpt.kernels.bfloat16.packed_weight import empty_weight
 from daskgpt.model.layers import LAYERS
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.local import LocalScheduler
+from daskgpt.schedulers.local import LocalScheduler, usable_cores
 from daskgpt.training.grouping import layer_of, where_of
-from daskgpt.training.job import Job
+from daskgpt.training.job import Job, facts
 from daskgpt.training.loop import training_step
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations")
@@ -59,12 +62,11 @@ def predict(job: Job) -> Prediction:
     """Tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
     Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
-    scratch, the interpreter and its libraries. The grain auto, which only a measured step can settle, stands for block.
+    scratch, the interpreter and its libraries. The grain auto stands for what `known_grain` says.
     """
     dataflow = job.dataflow
     in_place = LocalScheduler.in_place if dataflow.scheduler in ("sync", "threads") else ClusterScheduler.in_place
-    if dataflow.grain == "auto":
-        job = replace(job, dataflow=replace(dataflow, grain="block"))
+    job = replace(job, dataflow=replace(dataflow, grain=known_grain(job)[0]))
     trial = tried(job, in_place, 1)
     together = tried(job, in_place, dataflow.window) if dataflow.barrier == "none" and in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
@@ -98,17 +100,69 @@ def tried(job: Job, in_place: bool, window: int) -> Trial:
     return trial
 
 
-def describe_prediction(found: Prediction) -> str:
-    """The table that `--plan` prints."""
-    lines = [f"tasks         {found.tasks:,} a step (grain {found.grain})"]
-    lines += [f"{'':12} {'held or made':>14} {'at the peak':>14}"]
-    lines += [f"{name:12} {_mb(found.made[name]):>14} {_mb(found.at_peak[name]):>14}" for name in CLASSES]
-    lines += [
-        f"{'peak':12} {'':14} {_mb(found.peak):>14}   without interpreter, libraries and scratch",
-        f"largest task  {_mb(found.largest_bytes)} of results, {found.largest_task}",
-        "nothing was run",
-    ]
-    return "\n".join(lines)
+def describe_prediction(job: Job, found: Prediction) -> str:
+    """What `--plan` prints: what would be run, a table of its tasks and memory, and whether that fits here."""
+    known = facts(job)
+    name, ids = job.dataset.encoding_name, job.dataset.vocabulary
+    return "\n".join(
+        (
+            _line("model", known["model"]),
+            _line("batch", known["batch"]),
+            *([] if name == "none" else [_line("encoding", f"{name}, {ids:,} ids")]),
+            _line("precision", known["precision"]),
+            _line("grain", known_grain(job)[1]),
+            _line("tasks", f"{found.tasks:,} a step"),
+            f"{'':12} {'held or made':>14} {'at the peak':>14}",
+            *(f"{kind:12} {_mb(found.made[kind]):>14} {_mb(found.at_peak[kind]):>14}" for kind in CLASSES),
+            f"{'peak':12} {'':14} {_mb(found.peak):>14}   without scratch of kernels",
+            _line("largest task", f"{_mb(found.largest_bytes)} of results, {found.largest_task}"),
+            _line("memory", fits(job, found.peak)),
+            "nothing was run",
+        )
+    )
+
+
+def known_grain(job: Job) -> tuple[str, str]:
+    """The grain that a plan counts with, and what is to be said of it: only a measured step can settle auto."""
+    grain, barrier, scheduler = job.dataflow.grain, job.dataflow.barrier, job.dataflow.scheduler
+    if grain != "auto":
+        return grain, grain
+    if barrier == "layer":
+        return "kernel", "kernel (auto: with barrier layer a task is one kernel)"
+    if scheduler not in ("sync", "threads"):
+        return "block", "block (auto: on a cluster tasks are large from the start)"
+    return "block", "block is assumed (auto: a run settles it in its first step, from measured kernel times)"
+
+
+def fits(job: Job, peak: int) -> str:
+    """One sentence: whether the peak and the processes that hold it fit the memory that there is here."""
+    limit, whose = machine.memory_limit()
+    if not limit:
+        return f"{_rounded(peak)} are needed; this system does not say how much there is."
+    scheduler, threads = job.dataflow.scheduler, job.dataflow.threads or usable_cores()
+    if scheduler not in ("sync", "threads", "local"):
+        return f"{_rounded(peak)} are needed by the cluster's workers together; {whose} has {_rounded(limit)}."
+    processes = 1 + threads if scheduler == "local" else 1
+    libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
+    needed = f"{_rounded(peak)} and {_rounded(libraries)} for interpreter and libraries"
+    if processes > 1:
+        needed += f" of {processes} processes"
+    if peak + libraries <= limit:
+        return f"fits: {needed}, of the {_rounded(limit)} that {whose} has."
+    return (
+        f"DOES NOT FIT: {needed} are more than the {_rounded(limit)} that {whose} has. "
+        "Try a smaller --batch-size or --sequence-length."
+    )
+
+
+def _line(name: str, text: str) -> str:
+    """A name and what there is to say, in lines of 80 columns."""
+    together = re.sub(r"(\d) ([GM]B)", "\\1\u00a0\\2", f"{name:13} {text}")  # a number stays with its unit
+    return textwrap.fill(together, 80, subsequent_indent=" " * 14, break_on_hyphens=False).replace("\u00a0", " ")
+
+
+def _rounded(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
 def _mb(size: int) -> str:

@@ -129,17 +129,25 @@ def choose_precision(wanted: str, channels: int) -> tuple[str, str]:
     return "bfloat16", f"auto: {name} multiplies it faster than float32"
 
 
+def facts(job: Job) -> dict[str, str]:
+    """What is computed, by name: model, batch and precision."""
+    c, (b, t), (batch_size, length) = job.config, job.chunk, job.batch_shape
+    return {
+        "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
+        f"vocabulary {c.vocabulary}, positions {c.positions}",
+        "batch": f"{batch_size} x {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
+        "precision": ": ".join(choose_precision(job.dataflow.precision, c.channels)),
+    }
+
+
 def describe(job: Job, scheduler: Runs) -> str:
     """What will be run, for the terminal."""
-    c, (b, t) = job.config, job.chunk
-    batch_size, length = job.batch_shape
-    return "\n".join(
-        (
-            f"model      {parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
-            f"vocabulary {c.vocabulary}, positions {c.positions}",
-            f"data       {job.dataset.description}",
-            f"batch      {batch_size} x {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
-            f"precision  {': '.join(choose_precision(job.dataflow.precision, c.channels))}",
-            f"scheduler  {getattr(scheduler, 'description', scheduler)}",
-        )
-    )
+    known = facts(job)
+    lines = {
+        "model": known["model"],
+        "data": job.dataset.description,
+        "batch": known["batch"],
+        "precision": known["precision"],
+        "scheduler": getattr(scheduler, "description", scheduler),
+    }
+    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
