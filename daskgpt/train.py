@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
@@ -14,7 +15,7 @@ from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import Job, compile_kernels, describe, open_dataset, start_values
 from daskgpt.training.loop import Result, run_job
-from daskgpt.training.run_folder import RunFolder, load
+from daskgpt.training.run_folder import RunFolder, load, new_folder
 
 
 def parser() -> Parser:
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
     overrides = given_flags(GPT2Config, values)
     shown = from_flags(TimelineConfig, values)
     preset(values.preset, **overrides)
+    run = replace(run, out=run.out or new_folder())
     folder = RunFolder(run.out)
     dataset = open_dataset(data)
     if values.preset == "tiny":

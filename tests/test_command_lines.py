@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tomllib
 
 import numpy as np
 import pytest
+from command_lines import SMALL, run, write_text
 from conftest import GOLDEN
 
 MODEL, STATE = str(GOLDEN / "gpt2_small.bin"), str(GOLDEN / "gpt2_small_debug_state.bin")
-SMALL = ["--blocks", 2, "--heads", 2, "--channels", 32, "--batch-size", 4, "--sequence-length", 32]
-SMALL += ["--validation-batches", 2, "--warmup", 5]
-SMALL = [str(word) for word in SMALL]
-
-
-def run(command, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", f"daskgpt.{command}", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"COLUMNS": "200"} | environment,
-    )
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"line {number}: the quick brown fox jumps over the lazy dog\n" for number in range(3000)))
-    return path
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

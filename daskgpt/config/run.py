@@ -114,7 +114,7 @@ class RunConfig:
     steps: int = setting(2000, "optimizer steps")
     seed: int = setting(0, "seed of initial values, batches and the sample")
     init: str = setting("", "model file or run folder to start from; empty = random initial values")
-    out: str = setting("", "folder for the run; empty = runs/DATE-TIME")
+    out: str = setting("", "folder for the run; empty = runs/DATE-TIME on the command line, none from Python")
     validate_every: int = setting(
         500, "measure the validation loss each so many steps, 0 = at the end only", unit="steps"
     )

@@ -38,7 +38,8 @@ def read_text(source: str) -> list[Document]:
     UTF-8.
 
     Cost     reads every file once; the text stays in memory
-    Errors   FileNotFoundError where nothing is there; ValueError where there is no text, or it is not UTF-8
+    Errors   FileNotFoundError where nothing is there; ValueError where there is no text, or it is not UTF-8; OSError
+             where a file cannot be read
     """
     path = Path(source).expanduser()
     if source == STANDARD_LIBRARY:
@@ -93,7 +94,7 @@ def _files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[P
 
 
 def _decode_all(paths: list[Path], source: str) -> list[Document]:
-    decoded = ((path, _decode(path.read_bytes())) for path in paths)
+    decoded = ((path, _decode(_content(path, source))) for path in paths)
     documents = [Document(str(path), text) for path, text in decoded if text is not None]
     require(
         bool(documents),
@@ -103,6 +104,16 @@ def _decode_all(paths: list[Path], source: str) -> list[Document]:
         "Name token files by a path or glob that ends in .bin.",
     )
     return documents
+
+
+def _content(path: Path, source: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise type(error)(
+            f"read_text: the file must be readable; got source={source}, file={path} ({error.strerror}). "
+            "Check its permissions and its disk."
+        ) from error
 
 
 def _decode(content: bytes) -> str | None:
@@ -115,7 +126,7 @@ def _decode(content: bytes) -> str | None:
 
 def _decode_whole(path: Path, source: str) -> str:
     try:
-        return path.read_bytes().decode()
+        return _content(path, source).decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"read_text: the file must be UTF-8 text; got source={source}, first wrong byte={error.start}. "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
@@ -35,6 +37,13 @@ def open_scheduler(address: str, threads: int = 0) -> Iterator[Runs]:
     else:
         with local_cluster(threads) if address == "local" else connected_cluster(address) as scheduler:
             yield scheduler
+
+
+def resolved_address(address: str) -> str:
+    """The address that a scheduler file names at this moment; any other name or address is itself."""
+    if not address.startswith("file:"):
+        return address
+    return str(json.loads(Path(address.removeprefix("file:")).read_text())["address"])
 
 
 def check_address(address: str) -> None:

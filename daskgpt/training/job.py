@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
 from daskgpt.data.dataset import Dataset, load_dataset
+from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.graph.recording import Runs
 from daskgpt.kernels.bfloat16 import outruns_float32, unit
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.schedulers.addresses import resolved_address
 from daskgpt.training.run_folder import load
 
 LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
@@ -62,17 +65,29 @@ class Job:
             "Leave --vocabulary to the encoding.",
         )
 
-    def resolved(self) -> dict[str, Any]:
-        """Every configuration with nothing left to default or detection, by name."""
+    def resolved(self, scheduler: Runs, grain: str) -> dict[str, Any]:
+        """Every configuration with nothing left to default or detection, by name; paths from the root.
+
+        grain   what it is once chosen
+        """
         batch_chunk, sequence_chunk = self.chunk
+        dataflow = replace(
+            self.dataflow,
+            batch_chunk=batch_chunk,
+            sequence_chunk=sequence_chunk,
+            scheduler=resolved_address(self.dataflow.scheduler),
+            grain=grain,
+            precision=self.precision,
+            threads=scheduler.threads,
+        )
+        data, run = self.data, self.run
+        source = data.data if data.data == STANDARD_LIBRARY else _from_root(data.data)
         return {
             "model": self.config,
-            "data": replace(self.data, encoding=self.dataset.encoding_name),
+            "data": replace(data, data=source, encoding=self.dataset.encoding_name),
             "optimizer": self.optimizer,
-            "dataflow": replace(
-                self.dataflow, batch_chunk=batch_chunk, sequence_chunk=sequence_chunk, precision=self.precision
-            ),
-            "run": self.run,
+            "dataflow": dataflow,
+            "run": replace(run, init=_from_root(run.init), out=_from_root(run.out)),
         }
 
     @property
@@ -83,6 +98,11 @@ class Job:
     @property
     def batch_shape(self) -> tuple[int, int]:
         return self.data.batch_size, self.data.sequence_length
+
+
+def _from_root(path: str) -> str:
+    """A path that means the same from every folder; none stays none."""
+    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def open_dataset(data: DataConfig) -> Dataset:

@@ -54,21 +54,20 @@ def fit(
     *,
     parameters: Mapping[str, np.ndarray] | None = None,
     on_step: Any = None,
-    write: bool = False,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
-    """Train a model; what `python -m daskgpt.train` does, from Python.
+    """Train a model; what `python -m daskgpt.train` does, from Python. A run is written where `run.out` names a folder.
 
     parameters   initial values, None for those of `run.init` or random ones
     on_step      called with (step, metrics) after each step, for a live plot
-    write        whether a run folder is written
     watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
 
-    Errors       ValueError where the configurations do not fit each other, FileNotFoundError for missing data
+    Errors       ValueError where the configurations do not fit each other, FileNotFoundError for missing data,
+                 FileExistsError where `run.out` holds a run already
     """
     data, run = data or DataConfig(), run or RunConfig()
     job = Job(config, open_dataset(data), data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
-    folder = RunFolder(run.out) if write else None
+    folder = RunFolder(run.out) if run.out else None
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         return run_job(job, scheduler, start_values(job, parameters), folder, on_step, watchers)
@@ -83,11 +82,11 @@ def run_job(
     watchers: Sequence[Watcher] = (),
 ) -> Result:
     """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
-    if folder:
-        folder.create(job.resolved())
     losses: list[float] = []
     validation = math.nan
     step = training_step(job, scheduler)
+    if folder:
+        folder.create(job.resolved(scheduler, "auto" if _to_be_measured(job, step) else step.grain))
     state = step.initial(parameters)
     watching = [(watcher.begin(job, step, scheduler), watcher) for watcher in watchers]
     start = time.perf_counter()
@@ -100,6 +99,8 @@ def run_job(
             bar.update()
             bar.set_postfix_str(_progress(metrics, validation))
             if folder:
+                if metrics["step"] == 0:
+                    folder.configure(job.resolved(scheduler, step.grain))  # chosen by now, and written over auto
                 folder.log(metrics)
             if on_step:
                 on_step(metrics["step"], metrics)
@@ -110,6 +111,7 @@ def run_job(
     for watcher in watchers:
         watcher.end()
     if folder:
+        folder.close()
         result.model = folder.save(result.config, result.parameters)
     return result
 

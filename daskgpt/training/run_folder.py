@@ -3,56 +3,98 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from daskgpt.config.errors import require
+from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import read_model, write_model
 
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.bin"
 
 
+def new_folder() -> str:
+    """A folder under runs/ for a run that was given none: date and time, and a number where that is taken."""
+    name = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    numbered = (name.with_name(f"{name.name}-{number}") for number in count(2))
+    return str(next(path for path in chain([name], numbered) if not path.exists()))
+
+
 class RunFolder:
     """Writes a run. Nothing exists on disk before `create`.
 
-    Errors   FileExistsError where the folder already holds a run
+    Errors   FileExistsError where the folder already holds a run; ValueError where no folder can be made there
     """
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+        self.path = Path(path)
         if any((self.path / name).exists() for name in (CONFIG, METRICS, MODEL)):
-            raise FileExistsError(
-                f"RunFolder: the folder must not hold a run already; got out={self.path}. Give another --out."
-            )
-        if self.path.exists() and not self.path.is_dir():
-            raise FileExistsError(
-                f"RunFolder: the path must be a folder or new; got out={self.path}. Give another --out."
-            )
+            raise self._taken()
+        parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
+        where, got = "RunFolder", {"out": self.path}
+        rule, advice = "the path must be a folder or new", f"{parent} is a file: give another --out."
+        require(parent.is_dir(), where, rule, got, advice)
+        advice = f"Nothing can be written in {parent}: give another --out."
+        require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def create(self, sections: dict[str, Any]) -> None:
-        """Make the folder and write the resolved configuration, a TOML table a dataclass or mapping."""
+    def create(self, sections: Mapping[str, Any]) -> None:
+        """Make the folder, and in it the configuration and an empty file of metrics.
+
+        Errors   FileExistsError where another run has come here since
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            # The file of metrics is what a run holds a folder by: only one of two that start at once can make it.
+            self.metrics = (self.path / METRICS).open("x", buffering=1, encoding="utf-8")
+        except FileExistsError:
+            raise self._taken() from None
+        self.configure(sections)
+
+    def configure(self, sections: Mapping[str, Any]) -> None:
+        """Write the resolved configuration, or write it again: a TOML table a dataclass or mapping."""
         lines = []
         for title, section in sections.items():
-            values = section if isinstance(section, dict) else asdict(section)
-            lines += [f"[{title}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items()), ""]
-        (self.path / CONFIG).write_text("\n".join(lines))
-        self.metrics = (self.path / METRICS).open("w", buffering=1)
+            values = section if isinstance(section, Mapping) else asdict(section)
+            lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
+        with replacing(self.path / CONFIG, "RunFolder") as file:
+            file.write("\n".join(lines).encode())
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Append one step to the metrics."""
-        self.metrics.write(json.dumps(record) + "\n")
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append one step to the metrics; a number that is not finite, which JSON does not know, as null."""
+        valid = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self.metrics.write(json.dumps(valid, allow_nan=False) + "\n")
 
     def save(self, config: GPT2Config, parameters: dict[str, np.ndarray]) -> Path:
-        """Write the model file and close the metrics."""
-        self.metrics.close()
+        """Write the model file."""
         write_model(self.path / MODEL, config, parameters)
         return self.path / MODEL
+
+    def close(self) -> None:
+        """Close the metrics: the run has ended, well or not."""
+        self.metrics.close()
+
+    def _taken(self) -> FileExistsError:
+        return FileExistsError(
+            f"RunFolder: the folder must not hold a run already; got out={self.path}. Give another --out."
+        )
+
+
+def _toml(value: Any) -> str:
+    """A number, truth value or text as TOML: JSON writes them alike, but for the one character it does not escape."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
@@ -69,6 +111,6 @@ def trained_with(path: str | Path, config: GPT2Config) -> tuple[str, int]:
     path = Path(path)
     written = (path if path.is_dir() else path.parent) / CONFIG
     if written.exists():
-        data = tomllib.loads(written.read_text())["data"]
+        data = tomllib.loads(written.read_text(encoding="utf-8"))["data"]
         return str(data["encoding"]), int(data["sequence_length"])
     return "gpt2" if config.vocabulary == 50257 else "bytes", config.positions
