@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from daskgpt.config.errors import nearest_divisor, require
@@ -59,6 +60,7 @@ class OptimizerConfig:
         for name in ("learning_rate", "final_learning_rate", "eps", "weight_decay", "warmup"):
             value = getattr(self, name)
             require(value >= 0, "OptimizerConfig", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+            require(math.isfinite(value), "OptimizerConfig", f"{name} must be finite", {name: value}, "Try 0.001.")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, "OptimizerConfig", f"{name} must lie in [0, 1)", {name: value}, "Try 0.9.")

@@ -19,6 +19,7 @@ from daskgpt.data.dataset import batch, validation_batches
 from daskgpt.graph.recording import Runs
 from daskgpt.graph.spans import recorded_spans
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.finite import require_finite, require_finite_parameters
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import (
     Job,
@@ -63,7 +64,8 @@ def fit(
     watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
 
     Errors       ValueError where the configurations do not fit each other, FileNotFoundError for missing data,
-                 FileExistsError where `run.out` holds a run already
+                 FileExistsError where `run.out` holds a run already, RuntimeError where a loss or a parameter does
+                 not stay finite
     """
     data, run = data or DataConfig(), run or RunConfig()
     job = Job(config, open_dataset(data), data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
@@ -104,14 +106,18 @@ def run_job(
                 folder.log(metrics)
             if on_step:
                 on_step(metrics["step"], metrics)
+            require_finite(job, scheduler, state, metrics)
     except KeyboardInterrupt:
         bar.write(f"stopped after {len(losses)} of {job.run.steps} steps")
-    bar.close()
+    finally:
+        bar.close()
+        if folder:
+            folder.close()
     result = Result(job.config, state.parameters(scheduler), losses, validation, time.perf_counter() - start)
+    require_finite_parameters(job, max(len(losses) - 1, 0), result.parameters)
     for watcher in watchers:
         watcher.end()
     if folder:
-        folder.close()
         result.model = folder.save(result.config, result.parameters)
     return result
 
