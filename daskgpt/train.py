@@ -13,8 +13,9 @@ from daskgpt.generation.sampling import sample
 from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.job import Job, compile_kernels, describe, open_dataset, start_values
-from daskgpt.training.loop import Result, run_job
+from daskgpt.training.job import Job, compile_kernels, open_dataset, start_values
+from daskgpt.training.loop import run_job
+from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder, load, new_folder
 
 
@@ -55,7 +56,6 @@ def main(arguments: list[str]) -> int:
     initial = start_values(job)
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        print(describe(job, scheduler), flush=True)
         result = run_job(job, scheduler, initial, folder, watchers=[TimelineWatcher(shown)] if shown.timeline else [])
     report(job, result, time.perf_counter() - start)
     return 0

@@ -4,46 +4,35 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import batch, validation_batches
 from daskgpt.graph.recording import Runs
 from daskgpt.graph.spans import recorded_spans
+from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.finite import require_finite, require_finite_parameters
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import (
     Job,
     compile_kernels,
+    describe,
     open_dataset,
     start_values,
 )
+from daskgpt.training.progress import Progress
+from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.step import MERGED_GRAINS, Batch, State, TrainingStep
 from daskgpt.training.watching import Watcher
 
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
-
-
-@dataclass
-class Result:
-    """What a run led to."""
-
-    config: GPT2Config
-    parameters: dict[str, np.ndarray]
-    losses: list[float]
-    validation_loss: float
-    seconds: float
-    model: Path | None = None
 
 
 def fit(
@@ -56,12 +45,14 @@ def fit(
     parameters: Mapping[str, np.ndarray] | None = None,
     on_step: Any = None,
     watchers: Sequence[Watcher] = (),
+    quiet: bool = False,
 ) -> Result:
     """Train a model; what `python -m daskgpt.train` does, from Python. A run is written where `run.out` names a folder.
 
     parameters   initial values, None for those of `run.init` or random ones
     on_step      called with (step, metrics) after each step, for a live plot
     watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
+    quiet        whether nothing is printed: no header, no progress
 
     Errors       ValueError where the configurations do not fit each other, FileNotFoundError for missing data,
                  FileExistsError where `run.out` holds a run already, RuntimeError where a loss or a parameter does
@@ -72,7 +63,7 @@ def fit(
     folder = RunFolder(run.out) if run.out else None
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        return run_job(job, scheduler, start_values(job, parameters), folder, on_step, watchers)
+        return run_job(job, scheduler, start_values(job, parameters), folder, on_step, watchers, quiet)
 
 
 def run_job(
@@ -82,6 +73,7 @@ def run_job(
     folder: RunFolder | None,
     on_step: Any = None,
     watchers: Sequence[Watcher] = (),
+    quiet: bool = False,
 ) -> Result:
     """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
     losses: list[float] = []
@@ -89,17 +81,18 @@ def run_job(
     step = training_step(job, scheduler)
     if folder:
         folder.create(job.resolved(scheduler, "auto" if _to_be_measured(job, step) else step.grain))
+    progress = Progress(job.run.steps, quiet=quiet)
+    progress.say(describe(job, scheduler))
     state = step.initial(parameters)
     watching = [(watcher.begin(job, step, scheduler), watcher) for watcher in watchers]
     start = time.perf_counter()
-    bar = tqdm(total=job.run.steps, unit="step", dynamic_ncols=True, smoothing=0.05)
+    progress.begin()
     try:
-        for latest, metrics in _steps(job, scheduler, step, state, watching):
+        for latest, metrics in _steps(job, scheduler, step, state, watching, progress.say):
             state = latest
             losses.append(metrics["loss"])
             validation = metrics.get("validation_loss", validation)
-            bar.update()
-            bar.set_postfix_str(_progress(metrics, validation))
+            progress.step(metrics)
             if folder:
                 if metrics["step"] == 0:
                     folder.configure(job.resolved(scheduler, step.grain))  # chosen by now, and written over auto
@@ -108,9 +101,9 @@ def run_job(
                 on_step(metrics["step"], metrics)
             require_finite(job, scheduler, state, metrics)
     except KeyboardInterrupt:
-        bar.write(f"stopped after {len(losses)} of {job.run.steps} steps")
+        progress.say(f"stopped after {len(losses)} of {job.run.steps} steps")
     finally:
-        bar.close()
+        progress.close()
         if folder:
             folder.close()
     result = Result(job.config, state.parameters(scheduler), losses, validation, time.perf_counter() - start)
@@ -123,7 +116,7 @@ def run_job(
 
 
 def _steps(
-    job: Job, scheduler: Runs, step: TrainingStep, state: State, watching: Watching
+    job: Job, scheduler: Runs, step: TrainingStep, state: State, watching: Watching, say: Callable[[str], None]
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
     validate = Inference(job.config, job.batch_shape, job.chunk, state.layout, ("loss",), job.precision)
@@ -138,10 +131,11 @@ def _steps(
             if not _to_be_measured(job, step):
                 for first, watcher in watching:
                     looking.enter_context(watcher.watch(numbers) if number >= first else nullcontext())
-            losses, state = run_steps(job, scheduler, step, state, batches)
+            losses, state = run_steps(job, scheduler, step, state, batches, say)
         rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
         for number, loss in zip(numbers, losses):
             metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
+            metrics["learning_rate"] = learning_rate(job.optimizer, number, job.run.steps)
             if number + 1 == _next_validation(job, number):
                 metrics["validation_loss"] = validation_loss(job, scheduler, validate, state)
             yield state, metrics
@@ -189,13 +183,18 @@ def _to_be_measured(job: Job, step: TrainingStep) -> bool:
 
 
 def run_steps(
-    job: Job, scheduler: Runs, step: TrainingStep, state: State, batches: Sequence[Batch]
+    job: Job,
+    scheduler: Runs,
+    step: TrainingStep,
+    state: State,
+    batches: Sequence[Batch],
+    say: Callable[[str], None] = print,
 ) -> tuple[list[float], State]:
     """Some steps; with grain auto, the first one is measured and decides how the tasks of the others are merged."""
     if _to_be_measured(job, step):
         with recorded_spans() as spans:
             loss, state = step(scheduler, state, *batches[0], job.run.steps)
-        tqdm.write(f"grain      {step.choose_grain(spans, scheduler.threads)}")
+        say(f"grain      {step.choose_grain(spans, scheduler.threads)}")
         return [loss], state
     if scheduler.in_place and len(batches) > 1:
         return step.window(scheduler, state, batches, job.run.steps)
@@ -212,8 +211,3 @@ def validation_loss(job: Job, scheduler: Runs, inference: Inference, state: Stat
     batches = validation_batches(job.dataset.validation, **size, count=job.run.validation_batches)
     losses = [float(inference(scheduler, state, x, y)["loss"]) for x, y in batches]
     return sum(losses) / len(losses)
-
-
-def _progress(metrics: dict[str, Any], validation: float) -> str:
-    text = f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s"
-    return text if math.isnan(validation) else f"{text}, validation {validation:.3f}"

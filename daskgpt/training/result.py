@@ -1,0 +1,47 @@
+"""What a run led to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from daskgpt.config.model import GPT2Config
+from daskgpt.model.parameters import parameter_count
+
+
+@dataclass(repr=False)
+class Result:
+    """What a run led to.
+
+    Fields   config: GPT2Config
+                 size of the model
+             parameters: dict[str, np.ndarray]
+                 GPT-2's tensors under their published names, float32
+             losses: list[float]
+                 of each step, before its update [nats a token]
+             validation_loss: float
+                 the last one measured, nan if there was none [nats a token]
+             seconds: float
+                 of all steps and validations [s]
+             model: Path | None
+                 the model file, None where no run folder was written
+    """
+
+    config: GPT2Config
+    parameters: dict[str, np.ndarray]
+    losses: list[float]
+    validation_loss: float
+    seconds: float
+    model: Path | None = None
+
+    def __repr__(self) -> str:
+        """A few lines without any array: `parameters` and `losses` hold the numbers."""
+        steps = len(self.losses)
+        lines = [f"Result of {steps:,} step{'s' * (steps != 1)} in {self.seconds:.1f} s"]
+        lines.append(f"model       {parameter_count(self.config):,} parameters in {len(self.parameters)} arrays")
+        lines += [f"loss        {self.losses[0]:.3f} -> {self.losses[-1]:.3f} nats a token"] if self.losses else []
+        if self.validation_loss == self.validation_loss:
+            lines.append(f"validation  {self.validation_loss:.3f} nats a token")
+        return "\n".join([*lines, f"written to  {self.model or 'nowhere'}"])
