@@ -12,8 +12,9 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import address_of, gemm, gemm_address
+from daskgpt.kernels.float32.blas import gemm, gemm_address
 from daskgpt.kernels.vectors.elementary import exp, maximum
+from daskgpt.kernels.vectors.operations import address_of
 
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16

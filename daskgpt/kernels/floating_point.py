@@ -6,7 +6,6 @@ belong to the thread: each thread that runs kernels sets them. On other processo
 """
 
 import contextlib
-import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,28 +16,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import kernel
+from daskgpt.kernels.vectors.lanes import I8, I32, I64, VOID, at, call
+from daskgpt.kernels.vectors.processor import X86
 
-_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _FLUSH_TO_ZERO = 1 << 15
 _SUBNORMALS_ARE_ZERO = 1 << 6
 _SMALLEST_NORMAL = np.full(1, 2.0**-126, np.float32)
 _HALF = np.float32(0.5)
 
 
-def _call(builder: Any, name: str, pointer: Any) -> None:
-    function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
-    function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    builder.call(function, [builder.bitcast(pointer, ir.IntType(8).as_pointer())])
-
-
 @intrinsic
 def _read_state(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not _X86:
-            return ir.Constant(ir.IntType(64), 0)
-        place = cgutils.alloca_once(builder, ir.IntType(32))
-        _call(builder, "llvm.x86.sse.stmxcsr", place)
-        return builder.zext(builder.load(place), ir.IntType(64))
+        if not X86:
+            return ir.Constant(I64, 0)
+        place = cgutils.alloca_once(builder, I32)
+        call(builder, "llvm.x86.sse.stmxcsr", VOID, [at(builder, place, 0, I8)])
+        return builder.zext(builder.load(place), I64)
 
     return types.int64(), generate
 
@@ -46,10 +40,10 @@ def _read_state(typing_context: Any) -> Any:
 @intrinsic
 def _write_state(typing_context: Any, state: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if _X86:
-            place = cgutils.alloca_once(builder, ir.IntType(32))
-            builder.store(builder.trunc(arguments[0], ir.IntType(32)), place)
-            _call(builder, "llvm.x86.sse.ldmxcsr", place)
+        if X86:
+            place = cgutils.alloca_once(builder, I32)
+            builder.store(builder.trunc(arguments[0], I32), place)
+            call(builder, "llvm.x86.sse.ldmxcsr", VOID, [at(builder, place, 0, I8)])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

@@ -10,7 +10,7 @@ from daskgpt.kernels.bfloat16.packing import pack_weight_rows
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, rounded
 from daskgpt.kernels.bfloat16.units import Unit, unit
 from daskgpt.kernels.compilation import kernel, wide_vectors
-from daskgpt.kernels.float32.blas import address_of
+from daskgpt.kernels.vectors.operations import address_of
 
 
 @dataclass(frozen=True, slots=True)

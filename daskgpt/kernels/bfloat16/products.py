@@ -25,8 +25,7 @@ from daskgpt.kernels.bfloat16.tiles import (
 )
 from daskgpt.kernels.bfloat16.units import unit
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import address_of
-from daskgpt.kernels.vectors.operations import store_columns
+from daskgpt.kernels.vectors.operations import address_of, store_columns
 
 # The rows of x that are multiplied with one panel of the weight after another: they stay in the second cache.
 _ROWS_BYTES = 1 << 20

@@ -10,9 +10,7 @@ tokens or the head is zero in the panels; what lies beyond the diagonal is left 
 import math
 
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from daskgpt.kernels import attention
@@ -25,80 +23,37 @@ from daskgpt.kernels.bfloat16.tiles import BLOCK, ROW, STEP, TILE, close_unit, m
 from daskgpt.kernels.bfloat16.units import Unit, unit
 from daskgpt.kernels.bfloat16.weight_gradient import CONFIGURATION_ADDRESS, ZEROS, sum_rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import address_of
-from daskgpt.kernels.vectors.elementary import (
-    _C2,
-    _C3,
-    _C4,
-    _C5,
-    _C6,
-    _C7,
-    _HIGHEST,
-    _LOG2_E,
-    _LOG_2_HIGH,
-    _LOG_2_LOW,
-    _LOWEST,
-    _ROUND,
+from daskgpt.kernels.vectors.lanes import (
+    CONTRACT,
+    F32,
+    LANES,
+    REALS,
+    VECTOR,
+    below,
+    call,
+    constant,
+    exp,
+    load,
+    product_sum,
+    round_to_bfloat16,
+    splat,
+    store,
+    whole,
 )
 from daskgpt.kernels.vectors.operations import (
-    BITS,
-    REALS,
-    columns_below,
+    PARTS,
+    address_of,
     copy_row,
-    load,
     operation,
     read_real,
-    round_bits,
-    splat,
-    spread,
-    store,
     store_pairs,
     transpose_tile,
     write_real,
 )
 
-# Bytes of the 16 partial results (maxima, sums) of one query.
-_LANES = 64
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 # Queries that two keys before the diagonal's block must not be seen by: none.
 _NONE = -2
-_PARTS = (0, 16)
-# Said at every operation: where nothing is said, Numba adds the freedom to reorder, which would cancel constants.
-_FLAGS = ("contract",)
-_int, _real = types.int64, types.float32
-
-
-def _constant(value):
-    return ir.Constant(REALS, [float(value)] * 16)
-
-
-def _product_sum(builder, a, b, c):
-    """a b + c, in one rounding where the processor can."""
-    return builder.fadd(builder.fmul(a, b, flags=_FLAGS), c, flags=_FLAGS)
-
-
-def _exp(builder, x):
-    """`elementary.exp` of 16 numbers."""
-    for order, limit in (("<", _LOWEST), (">", _HIGHEST)):
-        x = builder.select(builder.fcmp_ordered(order, x, _constant(limit)), _constant(limit), x)
-    shifted = _product_sum(builder, x, _constant(_LOG2_E), _constant(_ROUND))
-    n = builder.fsub(shifted, _constant(_ROUND), flags=_FLAGS)
-    r = _product_sum(builder, n, _constant(-_LOG_2_HIGH), x)
-    r = _product_sum(builder, n, _constant(-_LOG_2_LOW), r)
-    p = _constant(_C7)
-    for coefficient in (_C6, _C5, _C4, _C3, _C2):
-        p = _product_sum(builder, p, r, _constant(coefficient))
-    y = builder.fadd(_product_sum(builder, p, builder.fmul(r, r, flags=_FLAGS), r), _constant(1), flags=_FLAGS)
-    power = builder.shl(builder.bitcast(shifted, BITS), splat(23))
-    return builder.bitcast(builder.add(builder.bitcast(y, BITS), power), REALS)
-
-
-def _spread_real(builder, value):
-    return builder.bitcast(spread(builder, builder.bitcast(value, ir.IntType(32))), REALS)
-
-
-def _rounded(builder, reals):
-    return round_bits(builder, builder.bitcast(reals, BITS))
 
 
 @intrinsic
@@ -106,69 +61,63 @@ def _raise_columns(typing_context, tops, scores, count):
     """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
 
     def build(builder, tops, scores, count):
-        top = load(builder, tops, 0, REALS)
-        for first in _PARTS:
-            score = load(builder, scores, first * 4, REALS)
-            above = builder.and_(builder.fcmp_ordered(">", score, top), columns_below(builder, count, first))
+        top = load(builder, tops)
+        for first in PARTS:
+            score = load(builder, scores, first * 4)
+            above = builder.and_(builder.fcmp_ordered(">", score, top), below(builder, count, first))
             top = builder.select(above, score, top)
-        store(builder, top, tops, 0)
+        store(builder, top, tops)
 
     return operation(build, 3)
 
 
-def _reduction(name, arguments):
+def _reduction(name, *arguments):
     """An intrinsic's code that makes one number of 16 at an address."""
 
     def generate(context, builder, signature, values):
-        numbers = load(builder, values[0], 0, REALS)
-        kinds = [*(argument.type for argument in arguments), REALS]
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.FloatType(), kinds), name)
-        return builder.call(function, [*arguments, numbers], fastmath=("reassoc",))
+        return call(builder, name, F32, [*arguments, load(builder, values[0])], fastmath=("reassoc",))
 
-    return _real(_int), generate
+    return types.float32(types.int64), generate
 
 
 @intrinsic
 def _maximum(typing_context, address):
     """The largest of 16 float32 numbers."""
-    return _reduction("llvm.vector.reduce.fmax.v16f32", [])
+    return _reduction("llvm.vector.reduce.fmax.v16f32")
 
 
 @intrinsic
 def _sum(typing_context, address):
     """The sum of 16 float32 numbers."""
-    return _reduction("llvm.vector.reduce.fadd.v16f32", [ir.Constant(ir.FloatType(), -0.0)])
+    return _reduction("llvm.vector.reduce.fadd.v16f32", constant(F32, -0.0))
 
 
 @intrinsic
 def _exponentials(typing_context, scores, target, totals, count, scale, top):
     """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
 
-    def generate(context, builder, signature, arguments):
-        scores, target, totals, count = arguments[:4]
-        scale, below = _spread_real(builder, arguments[4]), _spread_real(builder, builder.fneg(arguments[5]))
-        total = load(builder, totals, 0, REALS)
-        for first in _PARTS:
-            p = _exp(builder, _product_sum(builder, load(builder, scores, first * 4, REALS), scale, below))
-            p = builder.select(columns_below(builder, count, first), p, _constant(0))
-            total = builder.fadd(total, p, flags=_FLAGS)
-            store(builder, _rounded(builder, p), target, first * 2)
-        store(builder, total, totals, 0)
-        return context.get_dummy_value()
+    def build(builder, scores, target, totals, count, scale, top):
+        scale, negative_top = splat(builder, scale), splat(builder, builder.fneg(top))
+        total = load(builder, totals)
+        for first in PARTS:
+            p = exp(builder, product_sum(builder, load(builder, scores, first * 4), scale, negative_top))
+            p = builder.select(below(builder, count, first), p, constant(REALS, 0.0))
+            total = builder.fadd(total, p, flags=CONTRACT)
+            store(builder, round_to_bfloat16(builder, p), target, first * 2)
+        store(builder, total, totals)
 
-    return types.void(_int, _int, _int, _int, _real, _real), generate
+    return operation(build, 4, 2)
 
 
 def _key_gradients(builder, place, first, hidden, scale):
     """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the block."""
-    scores, gradients, logsumexp, deltas = place
-    score = builder.fmul(load(builder, scores, first * 4, REALS), scale, flags=_FLAGS)
-    p = _exp(builder, builder.fsub(score, load(builder, logsumexp, first * 4, REALS), flags=_FLAGS))
-    delta = load(builder, deltas, first * 4, REALS)
-    centred = builder.fsub(load(builder, gradients, first * 4, REALS), delta, flags=_FLAGS)
-    gradient = builder.fmul(builder.fmul(p, scale, flags=_FLAGS), centred, flags=_FLAGS)
-    mask = columns_below(builder, hidden, first)
-    return [_rounded(builder, builder.select(mask, _constant(0), value)) for value in (p, gradient)]
+    scores, gradients, logsumexp, deltas = (load(builder, address, first * 4) for address in place)
+    score = builder.fmul(scores, scale, flags=CONTRACT)
+    p = exp(builder, builder.fsub(score, logsumexp, flags=CONTRACT))
+    centred = builder.fsub(gradients, deltas, flags=CONTRACT)
+    gradient = builder.fmul(builder.fmul(p, scale, flags=CONTRACT), centred, flags=CONTRACT)
+    mask, zero = below(builder, hidden, first), constant(REALS, 0.0)
+    return [round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
 
 
 @intrinsic
@@ -178,23 +127,21 @@ def _score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds
     p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
     """
 
-    def generate(context, builder, signature, arguments):
-        scores, gradients, logsumexp, deltas, p, ds, pairs, hidden = arguments[:8]
-        scale, whole = _spread_real(builder, arguments[8]), ir.IntType(64)
-        for first in _PARTS:
+    def build(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
+        scale = splat(builder, scale)
+        for first in PARTS:
             both = []
             for row in (0, 1):
-                down, across = ir.Constant(whole, row * ROW), row * 64 + first * 2
+                down, across = whole(row * ROW), row * 64 + first * 2
                 place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
-                limit = builder.add(hidden, ir.Constant(whole, row))
+                limit = builder.add(hidden, whole(row))
                 probability, gradient = _key_gradients(builder, place, first, limit, scale)
                 store(builder, probability, p, across)
                 store(builder, gradient, ds, across)
                 both.append(gradient)
-            store_pairs(builder, both[0], both[1], builder.add(pairs, ir.Constant(whole, first // 16 * TILE)))
-        return context.get_dummy_value()
+            store_pairs(builder, both[0], both[1], builder.add(pairs, whole(first // LANES * TILE)))
 
-    return types.void(*[_int] * 8, _real), generate
+    return operation(build, 8, 1)
 
 
 @helper
@@ -206,7 +153,7 @@ def _score_queries(unit, q, keys, steps, block, zeros, scores, tops):
         place = scores + j * BLOCK
         multiply_block(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
         for row in range(32):
-            _raise_columns(tops + row * _LANES, place + row * ROW, row + 1 if j == block else 32)
+            _raise_columns(tops + row * VECTOR, place + row * ROW, row + 1 if j == block else 32)
 
 
 @helper
@@ -215,15 +162,15 @@ def _softmax(scores, block, scale, tops, totals, p):
     for i in range(512):
         write_real(totals, i, _ZERO)
     for row in range(32):
-        write_real(tops, row * 16, scale * _maximum(tops + row * _LANES))
+        write_real(tops, row * 16, scale * _maximum(tops + row * VECTOR))
     for j in range(block + 1):
         for row in range(32):
             _exponentials(
-                scores + j * BLOCK + row * ROW, p + j * STEP + row * 64, totals + row * _LANES,
+                scores + j * BLOCK + row * ROW, p + j * STEP + row * 64, totals + row * VECTOR,
                 row + 1 if j == block else 32, scale, read_real(tops, row * 16),
             )  # fmt: skip
     for row in range(32):
-        write_real(totals, row * 16, _sum(totals + row * _LANES))
+        write_real(totals, row * 16, _sum(totals + row * VECTOR))
 
 
 @helper
@@ -398,7 +345,7 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     steps, blocks = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels = steps * blocks * STEP
     addresses = scratch(
-        steps * STEP, panels, panels, blocks * BLOCK, blocks * STEP, steps * BLOCK, 32 * _LANES, 32 * _LANES
+        steps * STEP, panels, panels, blocks * BLOCK, blocks * STEP, steps * BLOCK, 32 * VECTOR, 32 * VECTOR
     )
     _forward(
         words(np.ascontiguousarray(qkv)), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION_ADDRESS, sequences,

@@ -3,8 +3,7 @@
 import numpy as np
 
 from daskgpt.kernels.compilation import kernel, wide_vectors
-from daskgpt.kernels.float32.blas import address_of
-from daskgpt.kernels.vectors.operations import round_exactly, widen
+from daskgpt.kernels.vectors.operations import address_of, round_exactly, widen
 
 # What the kernels accept beside float32.
 BFLOAT16 = np.dtype(np.uint16)

@@ -16,7 +16,22 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.bfloat16.units import Unit, compiles
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors.operations import BITS, REALS, at, load, spread, store
+from daskgpt.kernels.vectors.lanes import (
+    BITS,
+    I8,
+    I32,
+    I64,
+    POINTER,
+    REALS,
+    VOID,
+    call,
+    load,
+    prefetch,
+    splat,
+    store,
+    whole,
+)
+from daskgpt.kernels.vectors.operations import operation
 
 TILE = 1024
 STEP = 2 * TILE
@@ -27,8 +42,6 @@ ROW = 128
 DEPTH = 8
 AMX = int(Unit.AMX)
 
-_I8, _I32, _I64, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
-_POINTER = _I8.as_pointer()
 # Rows of sums that AVX-512 keeps in registers: 8 x 2 vectors, two more for the right operand.
 _GROUP = 8
 
@@ -47,17 +60,12 @@ def _configuration() -> np.ndarray:
 CONFIGURATION = _configuration()
 
 
-def _call(builder, name, kinds, arguments):
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VOID, kinds), name)
-    builder.call(function, arguments)
-
-
-def _instruction(name, kinds, values):
+def _instruction(name, values):
     """Code generator of one AMX instruction; `values` turns the builder and the arguments into operands."""
 
     def generate(context, builder, signature, arguments):
         if compiles(Unit.AMX):
-            _call(builder, name, kinds, values(builder, arguments))
+            call(builder, name, VOID, values(builder, arguments))
         return context.get_dummy_value()
 
     return generate
@@ -66,21 +74,21 @@ def _instruction(name, kinds, values):
 @intrinsic
 def load_configuration(typing_context, address):
     def values(builder, arguments):
-        return [builder.inttoptr(arguments[0], _POINTER)]
+        return [builder.inttoptr(arguments[0], POINTER)]
 
-    return types.void(_int), _instruction("llvm.x86.ldtilecfg", [_POINTER], values)
+    return types.void(_int), _instruction("llvm.x86.ldtilecfg", values)
 
 
 @intrinsic
 def release_tiles(typing_context):
-    return types.void(), _instruction("llvm.x86.tilerelease", [], lambda builder, arguments: [])
+    return types.void(), _instruction("llvm.x86.tilerelease", lambda builder, arguments: [])
 
 
 def _move(name, tile):
     def values(builder, arguments):
-        return [ir.Constant(_I8, tile.literal_value), builder.inttoptr(arguments[1], _POINTER), arguments[2]]
+        return [ir.Constant(I8, tile.literal_value), builder.inttoptr(arguments[1], POINTER), arguments[2]]
 
-    return types.void(tile, _int, _int), _instruction(name, [_I8, _POINTER, _I64], values)
+    return types.void(tile, _int, _int), _instruction(name, values)
 
 
 @intrinsic
@@ -120,8 +128,8 @@ def multiply_tiles(typing_context, left, right, steps):
     def generate(context, builder, signature, arguments):
         if compiles(Unit.AMX):
             llvmlite.binding.initialize_native_asmparser()
-            kind = ir.FunctionType(ir.LiteralStructType([_I64] * 3), [_I64] * 4)
-            builder.asm(kind, _LOOP, _OPERANDS, [ir.Constant(_I64, 64), *arguments], True)
+            kind = ir.FunctionType(ir.LiteralStructType([I64] * 3), [I64] * 4)
+            builder.asm(kind, _LOOP, _OPERANDS, [whole(64), *arguments], True)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int), generate
@@ -130,60 +138,45 @@ def multiply_tiles(typing_context, left, right, steps):
 @intrinsic
 def _prefetch(typing_context, address):
     """Fetch the cache line at `address` into the second cache; any address is allowed."""
-
-    def generate(context, builder, signature, arguments):
-        operands = [builder.inttoptr(arguments[0], _POINTER), *(ir.Constant(_I32, number) for number in (0, 2, 1))]
-        _call(builder, "llvm.prefetch.p0", [_POINTER, _I32, _I32, _I32], operands)
-        return context.get_dummy_value()
-
-    return types.void(_int), generate
-
-
-def _dot(builder, total, left, right):
-    """vdpbf16ps: total += the products of 16 pairs of bfloat16 numbers, both products of a pair."""
-    kind = ir.FunctionType(REALS, [REALS, BITS, BITS])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(function, [total, left, right])
+    return operation(prefetch, 1)
 
 
 def _multiply_pair(builder, sums, left, right):
-    """Add one pair of columns of 8 left rows, times the same pair of rows of a right panel, to the sums."""
+    """Add one pair of columns of 8 left rows, times the same pair of rows of a right panel, to the sums.
+
+    vdpbf16ps adds the products of 16 pairs of bfloat16 numbers, both products of a pair.
+    """
     columns = [load(builder, right, offset, BITS) for offset in (0, TILE)]
     for row in range(_GROUP):
-        pair = spread(builder, builder.load(at(builder, left, 64 * row, _I32), align=4))
+        pair = splat(builder, load(builder, left, 64 * row, I32))
         for half in (0, 1):
             total = sums[row, half]
-            builder.store(_dot(builder, builder.load(total), pair, columns[half]), total)
-
-
-def _place(builder, address, step, row, half):
-    """Address of 16 of a block's sums."""
-    start = builder.add(address, builder.mul(step, ir.Constant(_I64, row)))
-    return builder.add(start, ir.Constant(_I64, 64 * half))
+            operands = [builder.load(total), pair, columns[half]]
+            builder.store(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", REALS, operands), total)
 
 
 @intrinsic
 def _multiply_rows(typing_context, left, right, steps, start, start_step, total, total_step):
     """8 rows x 32 columns at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
 
-    def generate(context, builder, signature, arguments):
-        left, right, steps, start, start_step, total, total_step = arguments
+    def build(builder, left, right, steps, start, start_step, total, total_step):
         if not compiles(Unit.AVX512):
-            return context.get_dummy_value()
+            return
         sums = {(row, half): cgutils.alloca_once(builder, REALS) for row in range(_GROUP) for half in (0, 1)}
         for (row, half), place in sums.items():
-            builder.store(load(builder, _place(builder, start, start_step, row, half), 0, REALS), place)
-        with cgutils.for_range(builder, builder.mul(steps, ir.Constant(_I64, 16))) as loop:
-            step = builder.mul(builder.lshr(loop.index, ir.Constant(_I64, 4)), ir.Constant(_I64, STEP))
-            pair = builder.and_(loop.index, ir.Constant(_I64, 15))
-            rows = builder.add(builder.add(left, step), builder.mul(pair, ir.Constant(_I64, 4)))
-            columns = builder.add(builder.add(right, step), builder.mul(pair, ir.Constant(_I64, 64)))
+            line = builder.add(start, builder.mul(start_step, whole(row)))
+            builder.store(load(builder, line, 64 * half), place)
+        with cgutils.for_range(builder, builder.mul(steps, whole(16))) as loop:
+            step = builder.mul(builder.lshr(loop.index, whole(4)), whole(STEP))
+            pair = builder.and_(loop.index, whole(15))
+            rows = builder.add(builder.add(left, step), builder.mul(pair, whole(4)))
+            columns = builder.add(builder.add(right, step), builder.mul(pair, whole(64)))
             _multiply_pair(builder, sums, rows, columns)
         for (row, half), place in sums.items():
-            store(builder, builder.load(place), _place(builder, total, total_step, row, half), 0)
-        return context.get_dummy_value()
+            line = builder.add(total, builder.mul(total_step, whole(row)))
+            store(builder, builder.load(place), line, 64 * half)
 
-    return types.void(*[_int] * 7), generate
+    return operation(build, 7)
 
 
 @helper

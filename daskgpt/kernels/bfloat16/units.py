@@ -7,12 +7,11 @@ import os
 import platform
 
 import llvmlite.binding
-from numba.core.registry import cpu_target
+
+from daskgpt.kernels.vectors.processor import features, has_avx512_bfloat16
 
 VARIABLE = "DASKGPT_MATMUL"
 _REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
-_AMX = (*_AVX512, "amx-tile", "amx-bf16")
 
 
 class Unit(enum.IntEnum):
@@ -21,15 +20,6 @@ class Unit(enum.IntEnum):
     PORTABLE = 0
     AVX512 = 1
     AMX = 2
-
-
-@functools.cache
-def _features() -> frozenset[str]:
-    """What Numba compiles for; NUMBA_CPU_FEATURES can take units away."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return frozenset()
-    listed = cpu_target.target_context.codegen().magic_tuple()[2]
-    return frozenset(feature[1:] for feature in listed.split(",") if feature.startswith("+"))
 
 
 def outruns_float32(unit: Unit) -> bool:
@@ -43,8 +33,9 @@ def outruns_float32(unit: Unit) -> bool:
 
 def compiles(unit: Unit) -> bool:
     """Whether code for this unit can be compiled here."""
-    wanted = {Unit.AMX: _AMX, Unit.AVX512: _AVX512, Unit.PORTABLE: ()}[unit]
-    return _features().issuperset(wanted)
+    if unit is Unit.AMX:
+        return has_avx512_bfloat16() and features().issuperset(("amx-tile", "amx-bf16"))
+    return unit is Unit.PORTABLE or has_avx512_bfloat16()
 
 
 def request_tiles() -> bool:

@@ -22,8 +22,7 @@ from daskgpt.kernels.bfloat16.tiles import (
 )
 from daskgpt.kernels.bfloat16.units import Unit, unit
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import address_of
-from daskgpt.kernels.vectors.operations import copy_row
+from daskgpt.kernels.vectors.operations import address_of, copy_row
 
 # dy's and x's panels that are multiplied with each other, and the rows of sums, share the second cache.
 _LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256

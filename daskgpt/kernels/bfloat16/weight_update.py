@@ -23,8 +23,7 @@ from daskgpt.kernels.bfloat16.weight_gradient import (
     sum_rows,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import address_of
-from daskgpt.kernels.vectors.operations import copy_row, read_real, read_whole, write_real
+from daskgpt.kernels.vectors.operations import address_of, copy_row, read_real, read_whole, write_real
 
 # The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256

@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32 import sgemm
+from daskgpt.kernels.vectors.operations import address_of, read, write
 
 # What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
 # 32-bit ones.
@@ -85,37 +86,6 @@ def gemm_address(dtype: np.dtype) -> int:
 
 
 @intrinsic
-def address_of(typing_context: Any, array: Any) -> Any:
-    """Address of the first element of an array, as a whole number."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.ptrtoint(data, ir.IntType(64))
-
-    return types.int64(array), generate
-
-
-@intrinsic
-def _load(typing_context: Any, address: Any, index: Any, like: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        element = context.get_value_type(signature.args[2])
-        pointer = builder.inttoptr(arguments[0], element.as_pointer())
-        return builder.load(builder.gep(pointer, [arguments[1]]))
-
-    return like(types.int64, types.int64, like), generate
-
-
-@intrinsic
-def _store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], arguments[2].type.as_pointer())
-        builder.store(arguments[2], builder.gep(pointer, [arguments[1]]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, value), generate
-
-
-@intrinsic
 def _call_blas(
     typing_context: Any,
     blas: Any,
@@ -169,16 +139,16 @@ def _portable(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
     zero = beta - beta
     for i in range(m):
         for j in range(n):
-            total = zero if beta == zero else beta * _load(c, i * ldc + j, beta)
+            total = zero if beta == zero else beta * read(c, i * ldc + j, beta)
             if b_transposed:
                 for p in range(k):
-                    total += _load(a, i * a_row + p * a_column, beta) * _load(b, j * ldb + p, beta)
-            _store(c, i * ldc + j, total)
+                    total += read(a, i * a_row + p * a_column, beta) * read(b, j * ldb + p, beta)
+            write(c, i * ldc + j, total)
         if not b_transposed:
             for p in range(k):
-                factor = _load(a, i * a_row + p * a_column, beta)
+                factor = read(a, i * a_row + p * a_column, beta)
                 for j in range(n):
-                    _store(c, i * ldc + j, _load(c, i * ldc + j, beta) + factor * _load(b, p * ldb + j, beta))
+                    write(c, i * ldc + j, read(c, i * ldc + j, beta) + factor * read(b, p * ldb + j, beta))
 
 
 @helper

@@ -54,7 +54,8 @@ from daskgpt.kernels.float32.sgemm_tiles import (
     slots,
     transpose,
 )
-from daskgpt.kernels.float32.sgemm_vectors import LANES, VECTOR, has_avx512
+from daskgpt.kernels.vectors.lanes import LANES, VECTOR
+from daskgpt.kernels.vectors.processor import has_avx512
 
 # Attention's products: so few steps, and so many numbers of the left operand, are not worth any packing.
 _SHORT, _SMALL = 64, 8192

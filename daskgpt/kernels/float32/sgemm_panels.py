@@ -14,14 +14,13 @@ from daskgpt.kernels.float32.sgemm_tiles import (
     copy_halves,
     copy_rows,
     fill_slot,
-    load,
     multiply,
     release,
-    store,
     take_slot,
     transpose,
 )
-from daskgpt.kernels.float32.sgemm_vectors import LANES, VECTOR
+from daskgpt.kernels.vectors.lanes import LANES, VECTOR
+from daskgpt.kernels.vectors.operations import read_real, write_real
 
 # Steps of the summed axis that are packed at once.
 DEPTH = 384
@@ -105,7 +104,7 @@ def share_ahead(plan, start, call):
 def _copy_part(source, source_step, target, target_step, rows, columns):
     for row in range(rows):
         for column in range(columns):
-            store(target + row * target_step + column * 4, load(source + row * source_step + column * 4))
+            write_real(target + row * target_step, column, read_real(source + row * source_step, column))
 
 
 @helper

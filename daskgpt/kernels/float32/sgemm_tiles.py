@@ -5,7 +5,7 @@ calls, and these would be compiled once more for every helper. On a processor wi
 `sgemm` sees to it that it is not used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -13,27 +13,27 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.kernels.float32.sgemm_vectors import (
+from daskgpt.kernels.float32.sgemm_copies import copy_body, copy_halves_body, transpose_body
+from daskgpt.kernels.vectors.lanes import (
     F32,
     I8,
     I64,
-    LANES,
     POINTER,
     REALS,
     VECTOR,
     VOID,
-    copy_body,
-    copy_halves_body,
+    at,
+    call,
+    constant,
     fma,
-    function,
-    has_avx512,
-    load_vector,
+    load,
     prefetch,
     splat,
-    store_vector,
-    transpose_body,
+    store,
     whole,
 )
+from daskgpt.kernels.vectors.operations import operation
+from daskgpt.kernels.vectors.processor import has_avx512
 
 # How a tile reads its left operand.
 BY_ROWS, BY_COLUMNS, BY_ROWS_PACKING = 0, 1, 2
@@ -48,6 +48,19 @@ _UNROLL = 4
 _TILE_KINDS, _TRANSPOSE_KINDS = [I64] * 12 + [F32], [I64] * 8 + [F32]
 _COPY_KINDS, _HALVES_KINDS = [I64] * 5, [I64] * 6
 _int, _real = types.int64, types.float32
+
+
+def function(module: Any, name: str, kinds: list[Any], body: Callable[..., None]) -> Any:
+    """The module's own function of this name, made at its first use."""
+    found = module.globals.get(name)
+    if found is None:
+        found = ir.Function(module, ir.FunctionType(VOID, kinds), name)
+        found.linkage = "internal"
+        found.attributes.add("noinline")
+        builder = ir.IRBuilder(found.append_basic_block("entry"))
+        body(builder, *found.args)
+        builder.ret_void()
+    return found
 
 
 class _Tile:
@@ -82,7 +95,7 @@ class _Tile:
         with cgutils.for_range(builder, builder.and_(steps, whole(_LINE - 1))):
             self._multiply(1)
         for place, variable in self.sums.items():
-            store_vector(builder, builder.load(variable), total, sums[place])
+            store(builder, builder.load(variable), total, sums[place])
 
     def _addresses_of_sums(self, step: Any) -> dict[tuple[int, int], Any]:
         """The distance of every vector of sums from the first."""
@@ -92,16 +105,15 @@ class _Tile:
 
     def _start(self, sums: dict[tuple[int, int], Any], total: Any, beta: Any) -> None:
         """The sums' first values: that a sum goes on where it was is what makes its bits the same however it is cut."""
-        builder, zero = self.builder, ir.Constant(REALS, [0.0] * LANES)
+        builder, zero = self.builder, constant(REALS, 0.0)
         self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
         scale = splat(builder, beta)
-        with builder.if_then(builder.fcmp_unordered("!=", beta, ir.Constant(F32, 0.0))):
+        with builder.if_then(builder.fcmp_unordered("!=", beta, constant(F32, 0.0))):
             for place, variable in self.sums.items():
-                builder.store(builder.fmul(load_vector(builder, total, sums[place]), scale), variable)
+                builder.store(builder.fmul(load(builder, total, sums[place]), scale), variable)
 
     def _move(self, variable: Any, offset: Any) -> None:
-        place = self.builder.gep(self.builder.load(variable), [offset], source_etype=I8)
-        self.builder.store(place, variable)
+        self.builder.store(at(self.builder, self.builder.load(variable), offset, I8), variable)
 
     def _look_ahead(self, count: Any, lines: Any, step: Any) -> None:
         """Fetch the next `count` lines of a rectangle of `lines` lines a row."""
@@ -109,7 +121,7 @@ class _Tile:
         beyond = builder.sub(step, builder.shl(lines, whole(6)))
         with cgutils.for_range(builder, count):
             place, line = builder.load(self.ahead), builder.sub(builder.load(self.line), whole(1))
-            prefetch(builder, builder.inttoptr(place, POINTER), 0, False, 2)
+            prefetch(builder, place)
             last = builder.icmp_signed("==", line, whole(0))
             place = builder.add(place, builder.select(last, builder.add(beyond, whole(64)), whole(64)))
             builder.store(place, self.ahead)
@@ -119,16 +131,16 @@ class _Tile:
         builder = self.builder
         for step in range(count):
             left, right = builder.load(self.left), builder.load(self.right)
-            columns = [load_vector(builder, right, VECTOR * part) for part in range(self.width)]
+            columns = [load(builder, right, VECTOR * part) for part in range(self.width)]
             if self.packs:
                 for part in range(self.width):
-                    store_vector(builder, columns[part], builder.load(self.packed), VECTOR * part)
+                    store(builder, columns[part], builder.load(self.packed), VECTOR * part)
                 self._move(self.packed, whole(VECTOR * self.width))
             for row in range(self.rows):
                 offset = whole(4 * row)
                 if not self.by_columns:
                     offset = builder.add(builder.mul(self.left_step, whole(row)), whole(4 * step))
-                value = splat(builder, load_vector(builder, left, offset, F32))
+                value = splat(builder, load(builder, left, offset, F32))
                 for part in range(self.width):
                     place = self.sums[row, part]
                     builder.store(fma(builder, value, columns[part], builder.load(place)), place)
@@ -176,7 +188,7 @@ def code(typing_context):
     return _int(), generate
 
 
-def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: list[Any]) -> None:
+def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: Sequence[Any]) -> None:
     place = builder.add(table, builder.shl(number, whole(3)))
     found = builder.load(builder.inttoptr(place, POINTER.as_pointer()))
     builder.call(builder.bitcast(found, ir.FunctionType(VOID, kinds).as_pointer()), arguments)
@@ -221,24 +233,20 @@ def transpose(typing_context, code, operands, target, target_step, target_rows, 
 def copy_rows(typing_context, code, width, source, step, rows, columns, target):
     """`rows` rows of 16 `width` numbers, one after the other at target; beyond `columns` of source they are zero."""
 
-    def generate(context, builder, signature, arguments):
-        code, width, *rest = arguments
+    def build(builder, code, width, *rest):
         _call(builder, code, width, _COPY_KINDS, rest)
-        return context.get_dummy_value()
 
-    return types.void(*[_int] * 7), generate
+    return operation(build, 7)
 
 
 @intrinsic
 def copy_halves(typing_context, code, source, step, rows, columns, target, distance):
     """`rows` rows of 16 numbers, the first 8 at target, the last 8 `distance` further; past `columns` they are zero."""
 
-    def generate(context, builder, signature, arguments):
-        code, *rest = arguments
+    def build(builder, code, *rest):
         _call(builder, code, whole(_COPY_HALVES), _HALVES_KINDS, rest)
-        return context.get_dummy_value()
 
-    return types.void(*[_int] * 7), generate
+    return operation(build, 7)
 
 
 # Places for addresses of free scratch memory, for all threads. A call takes one out and puts it back: fresh memory
@@ -284,38 +292,14 @@ def fill_slot(typing_context, slot, address):
 @intrinsic
 def allocate(typing_context, size):
     def generate(context, builder, signature, arguments):
-        malloc = cgutils.get_or_insert_function(builder.module, ir.FunctionType(POINTER, [I64]), "malloc")
-        return builder.ptrtoint(builder.call(malloc, arguments), I64)
+        return builder.ptrtoint(call(builder, "malloc", POINTER, arguments), I64)
 
     return _int(_int), generate
 
 
 @intrinsic
 def release(typing_context, address):
-    def generate(context, builder, signature, arguments):
-        free = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VOID, [POINTER]), "free")
-        builder.call(free, [builder.inttoptr(arguments[0], POINTER)])
-        return context.get_dummy_value()
+    def build(builder, address):
+        call(builder, "free", VOID, [builder.inttoptr(address, POINTER)])
 
-    return types.void(_int), generate
-
-
-@intrinsic
-def load(typing_context, address):
-    """The number at an address."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(builder.inttoptr(arguments[0], F32.as_pointer()))
-
-    return _real(_int), generate
-
-
-@intrinsic
-def store(typing_context, address, value):
-    """Write a number to an address."""
-
-    def generate(context, builder, signature, arguments):
-        builder.store(arguments[1], builder.inttoptr(arguments[0], F32.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(_int, _real), generate
+    return operation(build, 1)

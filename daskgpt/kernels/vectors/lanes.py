@@ -1,0 +1,215 @@
+"""Code on several numbers at a time, in LLVM's vector types: what intrinsics and emitted functions are built from.
+
+A function takes an llvmlite builder first and returns a value. How many lanes there are follows from the type of its
+arguments, LANES being the default. A place in memory is a pointer or an address (a whole number), and a distance in
+bytes from it.
+
+A loop that Numba vectorises first compares every pair of its arrays for overlap, and may round its last numbers
+differently from the others: numbers that never fill a vector. That pays for long arrays, not for a few columns.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from daskgpt.kernels.vectors.processor import has_avx512_bfloat16
+
+LANES = 16
+VECTOR = 4 * LANES
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32, VOID = ir.FloatType(), ir.VoidType()
+POINTER = I8.as_pointer()
+HALVES, BITS, REALS, MASK = (ir.VectorType(element, LANES) for element in (I16, I32, F32, I1))
+_NAMES = {I16: "i16", I32: "i32", F32: "f32"}
+_BYTES = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8}
+# Said at every operation of a formula: where nothing is said, Numba adds the freedom to reorder, which would cancel
+# constants.
+CONTRACT = ("contract",)
+
+# exp: Cody and Waite's reduction, Cephes' polynomial.
+_LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+_LOWEST, _HIGHEST = -87.0, 88.72
+# Adding and subtracting 1.5 * 2**23 rounds to a whole number, which is then in the sum's lowest bits.
+_ROUND = 12582912.0
+_POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+
+
+def whole(number: int) -> ir.Constant:
+    """A constant of 64 bits."""
+    return ir.Constant(I64, number)
+
+
+def constant(kind: Any, number: float) -> ir.Constant:
+    """The same number in every lane; `kind` may be a single number's type."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+def call(builder: Any, name: str, result: Any, arguments: list[Any], **options: Any) -> Any:
+    """Call one of LLVM's intrinsics, or a function of the C library."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, **options)
+
+
+def at(builder: Any, place: Any, offset: Any, kind: Any) -> Any:
+    """Pointer to a value of `kind`, `offset` bytes on."""
+    offset = whole(offset) if isinstance(offset, int) else offset
+    if isinstance(place.type, ir.PointerType):
+        return builder.bitcast(builder.gep(place, [offset], source_etype=I8), kind.as_pointer())
+    return builder.inttoptr(builder.add(place, offset), kind.as_pointer())
+
+
+def load(builder: Any, place: Any, offset: Any = 0, kind: Any = REALS) -> Any:
+    """A vector, or one number, aligned like one number."""
+    return builder.load(at(builder, place, offset, kind), align=_BYTES[getattr(kind, "element", kind)])
+
+
+def store(builder: Any, value: Any, place: Any, offset: Any = 0) -> None:
+    """Write a vector, or one number."""
+    element = getattr(value.type, "element", value.type)
+    builder.store(value, at(builder, place, offset, value.type), align=_BYTES[element])
+
+
+def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
+    """The same value in every lane."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return shuffle(builder, first, first, [0] * lanes)
+
+
+def shuffle(builder: Any, left: Any, right: Any, order: list[int]) -> Any:
+    """Lanes of two vectors, numbered through both."""
+    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(order)), order))
+
+
+def below(builder: Any, count: Any, first: int = 0, lanes: int = LANES) -> Any:
+    """Which of the lanes, numbered from `first` on, are below a 64-bit count."""
+    limits = splat(builder, builder.trunc(count, I32), lanes)
+    numbers = ir.Constant(limits.type, [first + lane for lane in range(lanes)])
+    return builder.icmp_signed("<", numbers, limits)
+
+
+def load_masked(builder: Any, place: Any, offset: Any, mask: Any, kind: Any = REALS) -> Any:
+    """A vector; where the mask is not set, memory is not read and the number is 0."""
+    name = f"llvm.masked.load.v{kind.count}{_NAMES[kind.element]}.p0"
+    align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
+    return call(builder, name, kind, [pointer, align, mask, ir.Constant(kind, None)])
+
+
+def store_masked(builder: Any, value: Any, place: Any, offset: Any, mask: Any) -> None:
+    """Write the numbers where the mask is set."""
+    kind = value.type
+    name = f"llvm.masked.store.v{kind.count}{_NAMES[kind.element]}.p0"
+    align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
+    call(builder, name, VOID, [value, pointer, align, mask])
+
+
+def prefetch(builder: Any, place: Any, offset: Any = 0) -> None:
+    """Fetch a cache line into the second cache; any place is allowed."""
+    call(builder, "llvm.prefetch.p0", VOID, [at(builder, place, offset, I8), *(ir.Constant(I32, n) for n in (0, 2, 1))])
+
+
+def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """left right + total with one rounding."""
+    return call(builder, f"llvm.fma.v{total.type.count}f32", total.type, [left, right, total])
+
+
+def product_sum(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """left right + total, with one rounding where the processor can."""
+    return builder.fadd(builder.fmul(left, right, flags=CONTRACT), total, flags=CONTRACT)
+
+
+def exp(builder: Any, x: Any) -> Any:
+    """e**x of a float32 number or of each lane.
+
+    x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
+    place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
+    """
+    kind = x.type
+    bits = ir.VectorType(I32, kind.count) if isinstance(kind, ir.VectorType) else I32
+
+    def number(value: float) -> ir.Constant:
+        return constant(kind, value)
+
+    for order, limit in (("<", _LOWEST), (">", _HIGHEST)):
+        x = builder.select(builder.fcmp_ordered(order, x, number(limit)), number(limit), x)
+    shifted = product_sum(builder, x, number(_LOG2_E), number(_ROUND))
+    n = builder.fsub(shifted, number(_ROUND), flags=CONTRACT)
+    r = product_sum(builder, n, number(-_LOG_2_HIGH), x)
+    r = product_sum(builder, n, number(-_LOG_2_LOW), r)
+    p = number(_POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        p = product_sum(builder, p, r, number(coefficient))
+    square = builder.fmul(r, r, flags=CONTRACT)
+    y = builder.fadd(product_sum(builder, p, square, r), number(1), flags=CONTRACT)
+    power = builder.shl(builder.bitcast(shifted, bits), constant(bits, 23))
+    return builder.bitcast(builder.add(builder.bitcast(y, bits), power), kind)
+
+
+def round_to_bfloat16(builder: Any, reals: Any, subnormal: bool = False) -> Any:
+    """float32 numbers as the 16 bits of the nearest bfloat16, ties to even; NaN stays NaN.
+
+    The processor's own instruction turns subnormal numbers into zeros, which the products would read them as anyway.
+    With `subnormal`, and on processors without the instruction, they are rounded like others.
+    """
+    lanes = reals.type.count
+    bits, halves = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
+    if has_avx512_bfloat16() and not subnormal and lanes == LANES:
+        return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", halves, [reals])
+    given, half = builder.bitcast(reals, bits), constant(bits, 16)
+    odd = builder.and_(builder.lshr(given, half), constant(bits, 1))
+    nearest = builder.add(builder.add(given, constant(bits, 0x7FFF)), odd)
+    # Adding could carry a NaN's bits over into infinity or a sign: it keeps its upper half and becomes quiet.
+    nan = builder.icmp_unsigned(">", builder.and_(given, constant(bits, 0x7FFFFFFF)), constant(bits, 0x7F800000))
+    rounded = builder.select(nan, builder.or_(given, constant(bits, 0x00400000)), nearest)
+    return builder.trunc(builder.lshr(rounded, half), halves)
+
+
+def widen(builder: Any, halves: Any) -> Any:
+    """bfloat16 numbers, given as their 16 bits, as float32: exact."""
+    lanes = halves.type.count
+    bits = ir.VectorType(I32, lanes)
+    wide = builder.shl(builder.zext(halves, bits), constant(bits, 16))
+    return builder.bitcast(wide, ir.VectorType(F32, lanes))
+
+
+def _transposed_quads(builder: Any, rows: list[Any]) -> list[Any]:
+    """Four rows, every four of their lanes transposed: lane 4 q + i of vector l is lane 4 q + l of row i."""
+    lanes = rows[0].type.count
+
+    def interleave(left: Any, right: Any, unit: int, upper: int) -> Any:
+        # In each four lanes the lower or upper `unit`s of both, in turn: one instruction on x86.
+        firsts = [quad + first for quad in range(0, lanes, 4) for first in range(2 * upper, 2 * upper + 2, unit)]
+        order = [base + first + lane for first in firsts for base in (0, lanes) for lane in range(unit)]
+        return shuffle(builder, left, right, order)
+
+    a, b, c, d = rows
+    pairs = [[interleave(*two, 1, upper) for upper in (0, 1)] for two in ((a, b), (c, d))]
+    return [interleave(pairs[0][half], pairs[1][half], 2, upper) for half in (0, 1) for upper in (0, 1)]
+
+
+def _transposed_by_quads(builder: Any, vectors: list[Any]) -> list[Any]:
+    """As many vectors as each has groups of four lanes: group g of result q is group q of vector g."""
+    if len(vectors) == 1:
+        return vectors
+    lanes = vectors[0].type.count
+    parts = []
+    for odd in (0, 4):
+        order = [quad + odd + lane for quad in range(0, 2 * lanes, 8) for lane in range(4)]
+        every_other = [shuffle(builder, *two, order) for two in zip(vectors[::2], vectors[1::2], strict=True)]
+        parts.append(_transposed_by_quads(builder, every_other))
+    return [vector for two in zip(*parts, strict=True) for vector in two]
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The columns of a square of 32-bit numbers, as many rows as lanes (4, 8 or 16)."""
+    quads = [_transposed_quads(builder, rows[first : first + 4]) for first in range(0, len(rows), 4)]
+    by_lane = [_transposed_by_quads(builder, [quad[lane] for quad in quads]) for lane in range(4)]
+    return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
