@@ -1,4 +1,4 @@
-"""exp, sigmoid, tanh and maximum inside kernels: the stated errors, the ends of the range, NaN."""
+"""exp, sigmoid and maximum inside kernels: the stated errors, the ends of the range, NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def over_an_array(function):
     return call
 
 
-exp, sigmoid, tanh = (over_an_array(getattr(elementary, name)) for name in ("exp", "sigmoid", "tanh"))
+exp, sigmoid = over_an_array(elementary.exp), over_an_array(elementary.sigmoid)
 
 
 def units_in_the_last_place(y: np.ndarray, exact: np.ndarray) -> float:
@@ -52,16 +52,9 @@ def test_sigmoid_float32_is_within_three_units_in_the_last_place():
     assert units_in_the_last_place(sigmoid(x), 1 / (1 + np.exp(-x.astype("f8")))) <= 3
 
 
-def test_tanh_float32_is_within_its_absolute_error():
-    x = np.concatenate([np.linspace(-20, 20, 500_001), [-np.inf, np.inf]]).astype("f4")
-    assert np.abs(tanh(x) - np.tanh(x.astype("f8"))).max() <= 2e-7
-    assert np.isnan(tanh(np.array([np.nan], "f4"))).all()
-
-
-@pytest.mark.parametrize(("ours", "numpys"), [(exp, np.exp), (tanh, np.tanh)])
-def test_float64_is_the_library_s(ours, numpys):
+def test_float64_is_the_library_s():
     x = np.linspace(-30, 30, 10_001)
-    np.testing.assert_allclose(ours(x), numpys(x), rtol=1e-14, atol=1e-15)
+    np.testing.assert_allclose(exp(x), np.exp(x), rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

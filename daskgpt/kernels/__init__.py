@@ -4,4 +4,14 @@ Every public kernel takes NumPy arrays and returns new ones. Inputs are only rea
 and float64 run the same source; a result depends on the values alone, not on where the arrays lie or which thread
 runs. A *summing* kernel takes `total` and `accumulate`: it writes its sum into `total`, or adds the sum to it, and
 returns `total`.
+
+Each of these knows only what comes after it:
+
+    bfloat16/            the layers that `--precision bfloat16` replaces, and their products
+    attention, linear …  the layers, the loss and AdamW
+    float32/             products inside kernels: BLAS by its address, or one of our own
+    arguments            checks and views of what kernels are given
+    floating_point       subnormal numbers count as zero
+    vectors/             code on several numbers at a time, and operations on memory by its address
+    compilation          how a kernel is compiled, once a dtype, and cached on disk
 """

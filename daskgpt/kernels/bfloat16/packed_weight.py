@@ -42,7 +42,7 @@ def _pack(weight, forward, backward, outputs, channels, first, last):
     )
 
 
-def check_rows(where: str, outputs: int, first: int, last: int) -> None:
+def check_panel_rows(where: str, outputs: int, first: int, last: int) -> None:
     """Raise ValueError unless first .. last are rows of a weight that begin and end with a panel."""
     if not 0 <= first < last <= outputs or first % 32 or (last % 32 and last != outputs):
         raise ValueError(
@@ -89,7 +89,7 @@ def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first
     check_layout("pack_weight", packed)
     check_shape("pack_weight", "weight", weight, (rows, packed.channels))
     last = first + rows
-    check_rows("pack_weight", packed.outputs, first, last)
+    check_panel_rows("pack_weight", packed.outputs, first, last)
     if packed.in_tiles:
         source = words(np.ascontiguousarray(weight))
         _pack(source, packed.forward, packed.backward, packed.outputs, channels, first, last)

@@ -10,7 +10,7 @@ from daskgpt.kernels.bfloat16 import portable
 from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packed_weight import PackedWeight, check_layout
 from daskgpt.kernels.bfloat16.packing import pack_rows
-from daskgpt.kernels.bfloat16.rounding import BFLOAT16, FLOAT32
+from daskgpt.kernels.bfloat16.rounding import FLOAT32
 from daskgpt.kernels.bfloat16.scratch import scratch
 from daskgpt.kernels.bfloat16.tiles import (
     BLOCK,
@@ -18,6 +18,7 @@ from daskgpt.kernels.bfloat16.tiles import (
     DEPTH,
     ROW,
     STEP,
+    ZEROS,
     close_unit,
     fetch,
     multiply_block,
@@ -33,8 +34,6 @@ _ROWS_BYTES = 1 << 20
 _LONGEST, _DEEP_ROWS = 2048, 256
 # Fewer blocks of rows than this use a panel up faster than it can be fetched ahead.
 _BLOCKS_TO_FETCH = 3
-_CONFIGURATION = CONFIGURATION.ctypes.data
-_ZEROS = np.zeros(ROW // 2, BFLOAT16)
 
 
 @helper
@@ -100,7 +99,7 @@ def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
 def _starts(bias: np.ndarray | None, width: int) -> tuple[np.ndarray, int]:
     """What the sums start with, the bias or one row of zeros, and the bytes from 32 columns of it to the next."""
     if bias is None:
-        return _ZEROS, 0
+        return ZEROS, 0
     if width % 32:
         padded = np.zeros(ceiling(width, 32), FLOAT32)
         padded[:width] = bias
@@ -126,7 +125,7 @@ def _product(where: str, name: str, x: Any, weight: PackedWeight, backward: bool
     left, sums = scratch(left_bytes, sums_bytes)
     packed = weight.backward if backward else weight.forward
     _multiply(
-        words(np.ascontiguousarray(x)), packed, start, words(y), unit(), _CONFIGURATION, rows, depth, width, start_step,
+        words(np.ascontiguousarray(x)), packed, start, words(y), unit(), CONFIGURATION, rows, depth, width, start_step,
         left, sums, block_step, chunk_rows, chunk_depth,
     )  # fmt: skip
     return y

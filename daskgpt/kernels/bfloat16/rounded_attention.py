@@ -19,9 +19,19 @@ from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, rounded
 from daskgpt.kernels.bfloat16.scratch import scratch
-from daskgpt.kernels.bfloat16.tiles import BLOCK, ROW, STEP, TILE, close_unit, multiply_block, open_unit
+from daskgpt.kernels.bfloat16.tiles import (
+    BLOCK,
+    CONFIGURATION,
+    ROW,
+    STEP,
+    TILE,
+    ZEROS,
+    close_unit,
+    multiply_block,
+    open_unit,
+)
 from daskgpt.kernels.bfloat16.units import Unit, unit
-from daskgpt.kernels.bfloat16.weight_gradient import CONFIGURATION_ADDRESS, ZEROS, sum_rows
+from daskgpt.kernels.bfloat16.weight_gradient import sum_rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.vectors.lanes import (
     CONTRACT,
@@ -348,7 +358,7 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
         steps * STEP, panels, panels, blocks * BLOCK, blocks * STEP, steps * BLOCK, 32 * VECTOR, 32 * VECTOR
     )
     _forward(
-        words(np.ascontiguousarray(qkv)), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION_ADDRESS, sequences,
+        words(np.ascontiguousarray(qkv)), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences,
         tokens, heads, size, *addresses, steps,
     )  # fmt: skip
     return y, logsumexp
@@ -385,5 +395,5 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
         4 * panels, 3 * panels, 2 * BLOCK + STEP, line, line, 2 * blocks * STEP, steps * BLOCK, steps * blocks * BLOCK
     )
     arrays = [words(np.ascontiguousarray(array)) for array in (dy, qkv, y, logsumexp)]
-    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION_ADDRESS, sequences, tokens, heads, size, *addresses)
+    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size, *addresses)
     return dqkv

@@ -57,7 +57,11 @@ def _configuration() -> np.ndarray:
     return configuration
 
 
-CONFIGURATION = _configuration()
+_CONFIGURATION_BYTES = _configuration()
+# Addresses do not change while the module lives: kernels take this one as an argument.
+CONFIGURATION = _CONFIGURATION_BYTES.ctypes.data
+# What the 32 columns of a product without a bias start with, float32 numbers as 16-bit words.
+ZEROS = np.zeros(ROW // 2, np.uint16)
 
 
 def _instruction(name, values):

@@ -8,13 +8,13 @@ from daskgpt.kernels.arguments import check_output
 from daskgpt.kernels.bfloat16 import portable
 from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packing import pack_pairs
-from daskgpt.kernels.bfloat16.rounding import BFLOAT16, FLOAT32
+from daskgpt.kernels.bfloat16.rounding import FLOAT32
 from daskgpt.kernels.bfloat16.scratch import scratch
 from daskgpt.kernels.bfloat16.tiles import (
     CONFIGURATION,
     DEPTH,
-    ROW,
     STEP,
+    ZEROS,
     close_unit,
     multiply_block,
     open_unit,
@@ -26,8 +26,6 @@ from daskgpt.kernels.vectors.operations import address_of, copy_row
 
 # dy's and x's panels that are multiplied with each other, and the rows of sums, share the second cache.
 _LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256
-CONFIGURATION_ADDRESS = CONFIGURATION.ctypes.data
-ZEROS = np.zeros(ROW // 2, BFLOAT16)
 
 
 @helper
@@ -148,7 +146,7 @@ def backward_weight(
     )
     _multiply(
         words(np.ascontiguousarray(dy)), words(np.ascontiguousarray(x)), words(total), ZEROS, unit(),
-        CONFIGURATION_ADDRESS, tokens, outputs, channels, first, last, accumulate, left, right, sums, block_rows,
+        CONFIGURATION, tokens, outputs, channels, first, last, accumulate, left, right, sums, block_rows,
         block_columns,
     )  # fmt: skip
     return total

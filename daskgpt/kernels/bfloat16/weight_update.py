@@ -8,15 +8,13 @@ import numpy as np
 from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_scalars
 from daskgpt.kernels.arguments import check_output, check_shape
 from daskgpt.kernels.bfloat16.operands import NOTHING, ceiling, check_float32, words
-from daskgpt.kernels.bfloat16.packed_weight import PackedWeight, check_layout, check_rows, pack_weight
+from daskgpt.kernels.bfloat16.packed_weight import PackedWeight, check_layout, check_panel_rows, pack_weight
 from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_weight_rows
 from daskgpt.kernels.bfloat16.rounding import FLOAT32
 from daskgpt.kernels.bfloat16.scratch import scratch
-from daskgpt.kernels.bfloat16.tiles import STEP, close_unit, open_unit
+from daskgpt.kernels.bfloat16.tiles import CONFIGURATION, STEP, ZEROS, close_unit, open_unit
 from daskgpt.kernels.bfloat16.units import unit
 from daskgpt.kernels.bfloat16.weight_gradient import (
-    CONFIGURATION_ADDRESS,
-    ZEROS,
     backward_weight,
     check_tokens,
     row_range,
@@ -126,7 +124,7 @@ def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
         )
     outputs, channels = weight.shape
     first, last = row_range(where, outputs, rows)
-    check_rows(where, outputs, first, last)
+    check_panel_rows(where, outputs, first, last)
     for name, array in (("weight", weight), ("m", m), ("v", v)):
         check_output(where, name, array, (outputs, channels), FLOAT32)
     check_layout(where, packed)
@@ -171,7 +169,7 @@ def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, op
     _update(
         words(table), words(weight), words(m), words(v),
         NOTHING if gradient is None else words(np.ascontiguousarray(gradient)), packed.forward, packed.backward,
-        words(scalars), ZEROS, unit(), CONFIGURATION_ADDRESS, len(dys), outputs, channels, first, last, left, right,
+        words(scalars), ZEROS, unit(), CONFIGURATION, len(dys), outputs, channels, first, last, left, right,
         sums, sums_step, block_rows, block_columns,
     )  # fmt: skip
 
