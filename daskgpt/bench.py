@@ -17,7 +17,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.compare.llmc_program import compare_llmc
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import compare_torch, require_torch
-from daskgpt.instruments.compare.turns import Comparison
+from daskgpt.instruments.compare.turns import PairedTurns
 from daskgpt.instruments.measure import Measurement, Steps, measure
 from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
@@ -25,7 +25,6 @@ from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import Job, compile_kernels
 
-BUSY = 0.2  # cores of others, from which on a note is printed
 DESCRIPTION = """\
 Time training steps on random tokens.
 
@@ -94,11 +93,11 @@ def main(arguments: list[str]) -> int:
         return 0
     with quiet(values.json):
         others = machine.busy_cores()
-        if others and others > BUSY:
+        if others and others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
         found = run(job, asked, opponent, options)
     facts = {"preset": values.preset, "others_cores": others} | setup(job)
-    if isinstance(found, Comparison):
+    if isinstance(found, PairedTurns):
         print(json.dumps(found.record() | facts) if values.json else found.describe())
     else:
         print(json.dumps(record(job, found) | facts) if values.json else describe(job, found))
@@ -126,7 +125,7 @@ def opponent_of(words: list[str]) -> tuple[str, Path | None]:
 
 def run(
     job: Job, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions
-) -> Measurement | Comparison:
+) -> Measurement | PairedTurns:
     """The measurement of a job, alone or against somebody."""
     name, path = opponent
     compile_kernels(job.precision)

@@ -12,9 +12,8 @@ from typing import Any
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.instruments.study.dials import DIALS
 from daskgpt.instruments.study.grid import (
-    DIALS,
-    Point,
     StudyConfig,
     chosen_grid,
     default_grid,
@@ -29,7 +28,8 @@ from daskgpt.training.job import compile_kernels
 
 DESCRIPTION = """\
 Run training steps on random tokens under many settings of the dataflow, each run in a fresh process on as many cores as
-it has threads, and write a folder: results.csv (a row a run), figures, and report.md, which says what came of it.
+it has threads, and write a folder: results.csv (a row a run), figures, and report.html (and .md), which says what came
+of it.
 
 Without any of the lists below, a study goes out from one point (all cores, barrier step, grain block, half of the
 sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler. With lists, every combination of
@@ -55,10 +55,9 @@ def parser() -> Parser:
         help="write a timeline of each barrier instead, in chunks of a quarter of the sequences",
     )
     lists = flags.add_argument_group("Values to combine, with commas between them")
-    for dial in DIALS:
-        kind = int if Point.__annotations__[dial] == "int" else str
-        flag = f"--{dial.replace('_', '-')}"
-        lists.add_argument(flag, type=_list_of(kind), metavar="LIST", help=f"values of daskgpt.train's {flag}")
+    for name, dial in DIALS.items():
+        flag = f"--{name.replace('_', '-')}"
+        lists.add_argument(flag, type=_list_of(dial.kind), metavar="LIST", help=f"values of daskgpt.train's {flag}")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
     add_flags(flags, StudyConfig)
     return flags
@@ -78,12 +77,12 @@ def main(arguments: list[str]) -> int:
         compile_kernels()
         write_timelines(model, study, folder)
         return 0
-    require_matplotlib()
+    require_extra()
     table = Table(folder / "results.csv", model, study)
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failed = run_all(model, study, grid, table, lambda: write(folder, values.preset, table))
-    print(f"study written to {folder / 'report.md'}")
+    failed = run_all(model, study, grid, table, lambda: write(folder, table, values.quick))
+    print(f"study written to {folder / 'report.html'} and report.md")
     return 1 if failed else 0
 
 
@@ -98,23 +97,25 @@ def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
     return preset("tiny", **QUICK_MODEL | given), replace(study, **small, repetitions=repetitions)
 
 
-def require_matplotlib() -> None:
-    """Find out that figures cannot be drawn before anything runs.
+def require_extra() -> None:
+    """Find out that figures cannot be drawn, or no page written, before anything runs.
 
-    Errors   RuntimeError where matplotlib is not installed
+    Errors   RuntimeError where matplotlib or markdown-it-py is not installed
     """
-    if find_spec("matplotlib") is None:
+    missing = [name for name in ("matplotlib", "markdown_it") if find_spec(name) is None]
+    if missing:
         raise RuntimeError(
-            "study: matplotlib must be installed; got none. Install it with pip install 'daskgpt[study]'."
+            f"study: matplotlib and markdown-it-py must be installed; got missing={', '.join(missing)}. "
+            "Install them with pip install 'daskgpt[study]'."
         )
 
 
-def write(folder: Path, name: str, table: Table) -> None:
+def write(folder: Path, table: Table, quick: bool) -> None:
     """Figures and report of what is there."""
-    from daskgpt.instruments.study.report import write_report  # needs matplotlib, which an extra brings
+    from daskgpt.instruments.study.report import write_report  # needs what an extra brings
 
     if table.rows:
-        write_report(folder, name, table.rows)
+        write_report(folder, table.rows, quick)
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

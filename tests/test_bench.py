@@ -22,7 +22,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.compare.llmc_program import compare_llmc, run_program
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import check_losses, compare_torch
-from daskgpt.instruments.compare.turns import Comparison, Pair, alternate, block_of, undisturbed
+from daskgpt.instruments.compare.turns import Pair, PairedTurns, alternate, block_of, undisturbed
 from daskgpt.instruments.measure import Steps, measure, product_parameters, step_operations
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
@@ -334,7 +334,7 @@ def test_turns_alternate_and_are_compared_in_pairs(monkeypatch):
     pairs = alternate(ours, theirs, 3, 2)
     assert order == [ours, theirs, theirs, ours, ours, theirs]
     assert [(pair.ours, pair.theirs) for pair in pairs] == [(2, 4), (4, 1), (9, 9)]
-    found = Comparison("other", pairs, 2, 3, (3 * 10**9, 10**9), (5.5, 5.5), 2)
+    found = PairedTurns("other", pairs, 2, 3, (3 * 10**9, 10**9), (5.5, 5.5), 2)
     assert (found.ratio.median, found.ratio.least, found.ratio.largest) == (1, 0.5, 4)
     assert found.record()["ratio"] == 1
     assert found.record()["ours_ms"] == 4000
@@ -349,10 +349,10 @@ def test_turns_in_which_other_programs_run_are_left_out():
     calm, disturbed = Pair(1, 2, 0.1), Pair(1, 20, 0.9)
     assert undisturbed([calm, disturbed, calm], 2) == [calm, calm]
     assert undisturbed([disturbed, disturbed, calm], 3) == [disturbed, disturbed, calm]
-    found = Comparison("other", [disturbed, calm], 1, 2, (0, 0), (1, 1), 2)
+    found = PairedTurns("other", [disturbed, calm], 1, 2, (0, 0), (1, 1), 2)
     assert found.disturbed == 1
     assert "WARNING: other programs ran in 1 of these turns: the ratio says little" in found.describe()
-    assert "1 more left out" in Comparison("other", [calm], 1, 2, (0, 0), (1, 1), 2).describe()
+    assert "1 more left out" in PairedTurns("other", [calm], 1, 2, (0, 0), (1, 1), 2).describe()
 
 
 def test_a_turn_of_short_steps_has_many():

@@ -7,14 +7,18 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from base64 import b64decode
+from dataclasses import asdict, fields, replace
 from xml.etree import ElementTree
 
 import pytest
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.run import DataflowConfig
+from daskgpt.instruments.statistics import rounded
+from daskgpt.instruments.study.dials import BARRIERS, DIALS
+from daskgpt.instruments.study.figures import figures
 from daskgpt.instruments.study.grid import (
-    BARRIERS,
     Point,
     StudyConfig,
     base_point,
@@ -25,7 +29,7 @@ from daskgpt.instruments.study.grid import (
     slicings,
     thread_counts,
 )
-from daskgpt.instruments.study.numbers import Rows, compare, efficiencies, figure, speedups, spread
+from daskgpt.instruments.study.numbers import Rows, compare, efficiencies, speedups, spread
 from daskgpt.instruments.study.one import Order
 from daskgpt.instruments.study.report import write_report
 from daskgpt.instruments.study.runs import run_one
@@ -74,7 +78,7 @@ def rows_of(path):
 
 def test_a_study_writes_its_table_figures_and_report(finished):
     out, result = finished
-    assert result.stdout.splitlines()[-1] == f"study written to {out / 'report.md'}"
+    assert result.stdout.splitlines()[-1] == f"study written to {out / 'report.html'} and report.md"
     rows = rows_of(out / "results.csv")
     assert tuple(rows[0]) == COLUMNS
     points = {tuple(row[dial] for dial in asdict(BASE)) for row in rows}
@@ -209,13 +213,21 @@ def row(point, repetition, value, **found):
     shared = asdict(MODEL) | {"batch_size": 4, "sequence_length": 64, "precision": "float32", "window": 4, "warmup": 2}
     numbers = dict.fromkeys(COLUMNS, 0.25) | shared | asdict(point) | {"repetition": repetition, "seed": 0}
     numbers |= {"step_ms": value, "recorded_ms": value, "critical_path_ms": value / 2, "date": "2020", "cpu": "a cpu"}
-    numbers |= {"forward_ms": value / 4, "backward_ms": value / 2, "update_ms": value / 4, "loss": "1.5", "tasks": 10}
+    numbers |= {
+        "forward_ms": value / 4,
+        "backward_ms": value / 2,
+        "update_ms": value / 4,
+        "loss": "1.5",
+        "tasks": 10,
+        "others_cores": 0.0,
+    }
     return numbers | found
 
 
 def report(folder, rows):
     folder.mkdir(exist_ok=True)
-    return write_report(folder, "made up", rows).read_text()
+    write_report(folder, rows)
+    return (folder / "report.md").read_text()
 
 
 def test_conclusions_follow_from_the_numbers_whichever_way_round(tmp_path):
@@ -247,29 +259,149 @@ def test_what_the_runs_do_not_settle_is_not_concluded(tmp_path):
 
 def test_speedup_and_efficiency_are_reported_for_every_phase(tmp_path):
     times = {1: 40.0, 2: 25.0}
-    rows = [row(replace(BASE, barrier="phase", threads=n), 0, ms) for n, ms in times.items()]
-    rows[1]["forward_ms"] = 5.0
+    rows = [row(replace(BASE, barrier="phase", threads=n), k, ms) for n, ms in times.items() for k in range(3)]
+    for own in rows[3:]:
+        own["forward_ms"] = 5.0
     text = report(tmp_path / "study", rows)
     assert "**a step takes 1.60 times as long with 1 thread as with 2 threads** (40.00 against 25.00 ms)" in text
     assert (
         "The efficiency is 80%; of the phases, forward gains most (2.00 times as fast) and backward least (1.60)"
         in text
     )
-    assert "| 2 | 5.00 | 12.50 | 6.25 | 25.00 | 1.60 | 80% |" in text
+    assert re.search(r"^\| 2 \| 5.00 .* \| 25.00 \(25.00 .. 25.00\) \| 1.60 \| 80% \|$", text, re.M)
+
+
+def test_without_a_run_on_one_thread_there_is_no_speedup(tmp_path):
+    two, four = (spread([row(BASE, 0, ms)], "step_ms") for ms in (20.0, 15.0))
+    assert speedups({2: two, 4: four}) == efficiencies({2: two, 4: four}) == {}
+    rows = [row(replace(BASE, barrier=b, threads=n), 0, 40.0 / n) for b in ("phase", "step") for n in (2, 4)]
+    text = report(tmp_path / "none", rows)
+    assert text.count("| phase | 20.00 | 10.00 |  |  |\n") == 1
+    assert "| 4 | 2.50 | 5.00 | 2.50 | 10.00 |  |  |\n" in text
+    assert "The efficiency is" not in text
+    assert len(figures(Rows(rows))["barriers"].axes) == len(figures(Rows(rows))["phases"].axes) == 1
+    # One of two series has it: the other is drawn in the first panel only, and the figure says why.
+    rows += [row(replace(BASE, barrier="phase", threads=1), 0, 40.0)]
+    runtime, speedup, efficiency = figures(Rows(rows))["barriers"].axes
+    assert len(runtime.containers) == 2
+    assert [len(line.get_xdata()) for line in speedup.lines] == [3, 0, 3]  # phase, step, ideal
+    assert [list(line.get_ydata()) for line in efficiency.lines][:2] == [[100, 100, 100], []]
+    assert "no speedup without a run on 1 thread: step (tasks)" in figures(Rows(rows))["barriers"].get_suptitle()
+
+
+def test_single_runs_are_told_and_conclude_nothing(tmp_path):
+    rows = [row(replace(BASE, threads=n, barrier="phase"), 0, 40.0 / n) for n in (1, 2)]
+    rows += [row(replace(BASE, barrier="step"), n, 90.0) for n in range(3)]
+    text = report(tmp_path / "study", rows)
+    assert "in single runs a step took 2.00 times as long with 1 thread as with 2 threads (40.00 against 20.00" in text
+    assert "On 2 threads, in single runs a step took 4.50 times as long with tasks (barrier step) as with" in text
+    assert re.findall(r"\*\*.*?\*\*", text) == ["**Single runs:**"]
+    assert text.splitlines()[2].startswith("> **Single runs:** some points were run once.")
+
+
+def test_a_quick_study_and_a_busy_machine_stand_on_top(tmp_path):
+    rows = [row(BASE, n, 10.0, others_cores=0.1) for n in range(3)]
+    assert ">" not in report(tmp_path / "a", rows)
+    rows[1]["others_cores"] = 1.25
+    tmp_path.joinpath("b").mkdir()
+    page = write_report(tmp_path / "b", rows, quick=True)
+    lines = (tmp_path / "b" / "report.md").read_text().splitlines()
+    assert lines[2].startswith("> **A quick study:** ")
+    assert lines[4].startswith("> **The machine was busy:** before 1 of 3 runs other programs kept more than 0.2 cores")
+    assert "1.25 at most" in lines[4]
+    assert page.read_text().count("<blockquote>") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        (preset("gpt2"), "Study of gpt2 (124,439,808 parameters), 4 x 64 tokens a step"),
+        (MODEL, "Study of a GPT-2 with 1 block of 32 channels (15,328 parameters), 4 x 64 tokens a step"),
+    ],
+)
+def test_the_title_says_what_model(tmp_path, model, title):
+    rows = [row(replace(BASE, barrier=barrier), 0, 10.0, **asdict(model)) for barrier in ("step", "none")]
+    assert report(tmp_path / "study", rows).startswith(f"# {title}\n")
+    assert f"<title>{title}</title>" in (tmp_path / "study" / "report.html").read_text()
+    for figure in figures(Rows(rows)).values():
+        assert title.removeprefix("Study of ") in figure.get_suptitle()
+
+
+def large_study():
+    """Times of five digits, many threads, every barrier, slicing, grain and scheduler."""
+    threads, values = (1, 2, 4, 8, 16, 32, 48, 64), {"others_cores": 0.0, **asdict(preset("gpt2"))}
+    base = replace(BASE, threads=64)
+    points = [replace(base, threads=n, barrier=b) for n in threads for b in BARRIERS]
+    points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in slicings(STUDY)]
+    points += [replace(base, grain=grain) for grain in DIALS["grain"].looks]
+    points += [replace(base, scheduler=own, threads=n) for own in ("sync", "local") for n in (1, 64)]
+    points = list(dict.fromkeys(point.runnable() for point in points))
+    return [row(p, n, 17_000.0 + 400 * k + n, **values) for k, p in enumerate(points) for n in range(3)]
+
+
+def texts_of(figure):
+    """Every text that is drawn: of tick labels those in view."""
+    found = [figure._suptitle, *(text for legend in figure.legends for text in legend.get_texts())]
+    for axes in figure.axes:
+        found += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        found += axes.get_legend().get_texts() if axes.get_legend() else []
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            places = zip(axis.get_majorticklocs(), axis.get_majorticklabels())
+            found += [label for place, label in places if low <= place <= high]
+    return [text for text in found if text.get_visible() and text.get_text().strip()]
+
+
+@pytest.mark.parametrize("name", ["phases", "barriers", "slicing", "grains", "overlap", "schedulers"])
+def test_no_two_labels_of_a_figure_collide(name):
+    figure = figures(Rows(large_study()))[name]
+    figure.draw_without_rendering()
+    shown = texts_of(figure)
+    boxes = {text: text.get_window_extent() for text in shown}
+    assert len(boxes) > 10
+    for number, text in enumerate(shown):
+        assert boxes[text].x0 >= 0, f"{text} is cut off"
+        assert boxes[text].x1 <= figure.bbox.x1, f"{text} is cut off"
+        for other in shown[:number]:
+            assert not boxes[text].padded(-0.5).overlaps(boxes[other].padded(-0.5)), f"{text} and {other}"
+    for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
+        for axes in figure.axes if legend else ():
+            assert not axes.get_window_extent().overlaps(legend.get_window_extent()), "a legend covers what is drawn"
+
+
+def test_the_page_holds_every_figure_and_asks_for_nothing(finished):
+    out, _ = finished
+    page = (out / "report.html").read_text()
+    links = re.findall(r'(?:src|href)="([^"]*)"', page)
+    images = [link for link in links if link.startswith("data:image/svg+xml;base64,")]
+    assert len(images) == 6
+    for link in images:
+        assert ElementTree.fromstring(b64decode(link.partition(",")[2])).tag.endswith("svg")
+    assert [link for link in links if link not in images] == ["results.csv"]
+    assert re.findall(r"<h2>(.*)</h2>", page) == SECTIONS
+    assert page.count("<table>") == (out / "report.md").read_text().count("| --- |\n")
 
 
 def test_slicings_are_compared_at_the_same_number_of_chunks(tmp_path):
     times = {(4, 32): 20.0, (2, 64): 10.0, (4, 16): 12.0, (1, 64): 24.0}
-    rows = [row(replace(BASE, batch_chunk=b, sequence_chunk=t), 0, ms) for (b, t), ms in times.items()]
+    rows = [row(replace(BASE, batch_chunk=b, sequence_chunk=t), n, ms) for (b, t), ms in times.items() for n in (0, 1)]
     text = report(tmp_path / "study", rows)
     for sentence in (
         "With 2 chunks, **a step takes 2.00 times as long with slicing by tokens only (4 sequences a chunk) as with "
         "slicing by sequences too (2 a chunk)** (20.00 against 10.00 ms).",
         "With 4 chunks, **a step takes 2.00 times as long with slicing by sequences too (1 a chunk) as with "
         "slicing by tokens only (4 sequences a chunk)** (24.00 against 12.00 ms).",
-        "Of all slicings, 2 chunks of 2 of the 4 sequences take least: 10.00 ms a step.",
+        "Of all slicings, 2 chunks of 2 of the 4 sequences had the least median: 10.00 ms a step.",
     ):
         assert sentence in text
+
+
+def test_the_table_of_dials_is_that_of_the_points_and_of_the_settings():
+    assert list(DIALS) == [f.name for f in fields(Point)]
+    choices = {f.name: f.metadata["choices"] for f in fields(DataflowConfig) if f.metadata["choices"]}
+    for name in ("barrier", "grain"):
+        assert list(DIALS[name].looks) == list(choices[name])
+    assert len({look.colour for look in BARRIERS.values()}) == len(BARRIERS)
 
 
 def test_different_losses_are_reported(tmp_path):
@@ -286,9 +418,9 @@ def test_medians_quartiles_and_ratios():
     times = {1: spread([row(BASE, 0, 30.0)], "step_ms"), 2: spread([row(BASE, 0, 20.0)], "step_ms")}
     assert speedups(times) == {1: 1.0, 2: 1.5}
     assert efficiencies(times) == {1: 1.0, 2: 0.75}
-    assert [figure(value) for value in (0.1234, 1.234, 123.4, 12345.6)] == ["0.123", "1.23", "123.4", "12,346"]
-    same = compare("x", [row(BASE, 0, 100.0)], "y", [row(BASE, 0, 104.0)])
-    assert not same.clear
+    assert [rounded(value) for value in (0.1234, 1.234, 123.4, 12345.6)] == ["0.123", "1.23", "123.4", "12,346"]
+    assert not compare("x", [row(BASE, 0, 100.0)], "y", [row(BASE, 0, 900.0)]).clear
+    assert compare("x", rows, "y", [row(BASE, n, 11.0) for n in range(2)]).clear
     assert compare("x", rows, "y", []) is None
 
 

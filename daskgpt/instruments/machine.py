@@ -21,6 +21,7 @@ import daskgpt
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 CPU_INFO, STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
 PRODUCT_SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
@@ -17,30 +16,13 @@ from daskgpt.graph.recording import Runs
 from daskgpt.graph.spans import RECORDER, Span
 from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
+from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import PARAMETERS, initial_parameters, parameter_count
 from daskgpt.training.grouping import layer_of
 from daskgpt.training.job import Job
 from daskgpt.training.loop import run_steps, training_step
 
 PASSES = ("forward", "backward", "update")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, least and largest of some values."""
-
-    median: float
-    least: float
-    largest: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
-
-    def fields(self, name: str, factor: float, digits: int) -> dict[str, float]:
-        """For a record: `name` is the median, `name_min` and `name_max` the ends."""
-        values = {name: self.median, f"{name}_min": self.least, f"{name}_max": self.largest}
-        return {key: round(value * factor, digits) for key, value in values.items()}
 
 
 @dataclass(frozen=True)

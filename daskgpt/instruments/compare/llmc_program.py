@@ -15,15 +15,16 @@ from typing import IO
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.instruments.compare.turns import Comparison, Pair
-from daskgpt.instruments.measure import Spread, Steps
+from daskgpt.instruments.compare.turns import Pair, PairedTurns
+from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.statistics import Spread
 
 STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
 # What it prints of its model, and the field of ours.
 SIZES = {"num_layers": "blocks", "num_heads": "heads", "channels": "channels"}
 
 
-def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Comparison:
+def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> PairedTurns:
     """Half of our steps, the program's, the other half of ours; each half of ours makes a pair with theirs.
 
     Errors   FileNotFoundError for a path without a program, ValueError where its model is of another size,
@@ -42,7 +43,7 @@ def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Compar
     theirs = Spread.of([seconds for _, seconds in lines[warmup:]])
     first = steps.losses[0], lines[0][0]
     pairs = [Pair(before, theirs.median), Pair(after, theirs.median)]
-    return Comparison("llm.c", pairs, timed, len(pairs), (steps.peak(), their_peak), first, threads)
+    return PairedTurns("llm.c", pairs, timed, len(pairs), (steps.peak(), their_peak), first, threads)
 
 
 def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> tuple[list[tuple[float, float]], int]:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from daskgpt.instruments.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, TorchOptions, receive, send
-from daskgpt.instruments.compare.turns import Comparison, compare, undisturbed
+from daskgpt.instruments.compare.turns import PairedTurns, compare, undisturbed
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.training.job import Job
@@ -93,7 +93,7 @@ class TorchProcess:
         return self.process.stdin, self.process.stdout
 
 
-def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) -> Comparison:
+def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) -> PairedTurns:
     """Our steps and PyTorch's in turns, once their first losses have been found to agree.
 
     Errors   RuntimeError where PyTorch is not installed, its process fails, or the losses differ
@@ -109,7 +109,7 @@ def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) 
         used = undisturbed(pairs, turns)
         kinds = ["bfloat16 autocast" if options.bf16 else "float32"] + ["compiled"] * options.compiled
         name = f"PyTorch {torch.version}, {', '.join(kinds)}"
-        return Comparison(name, used, block, len(pairs), (steps.peak(), torch.peak()), first, threads)
+        return PairedTurns(name, used, block, len(pairs), (steps.peak(), torch.peak()), first, threads)
 
 
 def check_losses(first: tuple[float, float], precision: str) -> None:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from daskgpt.instruments import machine
-from daskgpt.instruments.measure import Spread
+from daskgpt.instruments.statistics import Spread
 
 # Least length of a turn, whose first step finds the caches full of the other's data; and where that is not too long.
 TURN_SECONDS, LONGEST_TURN = 0.5, 5.0
@@ -58,7 +58,7 @@ class Side(Protocol):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedTurns:
     """What two programs took for the same steps.
 
     name         the other program, as it is printed
@@ -79,16 +79,16 @@ class Comparison:
 
     @property
     def ours(self) -> Spread:
-        return Spread.of([pair.ours for pair in self.pairs])
+        return Spread.of(pair.ours for pair in self.pairs)
 
     @property
     def theirs(self) -> Spread:
-        return Spread.of([pair.theirs for pair in self.pairs])
+        return Spread.of(pair.theirs for pair in self.pairs)
 
     @property
     def ratio(self) -> Spread:
         """Ours / theirs of each pair: below 1 where we are faster."""
-        return Spread.of([pair.ratio for pair in self.pairs])
+        return Spread.of(pair.ratio for pair in self.pairs)
 
     @property
     def disturbed(self) -> int:

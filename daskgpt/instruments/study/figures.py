@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from daskgpt.instruments.study.grid import BARRIERS
-from daskgpt.instruments.study.numbers import Rows, Spread, efficiencies, speedups, spread
+from daskgpt.instruments.statistics import Spread
+from daskgpt.instruments.study.dials import BARRIERS, DIALS, MARKERS, PHASES, SLICINGS, TOTAL
+from daskgpt.instruments.study.numbers import (
+    Rows,
+    count,
+    efficiencies,
+    model_name,
+    runs_a_point,
+    speedups,
+    spread,
+)
 from daskgpt.instruments.study.table import Row
 
-NAMES = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
-COLOURS = {"layer": "#d1495b", "phase": "#edae49", "step": "#00798c", "none": "#5e3c99"}
-PHASE_COLOURS = {"forward": "#4269d0", "backward": "#ff725c", "update": "#3ca951", "total": "#303030"}
 SHARES = {
     "kernel_share": ("kernels", "#00798c"),
     "inside_share": ("between a task's kernels", "#a463f2"),
@@ -32,21 +38,26 @@ STYLE = {
     "svg.hashsalt": "daskgpt",
     "figure.constrained_layout.use": True,
 }
-GRAINS = ("kernel", "segment", "block", "chunk", "auto")
 Times = dict[Any, Spread]
+Series = dict[str, tuple[Times, str]]  # name -> times and colour
 
 
 def draw_all(folder: Path, rows: Rows) -> dict[str, str]:
     """Draw what the rows have something for; return name -> file of the PNG."""
     drawn: dict[str, str] = {}
     with mpl.rc_context(STYLE):
-        for draw in (phases, barriers, slicing, grains, overlap, schedulers):
-            found = draw(rows)
-            if found is not None:
-                for suffix in ("png", "svg"):
-                    found.savefig(folder / f"{draw.__name__}.{suffix}", dpi=130, metadata=_metadata(suffix))
-                drawn[draw.__name__] = f"{draw.__name__}.png"
+        for name, found in figures(rows).items():
+            for suffix in ("png", "svg"):
+                found.savefig(folder / f"{name}.{suffix}", dpi=130, metadata=_metadata(suffix))
+            drawn[name] = f"{name}.png"
     return drawn
+
+
+def figures(rows: Rows) -> dict[str, Figure]:
+    """Name -> figure, of those that the rows have something for."""
+    with mpl.rc_context(STYLE):
+        drawn = {draw.__name__: draw(rows) for draw in (phases, barriers, slicing, grains, overlap, schedulers)}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def phases(rows: Rows) -> Figure | None:
@@ -56,25 +67,18 @@ def phases(rows: Rows) -> Figure | None:
     kinds = {barrier: times for barrier, times in kinds.items() if len(times["total"]) > 1} or kinds
     if not kinds:
         return None
-    figure = Figure(figsize=(11, 0.4 + 3.2 * len(kinds)))
-    grid = figure.subplots(len(kinds), 3, squeeze=False)
-    for line, (barrier, times) in zip(grid, kinds.items()):
-        series = {name: (own, PHASE_COLOURS[name]) for name, own in times.items()}
-        _against_threads(line, series, f"barrier {NAMES[barrier]}")
-    figure.suptitle(f"Phases of a step against threads{_n(rows.all)}")
-    return figure
+    lines: dict[str, Series] = {
+        f"barrier {BARRIERS[barrier].label}": {name: (own, (PHASES | TOTAL)[name]) for name, own in times.items()}
+        for barrier, times in kinds.items()
+    }
+    return _against_threads(lines, "Phases of a step against threads", rows)
 
 
 def barriers(rows: Rows) -> Figure | None:
     """Runtime, speedup and efficiency of a step against threads, for each barrier."""
-    series = {NAMES[b]: (_times(rows.along("threads", barrier=b)), COLOURS[b]) for b in BARRIERS}
+    series = {look.label: (_times(rows.along("threads", barrier=b)), look.colour) for b, look in BARRIERS.items()}
     series = {name: own for name, own in series.items() if own[0]}
-    if len(series) < 2:
-        return None
-    figure = Figure(figsize=(11, 3.8))
-    _against_threads(figure.subplots(1, 3), series, "a step")
-    figure.suptitle(f"Where everybody waits{_n(rows.all)}")
-    return figure
+    return _against_threads({"a step": series}, "Where everybody waits", rows) if len(series) > 1 else None
 
 
 def slicing(rows: Rows) -> Figure | None:
@@ -82,17 +86,19 @@ def slicing(rows: Rows) -> Figure | None:
     series = slicing_times(rows)
     if sum(map(len, series.values())) < 2:
         return None
-    figure = Figure(figsize=(7.5, 4.2))
+    figure = Figure(figsize=(8.5, 4.8))
     axes = figure.subplots()
     size = rows.all[0]["batch_size"]
-    for (sequences, times), colour, marker in zip(series.items(), PHASE_COLOURS.values(), "os^D"):
+    for (sequences, times), colour, marker in zip(series.items(), SLICINGS, MARKERS):
         label = f"{sequences} of {size} sequences a chunk" + (": by tokens only" if sequences == size else "")
         _line(axes, times, colour, label, marker)
-    counts = sorted({count for times in series.values() for count in times})
+    axes.margins(y=0.08)
+    counts = sorted({number for times in series.values() for number in times})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set(xlabel="chunks of a batch", ylabel="step (ms)", ylim=(0, None), title="Slicing a batch" + _n(rows.all))
-    axes.legend(frameon=False, loc="lower left")
+    axes.set_xticks(counts, [str(number) for number in counts])
+    axes.set(xlabel="chunks of a batch", ylabel="step (ms)", ylim=(0, None))
+    figure.legend(frameon=False, loc="outside lower center")
+    _title(figure, "Slicing a batch", rows)
     return figure
 
 
@@ -101,14 +107,13 @@ def grains(rows: Rows) -> Figure | None:
     found = rows.along("grain")
     if len(found) < 2:
         return None
-    found = {grain: found[grain] for grain in GRAINS if grain in found}
-    figure = Figure(figsize=(10, 4))
+    figure = Figure(figsize=(11, 4.4))
     left, right = figure.subplots(1, 2)
     names = [f"{grain}\n{_tasks(own):,.0f} tasks" for grain, own in found.items()]
-    _dots(left, dict(zip(names, found.values())), ["#00798c"] * len(names))
+    _dots(left, dict(zip(names, found.values())), [DIALS["grain"].looks[grain].colour for grain in found])
     left.set(title="A step")
     _shares(right, dict(zip(found, found.values())))
-    figure.suptitle(f"Size of a task{_n(rows.all)}")
+    _title(figure, "Size of a task", rows)
     return figure
 
 
@@ -117,24 +122,23 @@ def overlap(rows: Rows) -> Figure | None:
     found = {barrier: rows.at(barrier=barrier) for barrier in BARRIERS if rows.at(barrier=barrier)}
     if not found:
         return None
-    figure = Figure(figsize=(12, 4))
-    left, middle, right = figure.subplots(1, 3)
-    _dots(left, found, [COLOURS[barrier] for barrier in found], "overlap", 100)
-    left.set(title="Two or more layers at once", ylabel="share of the time (%)")
+    figure = Figure(figsize=(13, 4.4))
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.6, 1.3))
+    _dots(left, found, [BARRIERS[barrier].colour for barrier in found], "overlap", 100)
+    highest = max(value for own in found.values() for value in _values(own, "overlap"))
+    left.set(title="Two or more layers at once", ylabel="share of the time (%)", ylim=(0, 110 * highest or 10))
     for column, offset, colour, label in (
         ("recorded_ms", -0.2, "#9fb3c8", "recorded step"),
         ("critical_path_ms", 0.2, "#30638e", "critical path"),
     ):
         medians = [_median(own, column) for own in found.values()]
         bars = middle.bar([place + offset for place in range(len(found))], medians, 0.38, color=colour, label=label)
-        middle.bar_label(bars, fmt=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.2g}", fontsize=8)
+        middle.bar_label(bars, fmt=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.2g}", fontsize=7)
     middle.set_xticks(range(len(found)), list(found))
     middle.set(title="Critical path", ylabel="ms a step")
-    middle.margins(y=0.22)
-    middle.legend(frameon=False, loc="upper right", ncols=2, fontsize=9)
+    middle.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8)
     _shares(right, found)
-    threads = rows.reference["threads"]
-    figure.suptitle(f"Overlap, {threads} thread{'s' if threads > 1 else ''}{_n(rows.all)}")
+    _title(figure, f"Overlap, {count(rows.reference['threads'], 'thread')}", rows)
     return figure
 
 
@@ -143,17 +147,18 @@ def schedulers(rows: Rows) -> Figure | None:
     found = scheduler_rows(rows)
     if len(found) < 2:
         return None
-    figure = Figure(figsize=(6.5, 4))
+    figure = Figure(figsize=(max(8.5, 1.1 * len(found)), 4.2))
     axes = figure.subplots()
-    _dots(axes, found, ["#30638e"] * len(found))
-    axes.set(title=f"Schedulers{_n(rows.all)}")
+    names = {name.replace(" (", "\n("): own for name, own in found.items()}
+    _dots(axes, names, [DIALS["scheduler"].colour] * len(found))
+    _title(figure, "Schedulers", rows)
     return figure
 
 
 def phase_times(rows: Rows, barrier: str) -> dict[str, dict[int, Spread]]:
     """Phase -> threads -> its times, and those of the whole step; empty where phases were not apart."""
     found = rows.along("threads", barrier=barrier)
-    times = {phase: _times(found, f"{phase}_ms") for phase in ("forward", "backward", "update")}
+    times = {phase: _times(found, f"{phase}_ms") for phase in PHASES}
     times["total"] = _times(found)
     return times if all(times.values()) else {}
 
@@ -171,52 +176,76 @@ def slicing_times(rows: Rows) -> dict[int, dict[int, Spread]]:
 
 
 def scheduler_rows(rows: Rows) -> dict[str, list[Row]]:
-    """`2 x threads` -> its rows."""
+    """`threads (2 threads)` -> its rows."""
     found = {}
-    for scheduler in dict.fromkeys(row["scheduler"] for row in rows.all):
+    for scheduler in sorted({row["scheduler"] for row in rows.all}, key=DIALS["scheduler"].order):
         for threads, own in rows.along("threads", scheduler=scheduler).items():
-            found[f"{scheduler}, {threads}"] = own
-    return dict(sorted(found.items()))
+            unit = "thread" if scheduler in ("sync", "threads") else "worker"
+            found[f"{scheduler} ({count(threads, unit)})"] = own
+    return found
 
 
-def _against_threads(line: Sequence[Any], series: dict[str, tuple[Times, str]], name: str) -> None:
-    """Three panels: runtime, speedup, efficiency."""
-    kinds: tuple[tuple[str, Callable[[Times], dict[Any, float]] | None], ...] = (
-        ("time (ms)", None),
-        ("speedup", speedups),
-        ("efficiency (%)", lambda times: {n: 100 * value for n, value in efficiencies(times).items()}),
+def _against_threads(lines: Mapping[str, Series], title: str, rows: Rows) -> Figure:
+    """A line of panels each: runtime, and, where one thread was run, speedup and efficiency."""
+    threads = sorted({n for series in lines.values() for times, _ in series.values() for n in times})
+    places = {n: place for place, n in enumerate(threads)}  # equally far apart: 1, 2 and 64 threads are all legible
+    panels = (
+        3 if len(threads) > 1 and any(speedups(own) for series in lines.values() for own, _ in series.values()) else 1
     )
-    threads = sorted({n for times, _ in series.values() for n in times})
-    apart = 0.012 * (max(threads) - min(threads))
-    for axes, (label, derived) in zip(line, kinds):
-        for number, (title, (times, colour)) in enumerate(series.items()):
-            if derived is None:
-                # Side by side, so that the quartiles of one series do not hide another's.
-                shift = apart * (number - (len(series) - 1) / 2)
-                _line(axes, times, colour, title, "o^sD"[number % 4], shift)
-            else:
-                values = derived(times)
-                axes.plot(list(values), list(values.values()), "o^sD"[number % 4] + "-", color=colour, label=title)
-        axes.set(xlabel="threads", ylabel=label, title=name if derived is None else "")
-        axes.set_xticks(threads)
-        axes.margins(x=0.12)
-    line[0].set_ylim(0, None)
-    line[1].plot(threads, [n / min(threads) for n in threads], ":", color="#888888", label="ideal")
-    line[2].axhline(100, ls=":", color="#888888")
-    line[1].set_ylim(0, None)
-    line[2].set_ylim(0, None)
-    line[1].legend(frameon=False, fontsize=9)
+    figure = Figure(figsize=(11 if panels == 3 else 8.5, 1.2 + 3.2 * len(lines)))
+    for axes, (name, series) in zip(figure.subplots(len(lines), panels, squeeze=False), lines.items()):
+        _runtime(axes[0], series, places)
+        axes[0].set_title(name)
+        if panels == 3:
+            _derived(axes[1], series, places, speedups, "speedup")
+            _derived(axes[2], series, places, _percent, "efficiency (%)")
+            (ideal,) = axes[1].plot([*places.values()], [*places], ":", color="#888888")
+            axes[2].axhline(100, ls=":", color="#888888")
+        for own in axes:
+            own.margins(x=0.12, y=0.08)
+            own.set(xlabel="threads", ylim=(0, None))
+            own.set_xticks([*places.values()], [*map(str, places)])
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if panels == 3:
+        handles, labels = [*handles, ideal], [*labels, "ideal"]
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=5, fontsize=9)
+    lacking = [name for series in lines.values() for name, (own, _) in series.items() if not speedups(own)]
+    note = f"no speedup without a run on 1 thread: {', '.join(lacking)}" if panels == 3 and lacking else ""
+    _title(figure, title, rows, note)
+    return figure
 
 
-def _line(axes: Any, times: Times, colour: str, label: str, marker: str, shift: float = 0) -> None:
+def _runtime(axes: Any, series: Series, places: Mapping[int, int]) -> None:
+    """Times side by side, so that the quartiles of one series do not hide another's."""
+    apart = 0.012 * max(len(places) - 1, 1)
+    for number, (name, (times, colour)) in enumerate(series.items()):
+        own = {places[n] + apart * (number - (len(series) - 1) / 2): found for n, found in times.items()}
+        _line(axes, own, colour, name, MARKERS[number % len(MARKERS)])
+    axes.set_ylabel("time (ms)")
+
+
+def _derived(
+    axes: Any, series: Series, places: Mapping[int, int], derive: Callable[[Times], dict[Any, float]], name: str
+) -> None:
+    """What follows from the times, of those series where it does."""
+    for number, (times, colour) in enumerate(series.values()):
+        found = derive(times)
+        axes.plot([places[n] for n in found], [*found.values()], MARKERS[number % len(MARKERS)] + "-", color=colour)
+    axes.set_ylabel(name)
+
+
+def _percent(times: Times) -> dict[Any, float]:
+    return {n: 100 * value for n, value in efficiencies(times).items()}
+
+
+def _line(axes: Any, times: Times, colour: str, label: str, marker: str) -> None:
     """Medians with quartiles, and a small dot for every run."""
     places = list(times)
     middle = [times[place].median for place in places]
     low, high = ([abs(times[place].quartiles[end] - times[place].median) for place in places] for end in (0, 2))
-    shifted = [place + shift for place in places]
-    axes.errorbar(shifted, middle, (low, high), fmt=marker + "-", color=colour, label=label, capsize=3, ms=6)
+    axes.errorbar(places, middle, (low, high), fmt=marker + "-", color=colour, label=label, capsize=3, ms=6)
     for place in places:
-        axes.plot([place + shift] * times[place].n, times[place].values, ".", color=colour, ms=4, alpha=0.6)
+        axes.plot([place] * times[place].n, times[place].values, ".", color=colour, ms=4, alpha=0.6)
 
 
 def _dots(
@@ -262,14 +291,17 @@ def _median(own: Sequence[Row], column: str) -> float:
     return found.median if found else 0.0
 
 
-def _n(rows: Sequence[Row]) -> str:
-    """How many runs a point stands for."""
-    counts: dict[tuple[Any, ...], int] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("threads", "scheduler", "barrier", "batch_chunk", "sequence_chunk", "grain"))
-        counts[key] = counts.get(key, 0) + 1
-    least, most = min(counts.values()), max(counts.values())
-    return f" (n = {least}{f' to {most}' if most > least else ''} run{'s' if most > 1 else ''} a point)"
+def _values(own: Sequence[Row], column: str) -> tuple[float, ...]:
+    found = spread(own, column)
+    return found.values if found else (0.0,)
+
+
+def _title(figure: Figure, title: str, rows: Rows, note: str = "") -> None:
+    """What is shown, and of what: a figure may stand without its report."""
+    row, (least, most) = rows.all[0], runs_a_point(rows.all)
+    runs = count(most, "run") if least == most else f"{least} to {most} runs"
+    model = f"{model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step; {runs} a point"
+    figure.suptitle("\n".join(filter(None, (title, model, note))), fontsize=11)
 
 
 def _metadata(suffix: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -12,10 +12,10 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
+from daskgpt.instruments.study.dials import BARRIERS, DIALS
 from daskgpt.schedulers.addresses import check_address
 from daskgpt.training.job import Job
 
-BARRIERS = ("layer", "phase", "step", "none")
 TOKEN_PARTS = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 LARGEST_POWER = 10  # of two, of threads that the default grid tries
@@ -73,9 +73,6 @@ class Point:
             f"{self.threads} x {self.scheduler}, barrier {self.barrier}, chunks of {self.batch_chunk} x "
             f"{self.sequence_chunk}, grain {self.grain}"
         )
-
-
-DIALS = tuple(f.name for f in fields(Point))
 
 
 def base_point(study: StudyConfig, cores: int) -> Point:

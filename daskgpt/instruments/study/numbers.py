@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import quantiles
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from daskgpt.instruments.study.grid import DIALS
-from daskgpt.instruments.study.table import Row
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The values of some runs: median, quartiles, and how many runs."""
-
-    values: tuple[float, ...]
-
-    @property
-    def n(self) -> int:
-        return len(self.values)
-
-    @property
-    def quartiles(self) -> tuple[float, float, float]:
-        if self.n == 1:
-            return self.values * 3  # type: ignore[return-value]
-        low, middle, high = quantiles(self.values, n=4, method="inclusive")
-        return low, middle, high
-
-    @property
-    def median(self) -> float:
-        return self.quartiles[1]
-
-    def text(self, unit: str = "ms", digits: int | None = None) -> str:
-        """`30.1 ms (29.8 .. 30.5)`, the quartiles where there are several runs."""
-        low, middle, high = (figure(value, digits) for value in self.quartiles)
-        return f"{middle} {unit} ({low} .. {high})" if self.n > 1 else f"{middle} {unit}"
-
-
-def figure(value: float, digits: int | None = None) -> str:
-    """A number with three to four significant digits, or with so many decimals."""
-    if digits is None:
-        digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
-    return f"{value:,.{digits}f}"
+from daskgpt.config.model import PRESETS, GPT2Config
+from daskgpt.instruments.statistics import Comparison, Spread, rounded
+from daskgpt.instruments.study.dials import DIALS
+from daskgpt.instruments.study.table import MODEL, Row
+from daskgpt.model.parameters import parameter_count
 
 
 def spread(rows: Iterable[Row], column: str) -> Spread | None:
@@ -78,46 +45,9 @@ class Rows:
 
     def along(self, dial: str, **values: Any) -> dict[Any, list[Row]]:
         """Value of a dial -> its rows, for those values that were run."""
-        found = {value: self.at(**{dial: value}, **values) for value in sorted({row[dial] for row in self.all})}
+        known = sorted({row[dial] for row in self.all}, key=DIALS[dial].order)
+        found = {value: self.at(**{dial: value}, **values) for value in known}
         return {value: rows for value, rows in found.items() if rows}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two settings by the time that they take.
-
-    clear   whether the quartiles of the two do not overlap (with single runs: whether they differ by 5 % or more)
-    """
-
-    faster: str
-    slower: str
-    times: tuple[Spread, Spread]
-
-    @property
-    def ratio(self) -> float:
-        return self.times[1].median / self.times[0].median
-
-    @property
-    def clear(self) -> bool:
-        if min(self.times[0].n, self.times[1].n) == 1:
-            return self.ratio >= SINGLE_RUNS
-        return self.times[0].quartiles[2] < self.times[1].quartiles[0]
-
-    def sentence(self) -> str:
-        """Which takes longer, by how much, or that it cannot be told."""
-        fast, slow = (figure(times.median) for times in self.times)
-        if self.clear:
-            return (
-                f"**a step takes {figure(self.ratio, 2)} times as long with {self.slower} as with {self.faster}** "
-                f"({slow} against {fast} ms)."
-            )
-        return (
-            f"the times of a step with {self.slower} and with {self.faster} differ by less than the runs of each do "
-            f"({slow} against {fast} ms, a ratio of {figure(self.ratio, 2)})."
-        )
-
-
-SINGLE_RUNS = 1.05
 
 
 def compare(name: str, rows: Sequence[Row], other_name: str, other_rows: Sequence[Row]) -> Comparison | None:
@@ -125,17 +55,54 @@ def compare(name: str, rows: Sequence[Row], other_name: str, other_rows: Sequenc
     times, other_times = spread(rows, "step_ms"), spread(other_rows, "step_ms")
     if times is None or other_times is None:
         return None
-    if times.median <= other_times.median:
-        return Comparison(name, other_name, (times, other_times))
-    return Comparison(other_name, name, (other_times, times))
+    return Comparison.of(name, times, other_name, other_times)
 
 
-def speedups(times: dict[int, Spread]) -> dict[int, float]:
-    """Thread count -> time with the fewest threads, divided by the time with these."""
-    least = times[min(times)].median
-    return {threads: least / spread.median for threads, spread in times.items()}
+def sentence(found: Comparison) -> str:
+    """Which takes longer, by how much, or that it cannot be told; bold only what several runs of both show."""
+    fast, slow = (rounded(times.median) for times in found.times)
+    if found.clear:
+        return (
+            f"**a step takes {rounded(found.ratio, 2)} times as long with {found.slower} as with {found.faster}** "
+            f"({slow} against {fast} ms)."
+        )
+    if found.single:
+        return (
+            f"in single runs a step took {rounded(found.ratio, 2)} times as long with {found.slower} as with "
+            f"{found.faster} ({slow} against {fast} ms)."
+        )
+    return (
+        f"the times of a step with {found.slower} and with {found.faster} differ by less than the runs of each do "
+        f"({slow} against {fast} ms, a ratio of {rounded(found.ratio, 2)})."
+    )
 
 
-def efficiencies(times: dict[int, Spread]) -> dict[int, float]:
-    """Speedup divided by how many times more threads there are."""
-    return {threads: value * min(times) / threads for threads, value in speedups(times).items()}
+def speedups(times: Mapping[int, Spread]) -> dict[int, float]:
+    """Thread count -> time with one thread, divided by the time with these; empty where one thread was not run."""
+    if 1 not in times:
+        return {}
+    return {threads: times[1].median / own.median for threads, own in times.items()}
+
+
+def efficiencies(times: Mapping[int, Spread]) -> dict[int, float]:
+    """Thread count -> speedup divided by the threads; empty where one thread was not run."""
+    return {threads: value / threads for threads, value in speedups(times).items()}
+
+
+def model_name(row: Row) -> str:
+    """`gpt2 (124,439,808 parameters)`; a size that has no name is told by its numbers."""
+    config = GPT2Config(**{name: row[name] for name in MODEL})
+    known = [name for name, size in PRESETS.items() if size == config]
+    numbers = f"a GPT-2 with {count(config.blocks, 'block')} of {config.channels} channels"
+    return f"{known[0] if known else numbers} ({parameter_count(config):,} parameters)"
+
+
+def count(number: int, what: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def runs_a_point(rows: Sequence[Row]) -> tuple[int, int]:
+    """Of the points that were run, the least and the largest number of runs."""
+    counts = Counter(tuple(row[dial] for dial in DIALS) for row in rows)
+    return min(counts.values()), max(counts.values())

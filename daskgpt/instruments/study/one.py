@@ -9,12 +9,12 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from statistics import quantiles
 from typing import Any
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
 from daskgpt.instruments.timeline import StepRecorder, Summary, summarise
 from daskgpt.schedulers.addresses import open_scheduler
@@ -50,7 +50,7 @@ def run(order: Order) -> dict[str, Any]:
         steps = Steps(job, scheduler, study.seed)
         warm = steps.run(study.warmup)
         steps.reset_peak()
-        seconds = steps.run(_count(study, warm))
+        seconds = Spread.of(steps.run(_count(study, warm)))
         peak = steps.peak()
         summary = _recorded(steps, study)
         tasks, grain = steps.tasks, steps.step.grain
@@ -58,9 +58,9 @@ def run(order: Order) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "grain_used": grain,
         "tasks": tasks,
-        "steps": len(seconds),
+        "steps": seconds.n,
         **_milliseconds("step_ms", seconds),
-        "tokens_per_s": round(study.batch_size * study.sequence_length / _quartiles(seconds)[1], 1),
+        "tokens_per_s": round(study.batch_size * study.sequence_length / seconds.median, 1),
         **_summary(summary),
         "peak_gb": round(peak / 1e9, 4),
         "loss": repr(steps.losses[study.warmup + study.steps]),
@@ -106,14 +106,9 @@ def _summary(found: Summary) -> dict[str, Any]:
     }
 
 
-def _milliseconds(name: str, seconds: list[float]) -> dict[str, float]:
-    low, middle, high = (round(value * 1e3, 3) for value in _quartiles(seconds))
+def _milliseconds(name: str, seconds: Spread) -> dict[str, float]:
+    low, middle, high = (round(value * 1e3, 3) for value in seconds.quartiles)
     return {name: middle, f"{name}_q1": low, f"{name}_q3": high}
-
-
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return low, middle, high
 
 
 def pin(threads: int) -> None:

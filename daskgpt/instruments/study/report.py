@@ -1,4 +1,4 @@
-"""report.md: the figures of a study, their numbers, and what follows from them."""
+"""report.md and report.html: the figures of a study, their numbers, and what follows from them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,32 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from daskgpt.instruments import machine
+from daskgpt.instruments.statistics import Comparison, Spread, rounded
+from daskgpt.instruments.study.dials import BARRIERS, DIALS, PHASES
 from daskgpt.instruments.study.figures import draw_all, phase_times, scheduler_rows, slicing_times
-from daskgpt.instruments.study.grid import BARRIERS
+from daskgpt.instruments.study.html import html_of
 from daskgpt.instruments.study.numbers import (
-    SINGLE_RUNS,
-    Comparison,
     Rows,
-    Spread,
     compare,
+    count,
     efficiencies,
-    figure,
+    model_name,
+    runs_a_point,
+    sentence,
     speedups,
     spread,
 )
 from daskgpt.instruments.study.table import Row
 
 NONE = "Nothing was run for this question."
-WORDS = {
-    "layer": "fork-join (barrier layer)",
-    "phase": "barrier phase",
-    "step": "tasks (barrier step)",
-    "none": "barrier-free (barrier none)",
-}
 Section = tuple[str, list[str], list[str]]  # title, conclusions, details
 
 
-def write_report(folder: Path, name: str, rows: Sequence[Row]) -> Path:
-    """Draw the figures and write report.md beside them.
+def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> Path:
+    """Draw the figures and write report.md beside them, and report.html, which holds them; return the latter.
 
-    name   of the model's size
+    quick   whether it is a study of --quick, which says so on top
     """
     view = Rows(rows)
     drawn = draw_all(folder, view)
@@ -47,17 +44,18 @@ def write_report(folder: Path, name: str, rows: Sequence[Row]) -> Path:
         ("schedulers", scheduler_section(view)),
         (None, results_section(view)),
     ]
-    parts = [_heading(name, view), "## What came of it\n"]
-    parts += [f"- {sentence}" for _, (_, conclusions, _) in sections for sentence in conclusions]
+    parts = [f"# {_title(view)}\n", *_banner(view, quick), _heading(view), "## What came of it\n"]
+    parts += [f"- {conclusion}" for _, (_, conclusions, _) in sections for conclusion in conclusions]
     for key, (title, _, details) in sections:
         parts.append(f"\n## {title}\n")
         if key in drawn:
             parts.append(f"![{title}]({drawn[key]})\n")
         parts += details or [NONE]
     parts.append(f"\n## Runs\n\n{_method(view)}\n")
-    path = folder / "report.md"
-    path.write_text("\n".join(parts))
-    return path
+    text, page = "\n".join(parts), folder / "report.html"
+    (folder / "report.md").write_text(text)
+    page.write_text(html_of(text, _title(view), folder))
+    return page
 
 
 def threads_section(view: Rows) -> Section:
@@ -67,7 +65,12 @@ def threads_section(view: Rows) -> Section:
         times = phase_times(view, barrier)
         if not times:
             continue
-        details += [f"Under {WORDS[barrier]}, in ms (medians and quartiles of the runs):", "", *_phase_table(times), ""]
+        details += [
+            f"Under {BARRIERS[barrier].words}, in ms (medians and quartiles of the runs):",
+            "",
+            *_phase_table(times),
+            "",
+        ]
         if len(times["total"]) > 1:
             conclusions.append(_gain(times, barrier))
     return "Threads: forward, backward, update", conclusions, details
@@ -81,16 +84,15 @@ def barriers_section(view: Rows) -> Section:
     if len(present) < 2:
         return "Fork-join, tasks, barrier-free", [], []
     counts = sorted({threads for found in present.values() for threads in found})
-    lines = [["step (ms)", *(f"{n} thread{'s' if n > 1 else ''}" for n in counts), "speedup", "efficiency"]]
+    lines = [["step (ms)", *(count(n, "thread") for n in counts), "speedup", "efficiency"]]
     for barrier, found in present.items():
         times = _spreads(found)
-        ratio = [figure(speedups(times)[max(times)], 2), f"{efficiencies(times)[max(times)]:.0%}"]
-        lines.append([barrier, *(_cell(times.get(n)) for n in counts), *(ratio if len(times) > 1 else ["", ""])])
+        lines.append([barrier, *(_cell(times.get(n)) for n in counts), *_ratios(times, max(times))])
     details += _table(lines)
     most = max(counts)
     for one, other in (("step", "layer"), ("none", "step"), ("none", "layer"), ("step", "phase")):
         rows, other_rows = (view.at(barrier=barrier, threads=most) for barrier in (one, other))
-        conclusions += _on_threads(compare(WORDS[one], rows, WORDS[other], other_rows), most)
+        conclusions += _on_threads(compare(BARRIERS[one].words, rows, BARRIERS[other].words, other_rows), most)
     same_grain = compare(
         "tasks of one kernel (barrier step, grain kernel)",
         view.at(barrier="step", grain="kernel", threads=most),
@@ -108,23 +110,25 @@ def slicing_section(view: Rows) -> Section:
         return "Slicing: tokens only, or tokens and sequences", [], []
     size = view.all[0]["batch_size"]
     counts = sorted({count for times in series.values() for count in times})
-    lines = [["sequences in a chunk: step (ms)", *(f"{count} chunk{'s' if count > 1 else ''}" for count in counts)]]
-    lines += [[f"{b} of {size}", *(_cell(times.get(count)) for count in counts)] for b, times in series.items()]
+    lines = [["sequences in a chunk: step (ms)", *(count(n, "chunk") for n in counts)]]
+    lines += [[f"{b} of {size}", *(_cell(times.get(n)) for n in counts)] for b, times in series.items()]
     conclusions = []
     tokens_only = series.get(size, {})
-    for count in counts:
-        others = {b: times[count] for b, times in series.items() if b != size and count in times}
-        if count in tokens_only and others:
+    for n in counts:
+        others = {b: times[n] for b, times in series.items() if b != size and n in times}
+        if n in tokens_only and others:
             best = min(others, key=lambda b: others[b].median)
-            one = (f"slicing by tokens only ({size} sequences a chunk)", tokens_only[count])
-            other = (f"slicing by sequences too ({best} a chunk)", others[best])
-            faster, slower = sorted((one, other), key=lambda pair: pair[1].median)
-            found = Comparison(faster[0], slower[0], (faster[1], slower[1]))
-            conclusions.append(f"With {count} chunks, {found.sentence()}")
-    least, sequences, count = min((own.median, b, n) for b, times in series.items() for n, own in times.items())
+            found = Comparison.of(
+                f"slicing by tokens only ({size} sequences a chunk)",
+                tokens_only[n],
+                f"slicing by sequences too ({best} a chunk)",
+                others[best],
+            )
+            conclusions.append(f"With {count(n, 'chunk')}, {sentence(found)}")
+    least, sequences, n = min((own.median, b, n) for b, times in series.items() for n, own in times.items())
     conclusions.append(
-        f"Of all slicings, {count} chunk{'s' if count > 1 else ''} of {sequences} of the {size} sequences "
-        f"take{'' if count > 1 else 's'} least: {figure(least)} ms a step."
+        f"Of all slicings, {count(n, 'chunk')} of {sequences} of the {size} sequences had the least median: "
+        f"{rounded(least)} ms a step."
     )
     return "Slicing: tokens only, or tokens and sequences", conclusions, _table(lines)
 
@@ -141,8 +145,10 @@ def grain_section(view: Rows) -> Section:
     ordered = sorted(found, key=lambda grain: _median(found[grain], "step_ms"))
     first, last = ordered[0], ordered[-1]
     pair = compare(f"grain {first}", found[first], f"grain {last}", found[last])
-    sentence = f"Of the grains, {first} is fastest and {last} slowest: {pair.sentence()}" if pair else ""
-    return "Size of a task", [sentence], _table(lines)
+    conclusions = (
+        [f"Of the grains, {first} has the least median and {last} the largest: {sentence(pair)}"] if pair else []
+    )
+    return "Size of a task", conclusions, _table(lines)
 
 
 def overlap_section(view: Rows) -> Section:
@@ -168,15 +174,18 @@ def overlap_section(view: Rows) -> Section:
         shares = {barrier: _median(rows, "overlap") for barrier, rows in found.items()}
         most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
         conclusions.append(
-            f"Two or more layers run at once {shares[most]:.0%} of the time with {WORDS[most]}, the most, and "
-            f"{shares[least]:.0%} with {WORDS[least]}, the least."
+            f"Two or more layers run at once {shares[most]:.1%} of the time with {BARRIERS[most].words}, the most, and "
+            f"{shares[least]:.1%} with {BARRIERS[least].words}, the least."
+            if shares[most] > shares[least]
+            else f"Two or more layers run at once {shares[most]:.1%} of the time with every barrier."
         )
         paths = {barrier: _median(rows, "critical_path_ms") for barrier, rows in found.items()}
         longest, shortest = max(paths, key=paths.__getitem__), min(paths, key=paths.__getitem__)
-        conclusions.append(
-            f"The critical path is longest with {WORDS[longest]} ({figure(paths[longest])} ms a step) and shortest "
-            f"with {WORDS[shortest]} ({figure(paths[shortest])} ms)."
-        )
+        if paths[longest] > paths[shortest]:
+            conclusions.append(
+                f"The critical path is longest with {BARRIERS[longest].words} ({rounded(paths[longest])} ms a step) "
+                f"and shortest with {BARRIERS[shortest].words} ({rounded(paths[shortest])} ms)."
+            )
     if "none" in found:
         conclusions.append(
             f"With barrier none, two or more steps run at once {_share(found['none'], 'steps_overlap')} of the time."
@@ -189,12 +198,12 @@ def scheduler_section(view: Rows) -> Section:
     found = scheduler_rows(view)
     if len(found) < 2:
         return "Schedulers", [], []
-    lines = [["scheduler, threads or processes", "step (ms)", "most memory (GB)"]]
+    lines = [["scheduler", "step (ms)", "most memory (GB)"]]
     lines += [[name, _cell(spread(r, "step_ms")), _number(r, "peak_gb", 2)] for name, r in found.items()]
     best = min(found, key=lambda name: _median(found[name], "step_ms"))
-    others = [name for name in found if name.split(",")[0] != best.split(",")[0]]
+    others = [name for name in found if name.split(" (")[0] != best.split(" (")[0]]
     pairs = [compare(best, found[best], name, found[name]) for name in others]
-    conclusions = [f"Of the schedulers, {pair.sentence()}" for pair in pairs if pair]
+    conclusions = [f"Of the schedulers, {sentence(pair)}" for pair in pairs if pair]
     return "Schedulers", conclusions, _table(lines)
 
 
@@ -206,70 +215,103 @@ def results_section(view: Rows) -> Section:
     step = view.all[0]["warmup"] + 1
     lines = [["chunk", f"loss after at least {step} steps", "runs that share it"]]
     for (b, t), own in sorted(losses.items()):
-        count = sum((row["batch_chunk"], row["sequence_chunk"]) == (b, t) for row in view.all)
-        lines.append([f"{b} x {t}", ", ".join(sorted(own)), str(count) if len(own) == 1 else "differ"])
+        sharing = sum((row["batch_chunk"], row["sequence_chunk"]) == (b, t) for row in view.all)
+        lines.append([f"{b} x {t}", ", ".join(sorted(own)), str(sharing) if len(own) == 1 else "differ"])
     different = [f"{b} x {t}" for (b, t), own in sorted(losses.items()) if len(own) > 1]
-    sentence = (
+    conclusion = (
         f"**Runs with the same chunks gave different losses: {', '.join(different)}.**"
         if different
         else f"Runs with the same chunks gave the same loss, bit for bit, whatever the other dials "
-        f"({len(view.all)} runs, {len(losses)} ways to cut a batch)."
+        f"({count(len(view.all), 'run')}, {count(len(losses), 'way')} to cut a batch)."
     )
-    return "Same results", [sentence], _table(lines)
+    return "Same results", [conclusion], _table(lines)
 
 
 def _gain(times: dict[str, dict[int, Spread]], barrier: str) -> str:
     """What the most threads bring, to the step and to its phases."""
     total = times["total"]
     least, most = min(total), max(total)
-    found = {phase: speedups(own)[most] for phase, own in times.items() if phase != "total"}
+    ends = Comparison.of(count(most, "thread"), total[most], count(least, "thread"), total[least])
+    said = f"Under {BARRIERS[barrier].words}, {sentence(ends)}"
+    found = {phase: speedups(times[phase])[most] for phase in PHASES if most in speedups(times[phase])}
+    if not found:
+        return said
     best, worst = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
-    ends = [(f"{most} threads", total[most]), (f"{least} thread{'s' if least > 1 else ''}", total[least])]
-    faster, slower = sorted(ends, key=lambda end: end[1].median)
     return (
-        f"Under {WORDS[barrier]}, {Comparison(faster[0], slower[0], (faster[1], slower[1])).sentence()} "
-        f"The efficiency is {efficiencies(total)[most]:.0%}; of the phases, {best} gains most "
-        f"({figure(found[best], 2)} times as fast) and {worst} least ({figure(found[worst], 2)})."
+        f"{said} The efficiency is {efficiencies(total)[most]:.0%}; of the phases, {best} gains most "
+        f"({rounded(found[best], 2)} times as fast) and {worst} least ({rounded(found[worst], 2)})."
     )
 
 
 def _on_threads(found: Comparison | None, threads: int) -> list[str]:
-    return [f"On {threads} thread{'s' if threads > 1 else ''}, {found.sentence()}"] if found else []
+    return [f"On {count(threads, 'thread')}, {sentence(found)}"] if found else []
 
 
 def _phase_table(times: dict[str, dict[int, Spread]]) -> list[str]:
     lines = [["threads", *times, "speedup (total)", "efficiency (total)"]]
     for n in times["total"]:
-        ratios = [figure(speedups(times["total"])[n], 2), f"{efficiencies(times['total'])[n]:.0%}"]
-        lines.append([str(n), *(_cell(own.get(n)) for own in times.values()), *ratios])
+        lines.append([str(n), *(_cell(own.get(n)) for own in times.values()), *_ratios(times["total"], n)])
     return _table(lines)
 
 
-def _heading(name: str, view: Rows) -> str:
+def _ratios(times: dict[int, Spread], threads: int) -> list[str]:
+    """Speedup and efficiency; nothing where one thread was not run, or nothing else was."""
+    if len(times) == 1 or not speedups(times):
+        return ["", ""]
+    return [rounded(speedups(times)[threads], 2), f"{efficiencies(times)[threads]:.0%}"]
+
+
+def _title(view: Rows) -> str:
+    row = view.all[0]
+    return f"Study of {model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step"
+
+
+def _heading(view: Rows) -> str:
     row = view.all[0]
     cpus = sorted({str(own["cpu"]) for own in view.all})
     dates = sorted(str(own["date"]) for own in view.all)
     versions = ", ".join(f"{package} {row[package]}" for package in ("daskgpt", "python", "numpy", "numba", "dask"))
-    reference = ", ".join(f"{dial} {value}" for dial, value in view.reference.items())
-    others = spread(view.all, "others_cores")
+    reference = ", ".join(f"{DIALS[name].words} {value}" for name, value in view.reference.items())
     return (
-        f"# Study of {name}, {row['batch_size']} x {row['sequence_length']} tokens a step\n\n"
-        f"{row['blocks']} blocks, {row['heads']} heads, {row['channels']} channels, vocabulary {row['vocabulary']}, "
-        f"precision {row['precision']}. {len(view.all)} runs from {dates[0]} to {dates[-1]} on {', '.join(cpus)}, "
-        f"{row['cores']} cores, {row['machine']}; {versions}."
-        + (f" Before a run, other programs kept {others.text('cores', 2)} busy." if others else "")
-        + f"\n\nUnless a figure varies it, a run has: {reference}.\n"
+        f"{count(row['blocks'], 'block')}, {count(row['heads'], 'head')}, {row['channels']} channels, vocabulary "
+        f"{row['vocabulary']}, precision {row['precision']}. {count(len(view.all), 'run')} from {dates[0]} to "
+        f"{dates[-1]} on {', '.join(cpus)}, {row['cores']} cores, {row['machine']}; {versions}.\n\n"
+        f"Unless a figure varies it, a run has: {reference}.\n"
     )
 
 
+def _banner(view: Rows, quick: bool) -> list[str]:
+    """What a reader must know before any number: a quick study, a busy machine, single runs."""
+    said, runs = [], len(view.all)
+    if quick:
+        said.append(
+            "**A quick study:** a very small model and short runs. It shows what a report looks like and that "
+            "everything works here, and says nothing of speed."
+        )
+    others = spread(view.all, "others_cores")
+    busy = sum(value > machine.BUSY for value in others.values) if others else 0
+    if others and busy:
+        said.append(
+            f"**The machine was busy:** before {busy} of {count(runs, 'run')} other programs kept more than "
+            f"{machine.BUSY:g} cores busy, {rounded(others.largest, 2)} at most. The times are of a share of the "
+            "machine. Run the study again while nothing else runs."
+        )
+    least, most = runs_a_point(view.all)
+    if least == 1:
+        which = "every point was" if most == 1 else "some points were"
+        said.append(f"**Single runs:** {which} run once. Differences between single runs are told; they show nothing.")
+    return ["> " + "\n>\n> ".join(said) + "\n"] if said else []
+
+
 METHOD = """\
-[results.csv](results.csv) has a row for each of the {runs} runs. Every run is a process of its own on as many cores as
+[results.csv](results.csv) has a row for each run ({runs}). Every run is a process of its own on as many cores as
 it has threads, with one BLAS thread a task. The repetitions take turns, each in an order of its own, so that a noisy
 minute hits all settings alike. A run warms up for {warmup} steps, times at least as many as asked for, and then records
 the kernel calls of some others, from which overlap, critical path, shares and the times of phases come. The time of a
 run is the median of its steps. Figures show medians over runs, quartiles and every run. Two settings are called
-different where the quartiles of their runs do not overlap or, with single runs, where they differ by {single:.0%} or
-more.
+different (in bold) where the quartiles of their runs do not overlap; of single runs nothing is concluded. Speedup is
+the time on one thread divided by that on several, efficiency is speedup divided by threads: both need a run on one
+thread.
 
 Forward, backward and update have times of their own only where a barrier stands between them. Where there is none, and
 the state is updated in place, the sums that make a weight gradient are part of the update.
@@ -282,7 +324,7 @@ which a thread had none because none was ready.
 
 
 def _method(view: Rows) -> str:
-    return METHOD.format(runs=len(view.all), warmup=view.all[0]["warmup"], single=SINGLE_RUNS - 1)
+    return METHOD.format(runs=len(view.all), warmup=view.all[0]["warmup"])
 
 
 def _spreads(found: dict[Any, list[Row]], column: str = "step_ms") -> dict[Any, Spread]:
@@ -291,7 +333,7 @@ def _spreads(found: dict[Any, list[Row]], column: str = "step_ms") -> dict[Any, 
 
 
 def _cell(found: Spread | None) -> str:
-    return found.text("").replace("  ", " ").rstrip() if found else ""
+    return found.text("") if found else ""
 
 
 def _median(rows: Sequence[Row], column: str) -> float:
@@ -304,7 +346,7 @@ def _share(rows: Sequence[Row], column: str) -> str:
 
 
 def _number(rows: Sequence[Row], column: str, digits: int) -> str:
-    return figure(_median(rows, column), digits)
+    return rounded(_median(rows, column), digits)
 
 
 def _table(lines: Iterable[Sequence[str]]) -> list[str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.instruments.study.grid import DIALS, Point, StudyConfig
+from daskgpt.instruments.study.dials import DIALS
+from daskgpt.instruments.study.grid import Point, StudyConfig
 
 MODEL = tuple(f.name for f in fields(GPT2Config))
 SHARED = ("batch_size", "sequence_length", "precision", "window", "warmup", "seed")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.instruments.measure import Steps
-from daskgpt.instruments.study.grid import BARRIERS, Point, StudyConfig, job_of_point
+from daskgpt.instruments.study.dials import BARRIERS
+from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
 from daskgpt.instruments.timeline import StepRecorder, describe_summary, summarise, write_timeline
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.local import usable_cores
