@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from dataclasses import dataclass
-
-from tiktoken import Encoding
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import documented, setting
 from daskgpt.data.encodings import get_encoding
+from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sample
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import compile_kernels
@@ -43,9 +41,7 @@ def main(arguments: list[str]) -> int:
     compile_kernels()
     with open_scheduler("sync") as scheduler:
         print(options.prompt, end="", flush=True)
-        # A token may end in the middle of a character: what is not text yet waits for the next one.
-        decoder = getincrementaldecoder("utf-8")(errors="replace")
-        for token in sample(
+        tokens = sample(
             config,
             parameters,
             scheduler,
@@ -55,15 +51,11 @@ def main(arguments: list[str]) -> int:
             temperature=options.temperature,
             top_k=options.top_k,
             seed=options.seed,
-        ):
-            print(decoder.decode(token_bytes(encoding, token)), end="", flush=True)
-    print(decoder.decode(b"", final=True))
+        )
+        for text in readable(encoding, tokens):
+            print(text, end="", flush=True)
+    print()
     return 0
-
-
-def token_bytes(encoding: Encoding, token: int) -> bytes:
-    """The bytes a token stands for; nothing for an id that only the model knows."""
-    return encoding.decode_single_token_bytes(token) if token < encoding.n_vocab else b""
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.data.encodings import get_encoding
+from daskgpt.data.text import STANDARD_LIBRARY
+from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sample
 from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
@@ -84,7 +87,11 @@ def report(job: Job, result: Result, seconds: float) -> None:
     first, last = result.losses[0], result.losses[-1]
     print(f"loss {first:.3f} -> {last:.3f}, validation {result.validation_loss:.3f} nats a token")
     print(f"{len(result.losses)} steps in {result.seconds:.1f} s, {seconds:.1f} s in all")
-    print(f"run written to {result.model.parent if result.model else 'nowhere'}")
+    if result.model:
+        folder = str(result.model.parent)
+        print(f"run written to {folder}")
+        prompt = "def " if job.data.data == STANDARD_LIBRARY else "The "
+        print(f'go on with: python -m daskgpt.generate {shlex.quote(folder)} --prompt "{prompt}"')
 
 
 def sample_text(job: Job, result: Result) -> str:
@@ -101,7 +108,7 @@ def sample_text(job: Job, result: Result) -> str:
             temperature=0.8,
             seed=job.run.seed,
         )
-        return encoding.decode(list(tokens))
+        return "".join(readable(encoding, tokens))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -43,6 +44,19 @@ def test_training_learns_and_writes_the_run(trained):
     for part in ("model", "data", "scheduler", "--- sample", "nats a token", f"run written to {out}"):
         assert part in result.stdout
     assert "loss" in result.stderr  # the progress bar
+
+
+def test_the_end_of_a_training_names_a_next_command_that_works(text, tmp_path):
+    out = tmp_path / "it's a run"
+    result = run("train", "--data", text, *SMALL, "--steps", 2, "--sample-tokens", 0, "--out", out)
+    assert result.returncode == 0, result.stderr
+    begin = "go on with: python -m daskgpt."
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith(begin)]
+    command, *arguments = shlex.split(line.removeprefix(begin))
+    assert (command, arguments[0]) == ("generate", str(out))
+    written = run(command, *arguments, "--tokens", 5)
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith(arguments[-1])
 
 
 def test_a_run_goes_on_from_a_model_file(trained, text, tmp_path):

@@ -11,6 +11,7 @@ import sys
 import nbformat
 import numpy as np
 import pytest
+from command_lines import SMALL, write_text
 from nbclient import NotebookClient
 from terminals import in_terminal, left_lines, shown_lines
 from test_notebooks import ThisPython
@@ -18,20 +19,17 @@ from test_notebooks import ThisPython
 import daskgpt
 from daskgpt.training.progress import Progress
 
-SIZE = "--blocks 2 --heads 2 --channels 32 --batch-size 4 --sequence-length 32 --validation-batches 2 --warmup 5"
-RUN = f"{SIZE} --steps 60 --validate-every 20 --sample-tokens 3"
+RUN = [*SMALL, *["--steps", "60", "--validate-every", "20", "--sample-tokens", "3"]]
 KEPT = re.compile(r"step (20|40|60)/60  loss \d\.\d{3}, validation \d\.\d{3}, [\d,]+ tokens/s, after \d\d:\d\d")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"line {number}: the quick brown fox jumps over the lazy dog\n" for number in range(3000)))
-    return path
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def command(text, out):
-    return [sys.executable, "-m", "daskgpt.train", "--data", str(text), *RUN.split(), "--out", str(out)]
+    return [sys.executable, "-m", "daskgpt.train", "--data", str(text), *RUN, "--out", str(out)]
 
 
 @pytest.mark.parametrize("columns", [80, 60])

@@ -13,6 +13,7 @@ from html import unescape
 from html.parser import HTMLParser
 from itertools import combinations, pairwise
 
+import command_lines
 import numpy as np
 import pytest
 from chromium import PATH, visit
@@ -36,6 +37,7 @@ from daskgpt.instruments.timeline import (
 )
 from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
 from daskgpt.instruments.timeline.events import TaskGraph, different_at_once
+from daskgpt.instruments.timeline.writing import is_bare
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.grouping import stage_of
 from daskgpt.training.step import TrainingStep
@@ -401,6 +403,21 @@ def test_training_writes_the_timeline_of_its_last_steps(text, tmp_path):
     assert again.returncode == 0, again.stderr
     plain = [json.loads(line)["loss"] for line in (tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()]
     assert losses == plain
+
+
+def test_a_timeline_with_a_name_alone_goes_into_the_folder_of_the_run(text, tmp_path):
+    out, here = tmp_path / "run", tmp_path / "here"
+    (here / "first").mkdir(parents=True)  # what is called so where the command starts does not matter
+    arguments = ("--data", text, *MODEL.split(), *RUN.split(), "--steps", 3, "--timeline", "first", "--out", out)
+    result = command_lines.run("train", *arguments, cwd=here)
+    assert result.returncode == 0, result.stderr
+    line = f"timeline written to {out / 'first.html'} and {out / 'first.json'}"
+    assert line in result.stdout.splitlines()
+    assert (out / "first.html").exists()
+    assert (out / "first.json").exists()
+    assert [path.name for path in here.rglob("*")] == ["first"]
+    for bare, path in ((True, "first"), (True, "first.html"), (False, "./first"), (False, ".."), (False, "t/first")):
+        assert is_bare(path) == bare
 
 
 def test_a_timeline_that_cannot_be_written_stops_a_run_before_it_starts(text, tmp_path):

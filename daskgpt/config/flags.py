@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest
@@ -57,6 +58,8 @@ def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a command line: what is wrong with its input is one line and exit code 2 (DASKGPT_DEBUG=1: the traceback)."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what an ASCII terminal cannot show ends no run
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, TypeError, RuntimeError, OSError) as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import documented, setting
 from daskgpt.graph.recording import Runs
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
-from daskgpt.instruments.timeline.writing import check_timeline_path, write_timeline
+from daskgpt.instruments.timeline.writing import check_timeline_path, is_bare, write_timeline
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 
@@ -21,7 +22,11 @@ from daskgpt.training.step import TrainingStep
 class TimelineConfig:
     """A timeline of the last steps."""
 
-    timeline: str = setting("", "write what the last steps ran when to FILE.json and FILE.html", unit="file")
+    timeline: str = setting(
+        "",
+        "write what the last steps ran when to FILE.json and FILE.html, in the run's folder if FILE names none",
+        unit="file",
+    )
     timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps")
 
     def __post_init__(self) -> None:
@@ -44,6 +49,7 @@ class TimelineWatcher:
 
     def begin(self, job: Job, step: TrainingStep, scheduler: Runs) -> int:
         self.recorder = StepRecorder(step, scheduler)
+        self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
         return max(job.run.steps - self.config.timeline_steps, 0)
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
@@ -57,5 +63,5 @@ class TimelineWatcher:
             )
             return
         timeline = self.recorder.finish()
-        trace, page = write_timeline(timeline, self.config.timeline)
+        trace, page = write_timeline(timeline, self.path)
         print(f"\n{describe_summary(summarise(timeline))}\n\ntimeline written to {page} and {trace}")

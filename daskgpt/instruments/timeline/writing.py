@@ -19,11 +19,18 @@ def timeline_paths(path: str | Path) -> tuple[Path, Path]:
     return trace, page
 
 
+def is_bare(path: str) -> bool:
+    """Whether a path is a name alone, without a folder: such a timeline goes into the folder of its run."""
+    return path == Path(path).name and path != ".."
+
+
 def check_timeline_path(path: str | Path) -> None:
-    """Find out that a timeline cannot be written before anything runs.
+    """Find out that a timeline cannot be written before anything runs; a bare name can, in the new folder of a run.
 
     Errors   ValueError where the path names a folder, or a file stands where its folder should
     """
+    if is_bare(str(path)):
+        return
     parents = [parent for parent in Path(path).absolute().parents if parent.exists()]
     if Path(path).is_dir() or not parents[0].is_dir() or any(file.is_dir() for file in timeline_paths(path)):
         raise ValueError(f"timeline: the path must be that of a file in a folder; got timeline={path}. Give another.")

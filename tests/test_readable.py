@@ -1,0 +1,85 @@
+"""A model's output as it is shown: text as it is, and nothing else that a terminal would act on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from command_lines import SMALL as SIZE
+from command_lines import run, write_text
+from conftest import SMALL, random_parameters
+
+from daskgpt.data.encodings import get_encoding
+from daskgpt.formats.llmc import write_model
+from daskgpt.generation.readable import Readable, readable
+
+SHOWN = {
+    "text": (b"a\tb\n\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \\x41\r\n", "a\tb\né € 😀 \\x41\r\n"),
+    "colour": (b"\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+    "bell, backspace, delete": (b"a\x07b\x08c\x7f", "a\\x07b\\x08c\\x7f"),
+    "return": (b"hidden\rshown", "hidden\\x0dshown"),
+    "returns at an end": (b"\r\r\n\r", "\\x0d\r\n\\x0d"),
+    "C1": ("\x9b31m".encode(), "\\u009b31m"),
+    "direction": ("\u202eabc\u2066".encode(), "\\u202eabc\\u2066"),
+    "no text": (b"a\xff\xfeb\xc3", "a\\xff\\xfeb\\xc3"),
+    "a run": (b"a" + b"\xff\x00" * 100 + b"b\xff", "a\\xff\\x00\\xff\\x00…b\\xff"),
+    "two runs": (b"\x00" * 9 + b"\n" + b"\x80" * 9, "\\x00\\x00\\x00\\x00…\n\\x80\\x80\\x80\\x80…"),
+    "broken character": (b"\xe2\x82x", "\\xe2\\x82x"),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("piece", [1, 2, 3, 1000])
+def test_what_is_shown_does_not_depend_on_where_tokens_end(name, piece):
+    data, expected = SHOWN[name]
+    text = Readable()
+    parts = [text.feed(data[start : start + piece]) for start in range(0, len(data), piece)]
+    assert "".join([*parts, text.feed(b"", final=True)]) == expected
+
+
+def test_any_text_of_printable_characters_stays_as_it_is(random):
+    for _ in range(50):
+        codes = random.integers(0x20, 0x2FFFF, 40)
+        text = "".join(character for character in map(chr, codes) if character.isprintable())
+        assert "".join(readable(get_encoding("bytes"), text.encode())) == text
+
+
+def test_random_bytes_leave_nothing_that_steers(random):
+    shown = "".join(readable(get_encoding("bytes"), random.integers(0, 257, 20000)))
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)", shown)
+    assert "\\x1b" in shown
+
+
+def test_an_id_that_only_the_model_knows_is_no_text():
+    assert "".join(readable(get_encoding("bytes"), [97, 300, 98, 256])) == "ab<|endoftext|>"
+
+
+def test_generate_and_the_sample_of_a_training_show_no_control_character(tmp_path):
+    config = type(SMALL)(blocks=1, heads=2, channels=16, vocabulary=300, positions=64)
+    parameters = random_parameters(config, np.random.default_rng(3))
+    write_model(tmp_path / "model.bin", config, parameters)
+    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 300)
+    small = ["--batch-size", 2, "--sequence-length", 16, "--validation-batches", 1, "--vocabulary", 300]
+    rates = ["--learning-rate", 0, "--final-learning-rate", 0]
+    arguments = {
+        "generate": [tmp_path / "model.bin", "--tokens", 300, "--temperature", 100, "--encoding", "bytes"],
+        "train": ["--data", "text.txt", "--steps", 1, *small, *rates, "--out", "out"],
+    }
+    for command, given in arguments.items():
+        words = [sys.executable, "-m", f"daskgpt.{command}", *map(str, given)]
+        result = subprocess.run(words, capture_output=True, cwd=tmp_path, timeout=300)
+        assert result.returncode == 0, result.stderr.decode()
+        shown = result.stdout.decode()  # UTF-8, or this fails
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffd]", shown), command
+        assert "\\x" in shown
+        assert "…" in shown
+
+
+def test_an_output_that_knows_ascii_only_gets_escapes(tmp_path):
+    arguments = ("--data", write_text(tmp_path), *SIZE, "--steps", 1, "--out", tmp_path / "é")
+    result = run("train", *arguments, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0, result.stderr
+    assert f"run written to {tmp_path}/\\xe9" in result.stdout
