@@ -30,12 +30,14 @@ def arguments_of(layer: Layer, random: np.random.Generator, dtype: str = "float6
     return values
 
 
-def lazy(layer: Layer, values: dict[str, np.ndarray], chunk: tuple[int, int]) -> dict[str, da.Array]:
+def lazy(
+    layer: Layer, values: dict[str, np.ndarray], chunk: tuple[int, int], sizes: dict[str, int] = SIZES
+) -> dict[str, da.Array]:
     """Dask arrays cut along b and t only."""
     cut = dict(zip("bt", chunk))
     return {
         name: da.from_array(
-            values[name], chunks=tuple(cut.get(axis, SIZES[axis]) for axis in axes), name=f"{name}-leaf"
+            values[name], chunks=tuple(cut.get(axis, sizes[axis]) for axis in axes), name=f"{name}-leaf"
         )
         for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True)
     }

@@ -71,7 +71,7 @@ class OptimizerConfig:
 @documented
 @dataclass(frozen=True)
 class DataflowConfig:
-    """How a step is cut into tasks and who runs them. None of it but the chunks changes a bit of the result."""
+    """How a step is cut into tasks and who runs them. None of it changes a bit of the result."""
 
     batch_chunk: int = setting(0, "sequences in a chunk; divides the batch size; 0 = half of it, where that is whole")
     sequence_chunk: int = setting(

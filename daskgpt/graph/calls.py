@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
@@ -52,28 +52,73 @@ class KernelCall:
         return chunks
 
 
-class ChunkSum(KernelCall):
-    """A summing kernel over every chunk, in order, into one total; one more argument is where the total starts."""
+@dataclass(frozen=True)
+class SumOrder:
+    """The order in which rows enter a sum over the chunks: sequence by sequence, and in each token by token.
 
-    def __init__(self, *arguments: Any, shape: tuple[int, ...], dtype: np.dtype):
+    It is the same however the batch is cut, and a summing kernel goes on from the total of the one before it: so no
+    chunk changes a bit of the sum.
+
+    pieces     indices (along b, along t) of the chunks that are summed one after the other; where a chunk holds some
+               tokens of several sequences, all token chunks of these sequences are one piece
+    together   whether the token chunks of a piece are put together before the kernel is called, once; else it is
+               called for the rows of one sequence in one chunk
+    """
+
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    together: bool
+
+    @classmethod
+    def of(cls, sequences: Sequence[int], tokens: Sequence[int], at_once: int) -> SumOrder:
+        """The order for chunks of these sizes; at_once: how many tokens of a sequence the kernel takes in one step,
+        which a chunk's end must not divide."""
+        together = any(count % at_once for count in tokens[:-1])
+        pieces: list[tuple[tuple[int, int], ...]] = []
+        for b, count in enumerate(sequences):
+            chunks = [(b, t) for t in range(len(tokens))]
+            pieces += [(chunk,) for chunk in chunks] if count == 1 and not together else [tuple(chunks)]
+        return cls(tuple(pieces), together)
+
+
+class ChunkSum(KernelCall):
+    """A summing kernel over every chunk, in order, into one total; one more argument is where the total starts.
+
+    order   of the rows of all chunks
+    """
+
+    def __init__(self, *arguments: Any, shape: tuple[int, ...], dtype: np.dtype, order: SumOrder):
         super().__init__(*arguments)
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.dtype, self.order = shape, dtype, order
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """A list of the kernel's arguments for each chunk, and the start or None."""
-        counts = self._counts(chunks)
-        parts = []
-        for position in product(*map(range, counts.values())):
-            index = dict(zip(counts, position))
-            parts.append([self._chunk_at(c, axes, index) for c, axes in zip(chunks, self.inputs)])
-        return [parts, *chunks[len(self.inputs) :]]
+        """For each piece a list of chunks, each the list of the kernel's arguments; and the start or None."""
+        pieces = [
+            [[self._chunk_at(c, axes, {"b": b, "t": t}) for c, axes in zip(chunks, self.inputs)] for b, t in piece]
+            for piece in self.order.pieces
+        ]
+        return [pieces, *chunks[len(self.inputs) :]]
 
-    def run(self, parts: Sequence[Sequence[Any]], start: np.ndarray | None = None) -> np.ndarray:
+    def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
         total = np.empty(self.shape, self.dtype) if start is None else start.copy()
+        calls = self.in_order(pieces)
         for first, last in self.blocks():
             rows = total[first:last] if len(self.shape) > 1 else total
-            self.add(parts, rows, first, last, started=start is not None)
+            self.add(calls, rows, first, last, started=start is not None)
         return total
+
+    def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]]) -> list[Sequence[np.ndarray]]:
+        """The arguments of the kernel calls that take the rows in order."""
+        calls: list[Sequence[np.ndarray]] = []
+        for piece in pieces:
+            if len(piece) == 1:
+                calls.append(piece[0])
+            elif self.order.together:
+                calls.append([_joined(parts, axes) for parts, axes in zip(zip(*piece), self.inputs)])
+            else:
+                sequences = next(len(array) for array, axes in zip(piece[0], self.inputs) if axes.startswith("b"))
+                for number in range(sequences):
+                    calls += [[_sequence(a, axes, number) for a, axes in zip(part, self.inputs)] for part in piece]
+        return calls
 
     def blocks(self) -> list[tuple[int, int]]:
         """The rows that are summed at a time: so many that they stay in the cache. They decide the order of nothing,
@@ -84,25 +129,24 @@ class ChunkSum(KernelCall):
         rows = max(ROWS_ELEMENTS // self.shape[1] // 64, 1) * 64
         return [(first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows)]
 
-    def add(self, parts: Sequence[Sequence[Any]], total: np.ndarray, first: int, last: int, *, started: bool) -> None:
-        """Sum rows first .. last over all chunks into `total` (of a vector: all of it).
+    def add(self, calls: Sequence[Sequence[Any]], total: np.ndarray, first: int, last: int, *, started: bool) -> None:
+        """Sum rows first .. last over all calls, which are in order, into `total` (of a vector: all of it).
 
         started   whether total holds a sum to go on from; else what it holds does not matter
         """
         options = self.options | {"first_row": first} if len(self.shape) > 1 else self.options
-        for number, arguments in enumerate(parts):
+        for number, arguments in enumerate(calls):
             self.kernel(*arguments, total=total, accumulate=started or number > 0, **options)
 
-    def _counts(self, chunks: Sequence[Any]) -> dict[str, int]:
-        """How many chunks each summed axis has."""
-        counts: dict[str, int] = {}
-        for chunk, axes in zip(chunks, self.inputs):
-            for axis in axes:
-                if axis in CUT:
-                    counts[axis] = len(chunk)
-                if axis not in self.axes:
-                    chunk = chunk[0]
-        return counts
+
+def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
+    """The token chunks of some sequences as one."""
+    return np.concatenate(parts, axis=axes.index("t")) if "t" in axes else parts[0]
+
+
+def _sequence(array: np.ndarray, axes: str, number: int) -> np.ndarray:
+    """One sequence of a chunk; what has no sequences belongs to all of them."""
+    return array[number : number + 1] if axes.startswith("b") else array
 
 
 class Pick:
@@ -149,6 +193,7 @@ def apply(
     options: Mapping[str, Any] | None = None,
     new_axes: Mapping[str, int] | None = None,
     start: da.Array | None = None,
+    at_once: int = 1,
     after: tuple[da.Array, str] | None = None,
 ) -> tuple[da.Array, ...]:
     """Call a kernel on every chunk; one lazy dask array an output. Nothing is computed.
@@ -157,6 +202,7 @@ def apply(
     signature  axes of arguments and outputs, see `daskgpt.model.layers`
     new_axes   sizes of axes that no argument has
     start      where a sum over the chunks starts (an array like the output), None for zero
+    at_once    tokens of a sequence that a summing kernel takes in one step
     after      an array and its axes whose chunk must be there before, although the kernel does not read it
 
     Errors     ValueError where chunks do not fit the signature
@@ -171,7 +217,8 @@ def apply(
     call: KernelCall
     if summed:
         shape = tuple(sum(chunks[axis]) for axis in outputs[0])
-        call = ChunkSum(kernel, inputs, outputs[0], options or {}, shape=shape, dtype=dtype)
+        order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), at_once)
+        call = ChunkSum(kernel, inputs, outputs[0], options or {}, shape=shape, dtype=dtype, order=order)
         if start is not None:
             arrays, inputs = [*arrays, start], [*inputs, outputs[0]]
     else:

@@ -40,9 +40,9 @@ class InPlace:
 
 
 class RowSum:
-    """Some rows of a sum over some chunks, in a task of their own; it goes on in the rows that it starts from.
+    """Some rows of a sum over some pieces of the batch, in a task of their own; it goes on in the rows it starts from.
 
-    counts   how many arguments belong to each chunk
+    counts   how many chunks each piece has
     """
 
     axes = ""
@@ -51,17 +51,19 @@ class RowSum:
         self.call, self.blocks, self.counts = call, tuple(blocks), tuple(counts)
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        parts, position = [], 0
+        pieces, position, each = [], 0, len(self.call.inputs)
         for count in self.counts:
-            parts.append(list(chunks[position : position + count]))
-            position += count
-        return [parts, *chunks[position:]]
+            ends = range(position, position + count * each, each)
+            pieces.append([list(chunks[first : first + each]) for first in ends])
+            position += count * each
+        return [pieces, *chunks[position:]]
 
-    def run(self, parts: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
+    def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
         base, end = self.blocks[0][0], self.blocks[-1][1]
         total = np.empty((end - base, *self.call.shape[1:]), self.call.dtype) if start is None else start
+        calls = self.call.in_order(pieces)
         for first, last in self.blocks:
-            self.call.add(parts, total[first - base : last - base], first, last, started=start is not None)
+            self.call.add(calls, total[first - base : last - base], first, last, started=start is not None)
         return total
 
 
@@ -90,27 +92,28 @@ class RowUpdate:
         self.options, self.blocks, self.fused = options, tuple(blocks), fused
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Each sum's parts, what the first one starts from, and weight, m, v and hyper."""
-        parts, start, position = [], [], 0
+        """Each sum's pieces, what the first one starts from, and weight, m, v and hyper."""
+        pieces, start, position = [], [], 0
         if not self.sums:
             start, position = [chunks[0]], 1
         for call, count in zip(self.sums, self.counts):
             own, *rest = call.arrange(chunks[position : position + count])
-            parts.append(own)
+            pieces.append(own)
             start += rest
             position += count
-        return [parts, start, [_unwrapped(chunk) for chunk in chunks[position:]]]
+        return [pieces, start, [_unwrapped(chunk) for chunk in chunks[position:]]]
 
-    def run(self, parts: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
+    def run(self, pieces: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
         base, end = self.blocks[0][0], self.blocks[-1][1]
+        calls = [call.in_order(own) for call, own in zip(self.sums, pieces)]
         if self.fused is not None:
-            self.fused(parts[0], start[0] if start else None, state, base, end, **self.options)
+            self.fused(calls[0], start[0] if start else None, state, base, end, **self.options)
             return
         *tensors, hyper = state
         for first, last in self.blocks:
             weight, m, v = (tensor[first:last] for tensor in tensors)
             gradient = start[0][first - base : last - base] if start else np.empty(m.shape, m.dtype)
-            for number, (call, own) in enumerate(zip(self.sums, parts)):
+            for number, (call, own) in enumerate(zip(self.sums, calls)):
                 call.add(own, gradient, first, last, started=bool(start) or number > 0)
             self.kernel(weight, gradient, m, v, hyper, **self.options)
 
@@ -162,18 +165,18 @@ def update_in_place(
 def _row_sum(graph: Graph, new: Graph, key: Key, number: int, blocks: Sequence[tuple[int, int]], summed: int) -> Key:
     """Add the tasks that sum some rows of a gradient, and the ones they go on from; return the last one's key.
 
-    Where a chunk's parts are larger than the total, each chunk has a task of its own, that adds its parts and lets go
-    of them.
+    Where the parts of all pieces are larger than the total, each piece has a task of its own, that adds its parts and
+    lets go of them.
     """
     call, before = graph[key].func, _start(graph, key)
-    parts, *_ = call.arrange([nested(argument) for argument in graph[key].args])
+    pieces, *_ = call.arrange([nested(argument) for argument in graph[key].args])
     start = [] if before is None else [reference(_row_sum(graph, new, before, number, blocks, summed))]
-    together = len(parts) if summed < call.shape[-1] else 1
-    for first in range(0, len(parts), together):
-        own = parts[first : first + together]
+    together = len(pieces) if summed < call.shape[-1] else 1
+    for first in range(0, len(pieces), together):
+        own = pieces[first : first + together]
         task_key = (f"{key[0]}.rows", number, first)
-        references = [reference(item) for part in own for item in part]
-        new[task_key] = combined(task_key, RowSum(call, blocks, [len(part) for part in own]), references + start)
+        references = [reference(item) for piece in own for part in piece for item in part]
+        new[task_key] = combined(task_key, RowSum(call, blocks, [len(piece) for piece in own]), references + start)
         start = [reference(task_key)]
     return task_key
 

@@ -11,7 +11,7 @@ import numpy as np
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
-from daskgpt.kernels.vectors.elementary import exp, maximum
+from daskgpt.kernels.vectors.elementary import exp, fma, maximum
 
 
 @helper
@@ -67,12 +67,10 @@ def _backward_wte(blas, dlogits, first_row, x, accumulate, total):
 
 @kernel("r1 f n w1")
 def _mean(losses, inverse, accumulate, total):
-    real = losses.dtype.type
-    result = real(0)
+    result = total[0] if accumulate else losses.dtype.type(0)
     for i in range(losses.size):
-        result += losses[i]
-    result *= inverse
-    total[0] = total[0] + result if accumulate else result
+        result = fma(losses[i], inverse, result)
+    total[0] = result
 
 
 def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
@@ -174,9 +172,9 @@ def backward_wte(
 
 
 def mean_forward(losses: np.ndarray, count: int, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Mean loss: the chunk's share of it.
+    """Mean loss: the share of some tokens in it, added to what is there.
 
-    total = sum(losses) / count
+    total = sum(losses / count)
 
     Shapes   losses (b, t), count = B T -> total ()
     Dtype    float32 or float64, one for both

@@ -6,6 +6,7 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_shape, rows
 from daskgpt.kernels.compilation import helper, kernel
+from daskgpt.kernels.vectors.elementary import fma
 
 EPSILON = 1e-5
 
@@ -61,7 +62,7 @@ def _backward_weight(dy, x, total, accumulate):
     for i in range(x.shape[0]):
         mean, rstd = _moments(x, i)
         for j in range(x.shape[1]):
-            total[j] += dy[i, j] * ((x[i, j] - mean) * rstd)
+            total[j] = fma(dy[i, j], (x[i, j] - mean) * rstd, total[j])
 
 
 def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 A signature lists the axes of each array, one letter an axis. *Lower case = cut into chunks, upper case = whole*:
 b t (sequences, tokens), T C X O V P H (DESIGN.md, "Names"). Two rules follow from the letters alone:
 
-    an output without b and t    is the sum over all chunks, in their order (weight gradients, the mean loss)
+    an output without b and t    is the sum over the batch, sequence by sequence (weight gradients, the mean loss)
     an output T where inputs     gathers the chunks of t: the kernel gets the list of them
     have t
 """
@@ -173,6 +173,13 @@ BFLOAT16: Mapping[Callable[..., Any], Callable[..., Any]] = {
     crossentropy.backward_wte: rounded_layers.crossentropy_backward_wte,
     adamw.adamw: rounded_layers.adamw,
     adamw.adamw_inplace: rounded_layers.adamw_inplace,
+}
+
+# Tokens of a sequence that a sum over the chunks takes in one step, where that is not one: a tile of the bfloat16
+# units. A chunk that ended inside of one would change the order of the sum.
+TOKENS_AT_ONCE: Mapping[Callable[..., Any], int] = {
+    rounded_layers.linear_backward_weight: 32,
+    rounded_layers.crossentropy_backward_wte: 32,
 }
 
 # Sums over the chunks that the update of a trained matrix can make in the same pass.

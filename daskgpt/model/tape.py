@@ -11,7 +11,7 @@ import dask.array as da
 
 from daskgpt.graph.calls import apply, parse
 from daskgpt.kernels.add import forward as add
-from daskgpt.model.layers import BFLOAT16, PASS, Layer, Row
+from daskgpt.model.layers import BFLOAT16, PASS, TOKENS_AT_ONCE, Layer, Row
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Tape:
             options=_options(row, record.options),
             new_axes=_sizes(record, argument, row),
             start=before if summed else None,
+            at_once=TOKENS_AT_ONCE.get(self.kernel(row), 1),
         )
         gradients[name] = dx if summed or before is None else self._add(f"{record.where}.{argument}", before, dx)
 

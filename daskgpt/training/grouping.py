@@ -112,11 +112,15 @@ def _head_edges(graph: Graph) -> dict[Key, list[Key]]:
     def of_crossentropy(phase: str, kind: type) -> list[Key]:
         return [key for key in graph if layer_of(key) == f"crossentropy.{phase}" and isinstance(graph[key].func, kind)]
 
-    heads, sums = sorted(of_crossentropy("forward", KernelCall)), of_crossentropy("backward", RowSum)
-    chunks = sorted({key[2] for key in sums})
-    if len(chunks) != len(heads):
+    heads, sums = of_crossentropy("forward", KernelCall), of_crossentropy("backward", RowSum)
+    order = next((graph[key].func.call.order for key in sums), None)
+    if order is None or len({key[2] for key in sums}) != len(order.pieces):
         return {}  # all chunks together are smaller than the gradient
-    return {head: [key for key in sums if key[2] == chunk] for head, chunk in zip(heads[LOOKAHEAD:], chunks)}
+    piece_of = {chunk: number for number, piece in enumerate(order.pieces) for chunk in piece}
+    done: dict[int, list[Key]] = defaultdict(list)
+    for key in sums:
+        done[key[2] + LOOKAHEAD].append(key)
+    return {head: done[piece] for head in heads if (piece := piece_of[head[1:]]) in done}
 
 
 def block_of(key: Key) -> int | None:

@@ -165,7 +165,7 @@ def linear_update(
 ) -> None:
     """Gradient, AdamW and packing of some rows of a linear layer's weight in one pass; the same bits as one by one.
 
-    parts    (dy, x) of every chunk, in their order
+    parts    pairs of dy and x, in the order in which their rows are summed
     start    rows of the gradient that the sum goes on from, or None
     state    weight, m, v (whole), hyper
     """

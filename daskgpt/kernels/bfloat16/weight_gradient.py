@@ -54,20 +54,28 @@ def _copy_rows(source, source_step, target, target_step, rows, columns):
         copy_row(source + row * source_step, target + row * target_step, columns)
 
 
-@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n")
+@helper
+def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, panel):
+    """Panels of several runs of tokens, each from the start of a step on."""
+    for run in range(runs):
+        place = source + run * tokens * row_bytes
+        pack_pairs(place, row_bytes, tokens, columns, transposed, target + run * ((tokens + 31) // 32) * STEP, panel)
+
+
+@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n n")
 def _multiply(
-    dy, x, total, zeros, unit, configuration, tokens, outputs, channels, first, last, accumulate,
+    dy, x, total, zeros, unit, configuration, runs, tokens, outputs, channels, first, last, accumulate,
     left, right, sums, block_rows, block_columns,
 ):  # fmt: skip
     """The loops, from outside: blocks of rows, blocks of columns, 32 rows."""
     wide_vectors()
     open_unit(unit, configuration)
-    steps = (tokens + 31) // 32
+    steps = (tokens + 31) // 32 * runs
     panel, row_bytes, sums_step = steps * STEP, channels * 4, block_columns * 4 + 64
-    pack_pairs(address_of(x), row_bytes, tokens, channels, False, right, panel)
+    _pack_runs(address_of(x), row_bytes, runs, tokens, channels, False, right, panel)
     for row0 in range(first, last, block_rows):
         rows = min(block_rows, last - row0)
-        pack_pairs(address_of(dy) + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
+        _pack_runs(address_of(dy) + row0 * 4, outputs * 4, runs, tokens, rows, True, left, panel)
         for column in range(0, channels, block_columns):
             columns = min(block_columns, channels - column)
             for i in range(0, rows, 32):
@@ -87,10 +95,21 @@ def _multiply(
     close_unit(unit)
 
 
+def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
+    """How many runs of how many tokens are multiplied: every sequence starts with a step of its own.
+
+    A unit adds up the products of 32 tokens (a tile) or of two (a pair) in its own way. What meets in one must not
+    depend on the chunk: a chunk's sequences are runs, or one run where each of them fills its steps.
+    """
+    tokens = dy.shape[-2] if dy.ndim > 1 else 1
+    sequences = dy.size // max(tokens * dy.shape[-1], 1)
+    return (1, sequences * tokens) if tokens % 32 == 0 else (sequences, tokens)
+
+
 @functools.lru_cache(1024)
-def _plan(tokens: int, channels: int) -> tuple[int, int]:
-    """Rows and columns of a block."""
-    step_bytes = ceiling(tokens, 32) // 32 * STEP
+def _plan(steps: int, channels: int) -> tuple[int, int]:
+    """Rows and columns of a block, for so many steps of 32 tokens."""
+    step_bytes = steps * STEP
     rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
 
@@ -136,17 +155,17 @@ def backward_weight(
     check_output(where, "total", total, (last - first, channels), FLOAT32)
     check_float32(where, "dy", dy)
     check_float32(where, "x", x)
-    tokens = dy.size // outputs
-    if unit() is Unit.PORTABLE or tokens == 0:
+    if unit() is Unit.PORTABLE or not dy.size:
         return portable.gradient(dy, x, total, accumulate, first, last)
-    block_rows, block_columns = _plan(tokens, channels)
-    steps = ceiling(tokens, 32) // 32
+    runs, tokens = runs_of_tokens(dy)
+    steps = ceiling(tokens, 32) // 32 * runs
+    block_rows, block_columns = _plan(steps, channels)
     left, right, sums = scratch(
         block_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (block_columns * 4 + 64)
     )
     _multiply(
         words(np.ascontiguousarray(dy)), words(np.ascontiguousarray(x)), words(total), ZEROS, unit(),
-        CONFIGURATION, tokens, outputs, channels, first, last, accumulate, left, right, sums, block_rows,
+        CONFIGURATION, runs, tokens, outputs, channels, first, last, accumulate, left, right, sums, block_rows,
         block_columns,
     )  # fmt: skip
     return total

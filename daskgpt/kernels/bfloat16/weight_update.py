@@ -18,6 +18,7 @@ from daskgpt.kernels.bfloat16.weight_gradient import (
     backward_weight,
     check_tokens,
     row_range,
+    runs_of_tokens,
     sum_rows,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
@@ -25,27 +26,27 @@ from daskgpt.kernels.vectors.operations import address_of, copy_row, read_real, 
 
 # The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
-# What the table of chunks says of each: addresses of dy and x, tokens.
+# What the table of runs of tokens says of each: addresses of dy and x, tokens.
 _FIELDS = 3
 
 
 @helper
-def _pack_x(table, chunks, channels, right):
-    """The right panels of all chunks, one after the other."""
-    for chunk in range(chunks):
-        x, tokens = read_whole(table, chunk * _FIELDS + 1), read_whole(table, chunk * _FIELDS + 2)
+def _pack_x(table, runs, channels, right):
+    """The right panels of all runs, one after the other."""
+    for run in range(runs):
+        x, tokens = read_whole(table, run * _FIELDS + 1), read_whole(table, run * _FIELDS + 2)
         panel = (tokens + 31) // 32 * STEP
         pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
         right += (channels + 31) // 32 * panel
 
 
 @helper
-def _sum_chunks(
-    unit, table, chunks, outputs, channels, row0, rows, fresh, zeros, left, right, sums, sums_step, block_columns
+def _sum_runs(
+    unit, table, runs, outputs, channels, row0, rows, fresh, zeros, left, right, sums, sums_step, block_columns
 ):
-    """sums (+)= dyᵀ x for `rows` rows, chunk after chunk."""
-    for chunk in range(chunks):
-        dy, tokens = read_whole(table, chunk * _FIELDS), read_whole(table, chunk * _FIELDS + 2)
+    """sums (+)= dyᵀ x for `rows` rows, run after run."""
+    for run in range(runs):
+        dy, tokens = read_whole(table, run * _FIELDS), read_whole(table, run * _FIELDS + 2)
         steps = (tokens + 31) // 32
         panel = steps * STEP
         pack_pairs(dy + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
@@ -53,7 +54,7 @@ def _sum_chunks(
             columns = min(block_columns, channels - column)
             for i in range(0, rows, 32):
                 target = sums + i * sums_step + column * 4
-                start, start_step = (zeros, 0) if fresh and chunk == 0 else (target, sums_step)
+                start, start_step = (zeros, 0) if fresh and run == 0 else (target, sums_step)
                 panels = right + column // 32 * panel
                 sum_rows(
                     unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, sums_step
@@ -80,20 +81,20 @@ def _step(weight, gradient, m, v, channels, scalars):
 
 @kernel("h1 H1 H1 H1 h1 H1 H1 h1 h1 n n n n n n n n n n n n n")
 def _update(
-    table, weight, m, v, gradient, forward, backward, scalars, zeros, unit, configuration, chunks, outputs, channels,
+    table, weight, m, v, gradient, forward, backward, scalars, zeros, unit, configuration, runs, outputs, channels,
     first, last, left, right, sums, sums_step, block_rows, block_columns,
 ):  # fmt: skip
     wide_vectors()
     open_unit(unit, configuration)
     row_bytes = channels * 4
-    _pack_x(address_of(table), chunks, channels, right)
+    _pack_x(address_of(table), runs, channels, right)
     for row0 in range(first, last, block_rows):
         rows = min(block_rows, last - row0)
         if gradient.size:
             for row in range(rows):
                 copy_row(address_of(gradient) + (row0 - first + row) * row_bytes, sums + row * sums_step, channels)
-        _sum_chunks(
-            unit, address_of(table), chunks, outputs, channels, row0, rows, gradient.size == 0, address_of(zeros),
+        _sum_runs(
+            unit, address_of(table), runs, outputs, channels, row0, rows, gradient.size == 0, address_of(zeros),
             left, right, sums, sums_step, block_columns,
         )  # fmt: skip
         place = row0 * row_bytes
@@ -111,7 +112,7 @@ def _update(
 
 @functools.lru_cache(1024)
 def _plan(longest: int, channels: int) -> tuple[int, int]:
-    """Rows and columns of a block, for chunks of up to `longest` steps of 32 tokens."""
+    """Rows and columns of a block, for runs of up to `longest` steps of 32 tokens."""
     rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4) // 32 * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
 
@@ -153,13 +154,18 @@ def _in_two_steps(dys, xs, weight, m, v, packed, hyper, gradient, first, last, o
     pack_weight(weight[first:last], packed, first=first)
 
 
+def _runs(dy, x):
+    """The addresses of each run of tokens in dy and in x, and its length."""
+    runs, tokens = runs_of_tokens(dy)
+    down, across = tokens * dy.shape[-1] * dy.itemsize, tokens * x.shape[-1] * x.itemsize
+    return [(dy.ctypes.data + run * down, x.ctypes.data + run * across, tokens) for run in range(runs)]
+
+
 def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options):
     outputs, channels = weight.shape
     operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in zip(dys, xs)]
-    tokens = [dy.size // outputs for dy in dys]
-    places = [(dy.ctypes.data, x.ctypes.data, count) for (dy, x), count in zip(operands, tokens)]
-    table = np.array(places, np.int64)
-    steps = [ceiling(count, 32) // 32 for count in tokens]
+    table = np.array([place for dy, x in operands for place in _runs(dy, x)], np.int64)
+    steps = [ceiling(count, 32) // 32 for count in table[:, 2].tolist()]
     block_rows, block_columns = _plan(max(steps), channels)
     sums_step = ceiling(channels, 32) * 4 + 64
     left, right, sums = scratch(
@@ -169,7 +175,7 @@ def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, op
     _update(
         words(table), words(weight), words(m), words(v),
         NOTHING if gradient is None else words(np.ascontiguousarray(gradient)), packed.forward, packed.backward,
-        words(scalars), ZEROS, unit(), CONFIGURATION, len(dys), outputs, channels, first, last, left, right,
+        words(scalars), ZEROS, unit(), CONFIGURATION, len(table), outputs, channels, first, last, left, right,
         sums, sums_step, block_rows, block_columns,
     )  # fmt: skip
 

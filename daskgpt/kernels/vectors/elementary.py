@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, overload
 
-from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.compilation import exact_helper, helper
 from daskgpt.kernels.vectors import lanes
 
 
@@ -45,6 +45,26 @@ def sigmoid(x):
     """1 / (1 + exp(-x)) of one number."""
     one = type(x)(1)
     return one / (one + exp(-x))
+
+
+@intrinsic
+def _fma(typing_context, left, right, total):
+    def generate(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return total(total, total, total), generate
+
+
+@exact_helper
+def fma(left, right, total):
+    """left * right + total of single numbers with one rounding, on every processor."""
+    return _fma(left, right, total)
+
+
+@exact_helper
+def plus(total, value):
+    """A sum's next step: no compiler reorders a loop of these, or makes several sums of one."""
+    return total + value
 
 
 def maximum(row: Any) -> Any:

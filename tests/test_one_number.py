@@ -1,0 +1,107 @@
+"""One number: no chunk, grain, barrier, scheduler, thread or worker changes a bit of the result."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from one_number import MODELS, Dials, bits_after_steps, random_dials, seed
+from product_cases import UNITS, using
+from test_layers import OPTIONS, lazy
+
+from daskgpt.graph.calls import SumOrder, parse
+from daskgpt.kernels.float32 import sgemm
+from daskgpt.kernels.float32.blas import gemm_address
+from daskgpt.model.layers import LAYERS, Layer
+from daskgpt.model.tape import Tape
+
+own_product = pytest.mark.skipif(
+    not sgemm.has_avx512() or gemm_address(np.dtype("f4")) != sgemm.address(),
+    reason="float32 products are a library's here, whose order of summation depends on the shapes",
+)
+CHUNKS = {
+    "tiny": [(12, 64), (4, 64), (1, 64), (12, 32), (6, 16)],
+    "odd": [(6, 20), (3, 20), (2, 20), (1, 20), (6, 10), (3, 10), (2, 5), (1, 4), (6, 1), (1, 1), (3, 2), (2, 10)],
+    "long": [(3, 75), (1, 75), (3, 25), (1, 15), (1, 5), (3, 1)],
+}
+SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
+
+
+@own_product
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["float32", *UNITS])
+def test_no_chunk_changes_a_bit(name, precision):
+    """bfloat16 with each unit that works here: one number each."""
+    found = {}
+    for chunk in CHUNKS[name]:
+        if precision == "float32":
+            found[chunk] = bits_after_steps(MODELS[name], precision, Dials(chunk))
+        else:
+            with using(precision):
+                found[chunk] = bits_after_steps(MODELS[name], "bfloat16", Dials(chunk))
+    assert set(found.values()) == {found[CHUNKS[name][0]]}, found
+
+
+@own_product
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_no_combination_of_dials_changes_a_bit(precision):
+    """A sample at random; DASKGPT_TEST_SEED repeats one."""
+    number = seed()
+    print(f"DASKGPT_TEST_SEED={number}")
+    random = np.random.default_rng(number)
+    for name, model in MODELS.items():
+        expected = bits_after_steps(model, precision, Dials(model.batch))
+        for dials in [random_dials(random, model) for _ in range(4)]:
+            assert bits_after_steps(model, precision, dials) == expected, f"{name} {dials}"
+
+
+@own_product
+@pytest.mark.parametrize(("workers", "chunk", "grain"), [(2, (2, 20), "block"), (3, (3, 5), "chunk")])
+def test_no_number_of_workers_changes_a_bit(workers, chunk, grain):
+    model = MODELS["odd"]
+    expected = bits_after_steps(model, "float32", Dials(model.batch))
+    assert bits_after_steps(model, "float32", Dials(chunk, "step", grain, "local", workers)) == expected
+
+
+def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(4)
+    values = {}
+    for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
+        shape = tuple(SIZES[axis] for axis in axes)
+        values[name] = random.normal(size=shape).astype(np.float32)
+        if name in ("tokens", "targets"):
+            values[name] = random.integers(0, OPTIONS["vocabulary"], shape).astype(np.int32)
+        if name == "positions":
+            values[name] = np.arange(*shape, dtype=np.int32)
+    return values
+
+
+@own_product
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer):
+    """Forward and gradients: no row depends on its company, no sum on where a chunk ends."""
+    values, expected = arguments_of(layer), None
+    for chunk in CHUNKS["odd"]:
+        tape, arrays = Tape(), lazy(layer, values, chunk, SIZES)
+        y = tape("here.0", layer, *arrays.values(), **OPTIONS | {"heads": 3})
+        dy = np.random.default_rng(3).normal(size=y.shape).astype(np.float32)
+        gradients = tape.backward(y, da.from_array(dy, chunks=y.chunks, name="dy-leaf"))
+        found = {name: gradients[array.name] for name, array in arrays.items() if array.name in gradients}
+        results = dask.compute(found | {"y": y}, scheduler="sync")[0]
+        expected = expected or results
+        for name, value in results.items():
+            np.testing.assert_array_equal(
+                value.view(np.int32), expected[name].view(np.int32), err_msg=f"{name} {chunk}"
+            )
+
+
+def test_rows_enter_a_sum_sequence_by_sequence():
+    whole = SumOrder.of((2, 2), (20,), 1)
+    assert whole == SumOrder((((0, 0),), ((1, 0),)), False)
+    # A chunk of one sequence is one piece; of several, all their token chunks are.
+    assert SumOrder.of((1,), (8, 8), 1).pieces == (((0, 0),), ((0, 1),))
+    assert SumOrder.of((2, 1), (8, 8), 1).pieces == (((0, 0), (0, 1)), ((1, 0),), ((1, 1),))
+    # A tile of 32 tokens that two chunks share is not cut.
+    assert SumOrder.of((1,), (32, 32, 3), 32) == SumOrder((((0, 0),), ((0, 1),), ((0, 2),)), False)
+    assert SumOrder.of((1,), (16, 16), 32) == SumOrder((((0, 0), (0, 1)),), True)
