@@ -101,7 +101,8 @@ def test_every_scheduler_gives_the_same_bits(chunk):
             np.testing.assert_array_equal(value, expected[name], err_msg=f"{scheduler} {name}")
 
 
-def test_other_chunks_agree_within_rounding():
+def test_other_chunks_agree_within_rounding_with_a_library_s_product(monkeypatch):
+    monkeypatch.setenv("DASKGPT_BLAS", "numpy")
     expected, _ = losses_and_parameters("sync", 1, (4, 12))
     for chunk in ((2, 12), (1, 4), (4, 1)):
         losses, _ = losses_and_parameters("sync", 1, chunk)
