@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import daskgpt
 
 PACKAGE = Path(daskgpt.__file__).parent
@@ -16,7 +14,6 @@ def test_dasks_private_graph_nodes_stand_behind_one_file():
     assert [path.relative_to(PACKAGE).as_posix() for path in users] == ["graph/nodes.py"]
 
 
-@pytest.mark.xfail(reason="the rooms of the kernels are not furnished yet", strict=True)
 def test_no_two_files_have_one_name():
     names = [path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
