@@ -52,7 +52,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--timelines",
         action="store_true",
-        help="write a timeline of each barrier instead, in chunks of a quarter of the sequences",
+        help="write a timeline of each barrier instead, and one page of all, in chunks of a quarter of the sequences",
     )
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name, dial in DIALS.items():

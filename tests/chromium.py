@@ -16,7 +16,7 @@ from tornado.httpclient import AsyncHTTPClient
 from tornado.websocket import websocket_connect
 
 PATH = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-FLAGS = ("--headless=new", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1400,1150", "--no-first-run")
+FLAGS = ("--headless=new", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run")
 PATIENCE = 60  # seconds
 
 
@@ -36,10 +36,20 @@ class Visit:
 
 
 def visit(
-    page: Path, folder: Path, ready: str, expressions: tuple[str, ...] = (), mouse: tuple[int, int] | None = None
+    page: Path,
+    folder: Path,
+    ready: str,
+    expressions: tuple[str, ...] = (),
+    mouse: tuple[int, int] | None = None,
+    size: tuple[int, int] = (1400, 1150),
 ):
     """Open a page, wait until `ready` is true in it, evaluate expressions, point somewhere, take a picture."""
-    flags = (*FLAGS, f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else []))
+    flags = (
+        *FLAGS,
+        f"--window-size={size[0]},{size[1]}",
+        f"--user-data-dir={folder}",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),
+    )
     with (folder.parent / "chromium.log").open("w") as log:
         process = subprocess.Popen([PATH, *flags, "about:blank"], stdout=log, stderr=log)
     try:

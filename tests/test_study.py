@@ -382,6 +382,17 @@ def test_the_page_holds_every_figure_and_asks_for_nothing(finished):
     assert page.count("<table>") == (out / "report.md").read_text().count("| --- |\n")
 
 
+def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys):
+    assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0
+    pages = {f"{name}.html" for name in (*BARRIERS, "barriers")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == pages | {f"{name}.json" for name in BARRIERS}
+    text = (tmp_path / "out" / "barriers.html").read_text()
+    assert "<title>2 steps of a GPT-2 with 1 block of 32 channels (15,328 parameters), 4 x 16 tokens a step<" in text
+    for look in BARRIERS.values():
+        assert f"barrier {look.label}" in text
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"{tmp_path / 'out' / 'barriers.html'}")
+
+
 def test_slicings_are_compared_at_the_same_number_of_chunks(tmp_path):
     times = {(4, 32): 20.0, (2, 64): 10.0, (4, 16): 12.0, (1, 64): 24.0}
     rows = [row(replace(BASE, batch_chunk=b, sequence_chunk=t), n, ms) for (b, t), ms in times.items() for n in (0, 1)]

@@ -33,6 +33,7 @@ from daskgpt.instruments.timeline import (
     describe_summary,
     summarise,
     timeline_paths,
+    write_side_by_side,
     write_timeline,
 )
 from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
@@ -359,6 +360,35 @@ def test_the_page_opens_in_a_browser_without_a_request_or_an_error(files, tmp_pa
     assert shared_axis
     assert legend == "hide embedding layernorm linear gelu add attention crossentropy mean adamw"
     assert len(found.picture) > 20_000
+
+
+LANES = 'Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")'
+END = f"Math.max(...{LANES}.map((plot) => plot.x_range.end))"
+ONE_AXIS = f"{LANES}.every((plot) => plot.x_range === {LANES}[0].x_range)"
+COUNTS = f"""{LANES}.map((plot) => plot.renderers.filter((r) => "task" in r.data_source.data)
+    .map((r) => r.data_source.get_length()).reduce((a, b) => a + b, 0)).join(" ")"""
+HIDE = f"""{LANES}[0].above.find((panel) => panel.type === "Legend").items[2].renderers
+    .forEach((renderer) => {{ renderer.visible = false }})"""
+HIDDEN = f"""{LANES}.map((plot) => plot.renderers.filter((r) => !r.visible).map((r) => r.name).join(" ")).join(", ")"""
+WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.mark.skipif(PATH is None, reason="no Chromium on the PATH")
+@pytest.mark.parametrize("width", [1400, 600])
+def test_several_timelines_share_one_page_one_time_scale_and_one_legend(files, tmp_path, width):
+    overlapping, *_ = files
+    _, fork_join = recorded("layer", [(10,), (11,), (12,)], chunk=(2, 12))
+    timelines = {"barrier layer": fork_join, "barrier none": overlapping}
+    page = write_side_by_side(timelines, tmp_path / "barriers.html", "two barriers")
+    found = visit(page, tmp_path / "profile", READY, (END, ONE_AXIS, COUNTS, HIDE, HIDDEN, WIDTH), size=(width, 1150))
+    assert [url for url in found.requests if not url.startswith("data:")] == [page.as_uri()]
+    assert found.messages == []
+    end, one_axis, counts, _, hidden, beyond = found.values
+    assert end == pytest.approx(1e3 * max(own.windows[-1].end for own in timelines.values()))
+    assert one_axis
+    assert counts == f"{len(fork_join.events)} {len(overlapping.events)}"
+    assert hidden == "linear linear, linear linear", "forward and backward, in both"
+    assert beyond <= 0, "nothing lies beyond the right edge"
 
 
 MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16"

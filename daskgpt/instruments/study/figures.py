@@ -16,6 +16,7 @@ from daskgpt.instruments.study.numbers import (
     count,
     efficiencies,
     model_name,
+    model_of,
     runs_a_point,
     speedups,
     spread,
@@ -300,7 +301,7 @@ def _title(figure: Figure, title: str, rows: Rows, note: str = "") -> None:
     """What is shown, and of what: a figure may stand without its report."""
     row, (least, most) = rows.all[0], runs_a_point(rows.all)
     runs = count(most, "run") if least == most else f"{least} to {most} runs"
-    model = f"{model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step; {runs} a point"
+    model = f"{model_name(model_of(row))}, {row['batch_size']} x {row['sequence_length']} tokens a step; {runs} a point"
     figure.suptitle("\n".join(filter(None, (title, model, note))), fontsize=11)
 
 

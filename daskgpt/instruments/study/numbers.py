@@ -89,9 +89,13 @@ def efficiencies(times: Mapping[int, Spread]) -> dict[int, float]:
     return {threads: value / threads for threads, value in speedups(times).items()}
 
 
-def model_name(row: Row) -> str:
+def model_of(row: Row) -> GPT2Config:
+    """The size of the model of a run."""
+    return GPT2Config(**{name: row[name] for name in MODEL})
+
+
+def model_name(config: GPT2Config) -> str:
     """`gpt2 (124,439,808 parameters)`; a size that has no name is told by its numbers."""
-    config = GPT2Config(**{name: row[name] for name in MODEL})
     known = [name for name, size in PRESETS.items() if size == config]
     numbers = f"a GPT-2 with {count(config.blocks, 'block')} of {config.channels} channels"
     return f"{known[0] if known else numbers} ({parameter_count(config):,} parameters)"

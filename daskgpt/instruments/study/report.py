@@ -17,6 +17,7 @@ from daskgpt.instruments.study.numbers import (
     count,
     efficiencies,
     model_name,
+    model_of,
     runs_a_point,
     sentence,
     speedups,
@@ -263,7 +264,7 @@ def _ratios(times: dict[int, Spread], threads: int) -> list[str]:
 
 def _title(view: Rows) -> str:
     row = view.all[0]
-    return f"Study of {model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step"
+    return f"Study of {model_name(model_of(row))}, {row['batch_size']} x {row['sequence_length']} tokens a step"
 
 
 def _heading(view: Rows) -> str:

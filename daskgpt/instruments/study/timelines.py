@@ -8,20 +8,29 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.study.dials import BARRIERS
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
-from daskgpt.instruments.timeline import StepRecorder, describe_summary, summarise, write_timeline
+from daskgpt.instruments.study.numbers import model_name
+from daskgpt.instruments.timeline import (
+    StepRecorder,
+    Timeline,
+    describe_summary,
+    summarise,
+    write_side_by_side,
+    write_timeline,
+)
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.local import usable_cores
 
 
 def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list[Path]:
-    """FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has; return the pages.
+    """FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has, and FOLDER/barriers.html
+    with all of them on one time scale; return the pages, the common one last.
 
     A chunk holds a quarter of the sequences, so that there is something to overlap. A task is what one chunk does
     between two gathers, for fork-join one kernel.
     """
     chunk = max(study.batch_size // 4, 1)
-    pages = []
-    for barrier in BARRIERS:
+    pages, timelines = [], dict[str, Timeline]()
+    for barrier, look in BARRIERS.items():
         point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "segment").runnable()
         job = job_of_point(model, study, point)
         with open_scheduler("threads", point.threads) as scheduler:
@@ -32,7 +41,10 @@ def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list
             for number in range(first, first + study.window, size):
                 with recorder.window(range(number, number + size)):
                     steps.run(size)
-        timeline = recorder.finish()
+        timeline = timelines[f"barrier {look.label}"] = recorder.finish()
         pages.append(write_timeline(timeline, folder / barrier)[1])
         print(f"\nbarrier {barrier}: {pages[-1]}\n{describe_summary(summarise(timeline))}")
+    title = f"{study.window} steps of {model_name(model)}, {study.batch_size} x {study.sequence_length} tokens a step"
+    pages.append(write_side_by_side(timelines, folder / "barriers.html", title))
+    print(f"\nall barriers on one time scale: {pages[-1]}")
     return pages

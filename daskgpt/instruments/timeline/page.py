@@ -50,10 +50,11 @@ DARKER = 0.62  # of a forward kernel's colour: its backward kernels
 STEP_COLOURS = ("#c3ccd5", "#4f5a65")
 MEMORY_COLOUR, LAYERS_COLOUR, MEAN_COLOUR = "#4269d0", "#3ca951", "#14451d"
 MEANS = 150
-LANE_HEIGHT, MARGIN, CURVE_HEIGHT, LEFT = 84, 130, 180, 100  # pixels
+LANE_HEIGHT, MARGIN, LEGEND_HEIGHT, CURVE_HEIGHT, LEFT = 84, 155, 80, 180, 100  # pixels
+LEGEND_COLUMNS = 5  # narrow enough for half a screen
 HELP = (
-    "<p style='margin: 0 0 6px 0'>Colour is the layer: bright forward, dark backward. The strip under a lane changes "
-    "from step to step. Wheel: zoom. Drag: move. A click in the legend hides a layer.</p>"
+    "<p style='margin: 0 0 6px 0'>Colour is the layer: bright forward, dark backward. The number over the lanes is the "
+    "step; the strip under a lane changes with it. Wheel: zoom. Drag: move. A click in the legend hides a layer.</p>"
 )
 TOOLTIPS = """
 <div style="font: 12px sans-serif; max-width: 460px">
@@ -67,7 +68,7 @@ returned @bytes, in task @task, @lane
 
 def page_of(timeline: Timeline) -> str:
     """The HTML: lanes of kernel calls, memory, and layers at once, on one time axis; below them the summary."""
-    lanes, at_once = _lanes(timeline), layers_at_once(timeline)
+    lanes, at_once = lanes_of(timeline, time_axis([timeline])), layers_at_once(timeline)
     memory = _curve(lanes, [(time, size / 1e6) for time, size in live_bytes(timeline)], MEMORY_COLOUR)
     memory.title.text, memory.yaxis.axis_label = "Memory: activations and gradients that are still to be read", "MB"
     layers = _curve(lanes, at_once, LAYERS_COLOUR)
@@ -82,17 +83,23 @@ def page_of(timeline: Timeline) -> str:
     )
 
 
-def _lanes(timeline: Timeline) -> Any:
-    """One lane a thread, the first on top, with a strip of steps under each."""
-    count, end = len(timeline.lanes), max(window.end for window in timeline.windows) * 1e3
+def time_axis(timelines: Sequence[Timeline]) -> Range1d:
+    """Milliseconds from the start to the end of the longest of them."""
+    end = max(window.end for timeline in timelines for window in timeline.windows) * 1e3
+    return Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), min_interval=1e-3)
+
+
+def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", legend: bool = True) -> Any:
+    """One lane a thread, the first on top, with a strip of steps under each. Bars are named by their layer."""
+    count = len(timeline.lanes)
     plot = figure(
-        height=MARGIN + LANE_HEIGHT * count,
+        height=(MARGIN if legend else MARGIN - LEGEND_HEIGHT) + LANE_HEIGHT * count,
         sizing_mode="stretch_width",
-        x_range=Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), min_interval=1e-3),
+        x_range=x_range,
         y_range=Range1d(-0.5, count - 0.25),
         min_border_left=LEFT,
         tools=[],
-        title="Kernel calls",
+        title=title,
     )
     wheel, pan = WheelZoomTool(dimensions="width"), PanTool(dimensions="width")
     plot.add_tools(wheel, pan, BoxZoomTool(dimensions="width"), ResetTool(), SaveTool())
@@ -111,9 +118,10 @@ def _lanes(timeline: Timeline) -> Any:
         renderers += own
     _steps(plot, timeline)
     plot.add_tools(HoverTool(renderers=renderers, tooltips=TOOLTIPS, point_policy="follow_mouse"))
-    legend = Legend(items=items, orientation="horizontal", click_policy="hide", spacing=14, ncols=len(items))
-    legend.border_line_color, legend.location, legend.padding = None, "top_left", 2
-    plot.add_layout(legend, "above")
+    if legend:
+        names = Legend(items=items, orientation="horizontal", click_policy="hide", spacing=14, ncols=LEGEND_COLUMNS)
+        names.border_line_color, names.location, names.padding = None, "top_left", 2
+        plot.add_layout(names, "above")
     return plot
 
 
@@ -140,7 +148,13 @@ def _bars(plot: Any, timeline: Timeline, events: Sequence[Event], colour: str) -
     sides = {side: side for side in ("left", "right", "bottom", "top")}
     # The line keeps a call visible that is narrower than a pixel.
     return plot.quad(
-        **sides, source=source, fill_color=colour, line_color=colour, line_width=0.4, hover_line_color="black"
+        **sides,
+        source=source,
+        name=events[0].layer,
+        fill_color=colour,
+        line_color=colour,
+        line_width=0.4,
+        hover_line_color="black",
     )
 
 
@@ -156,7 +170,7 @@ def _steps(plot: Any, timeline: Timeline) -> None:
             plot.quad(left=left, right=right, bottom=top - lane - 0.4, top=top - lane - 0.29, color=colour)
     for step in timeline.steps:
         first = min((event.start for event in timeline.events if event.step == step), default=0.0) * 1e3
-        plot.text(x=[first], y=[top + 0.48], text=[f"step {step}"], text_font_size="12px", text_baseline="bottom")
+        plot.text(x=[first], y=[top + 0.48], text=[str(step)], text_font_size="12px", text_baseline="bottom")
 
 
 def _curve(lanes: Any, curve: Sequence[tuple[float, float]], colour: str) -> Any:

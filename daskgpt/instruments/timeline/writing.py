@@ -1,8 +1,9 @@
-"""The two files of a timeline."""
+"""The files of timelines."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from daskgpt.instruments.timeline.events import Timeline
@@ -45,3 +46,11 @@ def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
     trace.write_text(json.dumps(trace_of(timeline)))
     page.write_text(page_of(timeline))
     return trace, page
+
+
+def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str) -> Path:
+    """Write one page of several timelines, by name, on one time scale; return its path."""
+    from daskgpt.instruments.timeline.side_by_side import page_of_several
+
+    page.write_text(page_of_several(timelines, title))
+    return page
