@@ -68,7 +68,7 @@ def parser() -> Parser:
     )
     flags.add_argument("--torch-compile", action="store_true", help="with --against torch: torch.compile the model")
     flags.add_argument("--torch-bf16", action="store_true", help="with --against torch: bfloat16 autocast")
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
+    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (BenchConfig, DataflowConfig):
         add_flags(flags, config)
     return flags

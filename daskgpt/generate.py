@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import documented, setting
-from daskgpt.data.encodings import get_encoding
+from daskgpt.data.encodings import encode, get_encoding
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sample
 from daskgpt.schedulers.addresses import open_scheduler
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     config, parameters = load(values.model)
     encoding_name, context = trained_with(values.model, config)
     encoding = get_encoding(options.encoding or encoding_name)
-    prompt = encoding.encode(options.prompt)
+    prompt = encode(encoding, options.prompt).tolist()
     compile_kernels()
     with open_scheduler("sync") as scheduler:
         print(options.prompt, end="", flush=True)

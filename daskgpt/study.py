@@ -58,7 +58,7 @@ def parser() -> Parser:
     for name, dial in DIALS.items():
         flag = f"--{name.replace('_', '-')}"
         lists.add_argument(flag, type=_list_of(dial.kind), metavar="LIST", help=f"values of daskgpt.train's {flag}")
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
+    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     add_flags(flags, StudyConfig)
     return flags
 

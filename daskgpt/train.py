@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from argparse import Namespace
 from dataclasses import replace
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
@@ -16,22 +17,25 @@ from daskgpt.generation.sampling import sample
 from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.job import Job, compile_kernels, open_dataset, start_values
+from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.loop import run_job
 from daskgpt.training.result import Result
-from daskgpt.training.run_folder import RunFolder, load, new_folder
+from daskgpt.training.run_folder import RunFolder, new_folder
+from daskgpt.training.start import Start, open_dataset, start_values
+
+DEFAULT = "tiny"  # the preset
 
 
 def parser() -> Parser:
     """All flags of a run."""
     flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", allow_abbrev=False)
-    flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
+    flags.add_argument("--preset", help=f"size of the model: {', '.join(PRESETS)} (default: {DEFAULT})")
     flags.add_argument(
         "--plan",
         action="store_true",
         help="print tasks and memory of a step and whether they fit here, and run nothing",
     )
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", given_only=True)
+    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig, TimelineConfig):
         add_flags(flags, config)
     return flags
@@ -39,43 +43,48 @@ def parser() -> Parser:
 
 def main(arguments: list[str]) -> int:
     """Check everything, then train, then show what came of it."""
-    start = time.perf_counter()
+    begin = time.perf_counter()
     values = parser().parse_args(arguments)
-    data, run = from_flags(DataConfig, values), from_flags(RunConfig, values)
-    optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
-    overrides = given_flags(GPT2Config, values)
-    shown = from_flags(TimelineConfig, values)
-    preset(values.preset, **overrides)
+    run, shown = from_flags(RunConfig, values), from_flags(TimelineConfig, values)
     run = replace(run, out=run.out or new_folder())
     folder = RunFolder(run.out)
-    dataset = open_dataset(data)
-    if values.preset == "tiny":
-        overrides = {"positions": data.sequence_length} | overrides
-    config = model_config(values.preset, overrides, dataset.vocabulary, run.init)
-    job = Job(config, dataset, data, optimizer, dataflow, run)
+    start = Start.read(run.init) if run.init else None
+    job = job_of(values, run, start)
     if values.plan:
         print(describe_prediction(job, predict(job)))
         return 0
-    initial = start_values(job)
+    initial = start_values(job, start)
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         result = run_job(job, scheduler, initial, folder, watchers=[TimelineWatcher(shown)] if shown.timeline else [])
-    report(job, result, time.perf_counter() - start)
+    report(job, result, time.perf_counter() - begin)
     return 0
 
 
-def model_config(name: str, overrides: dict[str, int], vocabulary: int, init: str) -> GPT2Config:
-    """The preset with the user's numbers and the encoding's vocabulary; with --init, the model file's."""
-    if init:
-        config = load(init)[0]
-        differing = {key: value for key, value in overrides.items() if getattr(config, key) != value}
-        if differing:
-            got = ", ".join(f"{key}={value}" for key, value in differing.items())
-            raise ValueError(f"train: --init decides the size of the model; got {got}. Leave these flags out.")
-        return config
-    if "vocabulary" not in overrides and preset(name).vocabulary != vocabulary:
-        overrides = {"vocabulary": vocabulary} | overrides
-    return preset(name, **overrides)
+def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
+    """The checked job that the flags mean, from random values or from a model."""
+    optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
+    numbers = given_flags(GPT2Config, values)
+    if start is None:
+        data = from_flags(DataConfig, values)
+        dataset = open_dataset(data, preset(values.preset or DEFAULT, **numbers).vocabulary)
+        config = model_config(values.preset or DEFAULT, numbers, data, dataset.vocabulary)
+    else:
+        if values.preset:
+            size = preset(values.preset)
+            numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
+        start.check_size(numbers, "train: --init decides the size of the model", "Leave these flags out.")
+        data, config = start.data_config(given_flags(DataConfig, values)), start.config
+        dataset = open_dataset(data, config.vocabulary, start)
+    return Job(config, dataset, data, optimizer, dataflow, run)
+
+
+def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabulary: int) -> GPT2Config:
+    """The preset with the user's numbers and the encoding's vocabulary; tiny is as long as its sequences."""
+    fitting = {} if preset(name).vocabulary == vocabulary else {"vocabulary": vocabulary}
+    if name == DEFAULT:
+        fitting["positions"] = data.sequence_length
+    return preset(name, **fitting | numbers)
 
 
 def report(job: Job, result: Result, seconds: float) -> None:

@@ -27,10 +27,10 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", given_only: bool = False) -> None:
-    """A flag for each field that `setting` made.
+def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", of_preset: bool = False) -> None:
+    """A flag for each field that `setting` made. The namespace gets only what the user gave, also if it is the default.
 
-    given_only   the namespace gets only what the user gave: for numbers that override a preset
+    of_preset   whether a preset decides the default
     """
     group = parser.add_argument_group(title or (config.__doc__ or "").splitlines()[0].rstrip("."))
     for f in fields(config):
@@ -38,10 +38,10 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
         group.add_argument(
             flag,
             type=_type(f),
-            default=argparse.SUPPRESS if given_only else f.default,
+            default=argparse.SUPPRESS,
             choices=f.metadata["choices"] or None,
             metavar=f.metadata["unit"].upper() or ("NUMBER" if _type(f) in (int, float) else f.name.upper()),
-            help=help_of(f, "the preset's" if given_only else "").replace("%", "%%"),
+            help=help_of(f, "the preset's" if of_preset else "").replace("%", "%%"),
         )
 
 

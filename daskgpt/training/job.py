@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
-from daskgpt.data.dataset import Dataset, load_dataset
+from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.graph.recording import Runs
 from daskgpt.kernels.bfloat16 import outruns_float32, unit
 from daskgpt.kernels.compilation import all_cached, compile_all
-from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.addresses import resolved_address
-from daskgpt.training.run_folder import load
 
 LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
 
@@ -44,7 +42,7 @@ class Job:
             "train",
             "a sequence must not be longer than the model's positions",
             {"sequence_length": self.data.sequence_length, "positions": self.config.positions},
-            "Shorten the sequence or give more --positions.",
+            "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions.",
         )
         require(
             self.dataflow.precision != "float64",
@@ -62,7 +60,7 @@ class Job:
                 "ids": self.dataset.vocabulary,
                 "vocabulary": self.config.vocabulary,
             },
-            "Leave --vocabulary to the encoding.",
+            "Start from another model." if self.run.init else "Leave --vocabulary to the encoding.",
         )
 
     def resolved(self, scheduler: Runs, grain: str) -> dict[str, Any]:
@@ -103,25 +101,6 @@ class Job:
 def _from_root(path: str) -> str:
     """A path that means the same from every folder; none stays none."""
     return str(Path(path).expanduser().resolve()) if path else ""
-
-
-def open_dataset(data: DataConfig) -> Dataset:
-    """The tokens that a configuration names."""
-    return load_dataset(
-        data.data,
-        None if data.encoding == "auto" else data.encoding,
-        validation_fraction=data.validation_fraction,
-        sequence_length=data.sequence_length,
-    )
-
-
-def start_values(job: Job, parameters: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
-    """Initial parameters: those given, those of the model file of `--init`, or random ones."""
-    if parameters is not None:
-        return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
-    if job.run.init:
-        return load(job.run.init)[1]
-    return initial_parameters(job.config, job.run.seed)
 
 
 def compile_kernels(precision: str = "float32") -> None:

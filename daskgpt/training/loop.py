@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,11 @@ from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.finite import require_finite, require_finite_parameters
 from daskgpt.training.inference import Inference
-from daskgpt.training.job import (
-    Job,
-    compile_kernels,
-    describe,
-    open_dataset,
-    start_values,
-)
+from daskgpt.training.job import Job, compile_kernels, describe
 from daskgpt.training.progress import Progress
 from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.start import Start, open_dataset, start_values
 from daskgpt.training.step import MERGED_GRAINS, Batch, State, TrainingStep
 from daskgpt.training.watching import Watcher
 
@@ -59,11 +55,16 @@ def fit(
                  not stay finite
     """
     data, run = data or DataConfig(), run or RunConfig()
-    job = Job(config, open_dataset(data), data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
+    origin = Start.read(run.init) if run.init else None
+    if origin:
+        rule = "fit: the model's numbers must be those of the model to start from"
+        origin.check_size(asdict(config), rule, "Take them from daskgpt.load.")
+    dataset = open_dataset(data, config.vocabulary, origin)
+    job = Job(config, dataset, data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
     folder = RunFolder(run.out) if run.out else None
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        return run_job(job, scheduler, start_values(job, parameters), folder, on_step, watchers, quiet)
+        return run_job(job, scheduler, start_values(job, origin, parameters), folder, on_step, watchers, quiet)
 
 
 def run_job(

@@ -18,6 +18,8 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import DataConfig
+from daskgpt.data.encodings import encoding_of, vocabulary_size
 from daskgpt.formats.llmc import read_model, write_model
 
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.bin"
@@ -108,9 +110,30 @@ def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
 
 def trained_with(path: str | Path, config: GPT2Config) -> tuple[str, int]:
     """Encoding and sequence length of a model: what its run folder says, else what the model itself tells."""
+    data = data_of(path)
+    return (data.encoding, data.sequence_length) if data else (encoding_of(config.vocabulary), config.positions)
+
+
+def data_of(path: str | Path) -> DataConfig | None:
+    """What a run was trained on, None for a model file that belongs to no run.
+
+    path     run folder, or the model file in it
+
+    Errors   ValueError where the folder's configuration is not that of a run
+    """
     path = Path(path)
     written = (path if path.is_dir() else path.parent) / CONFIG
-    if written.exists():
-        data = tomllib.loads(written.read_text(encoding="utf-8"))["data"]
-        return str(data["encoding"]), int(data["sequence_length"])
-    return "gpt2" if config.vocabulary == 50257 else "bytes", config.positions
+    if not written.is_file():
+        return None
+    try:
+        known = tomllib.loads(written.read_text(encoding="utf-8"))["data"]
+        data = DataConfig(**{name: type(default)(known[name]) for name, default in asdict(DataConfig()).items()})
+        vocabulary_size(data.encoding)
+        return data
+    except (KeyError, TypeError, ValueError) as error:
+        if path.is_file() and path.name != MODEL:
+            return None  # a model file that lies beside somebody else's file of that name
+        raise ValueError(
+            f"load: {CONFIG} must be that of a run; got path={written} ({type(error).__name__}). "
+            f"Name the model file by another path than a run's: copy {MODEL} to a folder of its own."
+        ) from error

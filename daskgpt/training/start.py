@@ -1,0 +1,101 @@
+"""Where a run starts: from random values, the user's, or a model, and what it takes over from that model's run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.errors import require
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import DataConfig
+from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
+from daskgpt.data.encodings import encoding_of
+from daskgpt.model.parameters import check_parameters, initial_parameters
+from daskgpt.training.job import Job
+from daskgpt.training.run_folder import data_of, load
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model to go on from, and the data of the run that made it; None for a model file alone."""
+
+    init: str
+    config: GPT2Config
+    parameters: dict[str, np.ndarray]
+    data: DataConfig | None
+
+    @classmethod
+    def read(cls, init: str) -> Start:
+        """Errors   FileNotFoundError; ValueError where it is no model, or its run's configuration cannot be read"""
+        config, parameters = load(init)
+        return cls(init, config, parameters, data_of(init))
+
+    def check_size(self, given: Mapping[str, int], rule: str, advice: str) -> None:
+        """Numbers of a model, of which each must be this one's.
+
+        Errors   ValueError naming those that are not
+        """
+        own = {name: getattr(self.config, name) for name, value in given.items() if getattr(self.config, name) != value}
+        if own:
+            got = ", ".join(f"{name}={given[name]}" for name in own)
+            theirs = ", ".join(f"{name}={value}" for name, value in own.items())
+            raise ValueError(f"{rule}; got {got}, init={self.init} ({theirs}). {advice}")
+
+    def data_config(self, given: Mapping[str, Any]) -> DataConfig:
+        """The data of this model's run, but for what is given. The encoding is always the run's own.
+
+        Errors   ValueError where another encoding is given than that of the run
+        """
+        if self.data is None:
+            length = min(DataConfig().sequence_length, self.config.positions)
+            return DataConfig(**{"sequence_length": length} | dict(given))
+        kept = ("data", "encoding", "validation_fraction", "sequence_length")
+        known = asdict(self.data)
+        chosen = DataConfig(**{name: known[name] for name in kept} | dict(given))
+        return replace(chosen, encoding=self.encoding(chosen.encoding))
+
+    def encoding(self, wanted: str) -> str:
+        """The run's encoding, or for a model file alone the one that its vocabulary means."""
+        if self.data is None:
+            return encoding_of(self.config.vocabulary) if wanted == "auto" else wanted
+        own = self.data.encoding
+        require(
+            wanted in ("auto", own),
+            "train",
+            "the encoding must be that of the run to start from",
+            {"encoding": wanted, "init": f"{self.init} ({own})"},
+            "Leave --encoding out.",
+        )
+        return own
+
+
+def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) -> Dataset:
+    """The tokens that a configuration names.
+
+    vocabulary   ids of the model: where the encoding is auto, those of GPT-2 mean its encoding
+    start        the model that training goes on from: auto is then its run's encoding
+
+    Errors       ValueError where the encoding is not the run's, or as of load_dataset
+    """
+    encoding = start.encoding(data.encoding) if start else data.encoding
+    if encoding == "auto":
+        encoding = "gpt2" if is_token_source(data.data) else encoding_of(vocabulary)
+    return load_dataset(
+        data.data, encoding, validation_fraction=data.validation_fraction, sequence_length=data.sequence_length
+    )
+
+
+def start_values(
+    job: Job, start: Start | None = None, parameters: Mapping[str, np.ndarray] | None = None
+) -> Mapping[str, np.ndarray]:
+    """Initial parameters: those given, those of a model, or random ones.
+
+    Errors   ValueError where those given are not of the job's model
+    """
+    if parameters is not None:
+        check_parameters(job.config, dict(parameters))
+        return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
+    return start.parameters if start else initial_parameters(job.config, job.run.seed)
