@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest
 from daskgpt.config.settings import help_of
+from daskgpt.config.synonyms import answer
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,10 +20,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
-        if message.startswith("unrecognized arguments") and unknown[0].startswith("--"):
+        if message.startswith("unrecognized arguments"):
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
             name = unknown[0].split("=")[0]
-            message = f"{name} must be a known flag. {nearest(name, known)}"
+            if name.startswith("-"):
+                message = f"{name} must be a known flag. {answer(name, known) or nearest(name, known)}"
+            else:
+                message = f"{name} must follow a flag. " + "A text is named by --data." * ("--data" in known)
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 

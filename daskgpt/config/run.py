@@ -73,7 +73,10 @@ class OptimizerConfig:
 @documented
 @dataclass(frozen=True)
 class DataflowConfig:
-    """How a step is cut into tasks and who runs them. None of it changes a bit of the result."""
+    """How a step is cut into tasks, who runs them, and what its products round to.
+
+    Only the precision, which is another arithmetic, changes a bit of the result.
+    """
 
     batch_chunk: int = setting(0, "sequences in a chunk; divides the batch size; 0 = half of it, where that is whole")
     sequence_chunk: int = setting(
@@ -95,7 +98,7 @@ class DataflowConfig:
     window: int = setting(4, "steps in flight with barrier none", unit="steps")
     precision: str = setting(
         "float32",
-        "operands of matrix products; auto = bfloat16 where it is faster here; float64 to verify only",
+        "operands of matrix products; bfloat16 rounds them; auto = bfloat16 where it is faster; float64 to verify only",
         choices=("float32", "bfloat16", "auto", "float64"),
     )
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one a core")

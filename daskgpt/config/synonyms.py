@@ -1,0 +1,86 @@
+"""What other programs call the flags of this one, and which of theirs have no counterpart here."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+# Without leading dashes and with - for _.
+_NAMES = {
+    "learning-rate": "lr max-lr peak-lr base-lr alpha step-size",
+    "final-learning-rate": "min-lr final-lr lr-min min-learning-rate",
+    "schedule": "lr-schedule scheduler-type lr-scheduler lr-decay decay-lr",
+    "warmup": "warmup-steps warmup-iters num-warmup-steps lr-warmup",
+    "batch-size": "batch bs b micro-batch-size train-batch-size per-device-train-batch-size",
+    "sequence-length": "block-size seq-len seq-length sequence context ctx context-length context-size n-ctx t",
+    "blocks": "n-layer n-layers num-layers layers depth num-hidden-layers l",
+    "heads": "n-head n-heads num-heads num-attention-heads attention-heads",
+    "channels": "n-embd d-model embd embedding-size hidden-size width dim emb-dim",
+    "vocabulary": "vocab vocab-size n-vocab",
+    "positions": "n-positions max-positions max-position-embeddings",
+    "preset": "model model-size size config arch",
+    "steps": "max-iters max-steps iterations iters num-steps n-steps num-iterations train-steps n",
+    "init": "init-from load checkpoint ckpt from pretrained from-pretrained start-from weights",
+    "out": "output out-dir output-dir save save-dir logdir log-dir o",
+    "precision": "dtype amp bf16 bfloat16 mixed-precision fp32",
+    "threads": "workers num-workers n-workers jobs num-threads nthreads cores j",
+    "scheduler": "address cluster client backend",
+    "data": "dataset input text file train-data data-path data-dir train-file i",
+    "encoding": "tokenizer tokenization",
+    "validate-every": "eval-interval eval-every val-every validation-interval validate-interval val-loss-every",
+    "validation-batches": "eval-iters eval-batches val-batches eval-steps val-max-steps",
+    "validation-fraction": "val-fraction val-split validation-split test-split val-ratio",
+    "weight-decay": "wd l2 decay-rate",
+    "eps": "epsilon adam-eps adam-epsilon",
+    "beta1": "adam-beta1 b1",
+    "beta2": "adam-beta2 b2 betas",
+    "sample-tokens": "sample samples sample-length max-new-tokens num-samples",
+    "seed": "random-seed rng",
+    "batch-chunk": "chunk chunks chunk-size",
+    "grain": "task-size granularity",
+    "barrier": "barriers sync-mode",
+    "timeline": "profile trace",
+    "plan": "dry-run",
+}
+SYNONYMS = {synonym: name for name, synonyms in _NAMES.items() for synonym in synonyms.split()}
+
+_CLIPPING = "Gradients are not clipped here: a smaller --learning-rate or a longer --warmup keeps a run stable."
+_CPUS = "Everything runs on CPUs: --scheduler and --threads say where."
+_DROPOUT = "There is no dropout here: --weight-decay is what restrains a model."
+_EPOCHS = "A run is counted in --steps of --batch-size times --sequence-length tokens, drawn at random."
+_RESUMING = "A run is not resumed with its optimizer's moments: --init RUN starts a new one from its model."
+_CHECKPOINTS = "A run writes its model once, at its end or when it is stopped with Ctrl-C."
+_ACCUMULATION = "Gradients are not accumulated over steps: --batch-chunk cuts a large batch into pieces."
+_COMPILING = "Kernels are always compiled, at the first start on a machine."
+_LOGGING = "Losses are written to metrics.jsonl in the folder of --out, a line a step."
+_OPTIMIZER = "The optimizer is AdamW: --learning-rate, --beta1, --beta2, --eps and --weight-decay are its numbers."
+_BIASES = "The layers are GPT-2's and have biases."
+
+MISSING = {
+    name: answer
+    for names, answer in {
+        "grad-clip clip clip-grad clip-grad-norm gradient-clipping max-norm max-grad-norm": _CLIPPING,
+        "device gpu gpus cuda accelerator": _CPUS,
+        "dropout attn-dropout resid-dropout": _DROPOUT,
+        "epochs epoch num-epochs num-train-epochs n-epochs": _EPOCHS,
+        "resume resume-from resume-from-checkpoint continue restart": _RESUMING,
+        "save-every save-interval checkpoint-every save-steps always-save-checkpoint": _CHECKPOINTS,
+        "gradient-accumulation-steps grad-accum accumulate accumulation-steps accum": _ACCUMULATION,
+        "compile jit": _COMPILING,
+        "wandb tensorboard log-interval log-every log wandb-log logging": _LOGGING,
+        "optimizer optim momentum sgd adam": _OPTIMIZER,
+        "bias no-bias": _BIASES,
+    }.items()
+    for name in names.split()
+}
+
+
+def answer(flag: str, known: Container[str]) -> str:
+    """What there is here for a flag of another program; nothing where that is not known.
+
+    known   the flags of the command, with their dashes
+    """
+    name = flag.lstrip("-").lower().replace("_", "-")
+    if name in MISSING and all(word.strip(",.:") in known for word in MISSING[name].split() if word.startswith("--")):
+        return MISSING[name]
+    own = f"--{SYNONYMS.get(name, '')}"
+    return f"It is called {own} here." if own in known else ""
