@@ -157,7 +157,7 @@ def setup(job: Job) -> dict[str, Any]:
         "batch_chunk": batch_chunk,
         "sequence_chunk": sequence_chunk,
         "scheduler": job.dataflow.scheduler,
-        "precision": job.precision,
+        "precision": job.precision.name,
         "cpu": machine.processor(),
         "versions": machine.versions("numpy", "numba", "dask", "distributed"),
     }
@@ -185,12 +185,15 @@ def describe(job: Job, found: Measurement) -> str:
     """The same for a person."""
     (batch_size, length), (batch_chunk, sequence_chunk) = job.batch_shape, job.chunk
     step, tokens = found.step, batch_size * length
-    chunks = tokens // (batch_chunk * sequence_chunk)
+    precision, chunks = job.precision.name, tokens // (batch_chunk * sequence_chunk)
     per = "thread" if found.threads == 1 else f"{found.threads} threads"
     lines = [
         ("model", f"{parameter_count(job.config):,} parameters"),
         ("batch", f"{batch_size} x {length} tokens, {chunks} chunks of {batch_chunk} x {sequence_chunk}"),
-        ("tasks", f"{found.tasks:,} a step (grain {found.grain}), {job.dataflow.scheduler}, {per}, {job.precision}"),
+        (
+            "tasks",
+            f"{found.tasks:,} a step (grain {found.grain}), {job.dataflow.scheduler}, {per}, {precision}",
+        ),
         ("machine", machine.processor()),
         ("step", f"{_ms(step.median)}   {step.least * 1e3:,.1f} .. {step.largest * 1e3:,.1f}"),
         *((f"  {name}", _ms(seconds)) for name, seconds in found.busy.items()),

@@ -10,11 +10,11 @@ from daskgpt.config.errors import nearest, require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.run import DataConfig, DataflowConfig, chunk_sizes
 from daskgpt.formats.llmc import FilePath, read_debug_state, read_model
-from daskgpt.kernels.compilation import compile_all
-from daskgpt.model.parameters import PARAMETERS
+from daskgpt.model.parameters import tensors
+from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import Inference
-from daskgpt.training.step import State, dtype_of
+from daskgpt.training.step import State
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
 # another order than the float64 reference's differ by a few 1e-6.
@@ -48,20 +48,16 @@ def main(arguments: list[str]) -> int:
 def compare(model: FilePath, debug_state: FilePath, dataflow: DataflowConfig) -> list[Comparison]:
     """Largest difference of each tensor, computed in the given chunks by the given scheduler."""
     config, parameters = read_model(model)
-    precision = dataflow.precision
-    require(
-        precision in TOLERANCE,
-        "verify",
-        "the precision must be given",
-        {"precision": precision},
-        nearest(precision, list(TOLERANCE)),
-    )
+    name = dataflow.precision
+    rule, advice = "the precision must be given", nearest(name, list(TOLERANCE))
+    require(name in TOLERANCE, "verify", rule, {"precision": name}, advice)
+    precision = precision_of(name)
     state = read_debug_state(debug_state, config)
     shape = state.tokens.shape
     chunk = chunk_sizes(DataConfig(batch_size=shape[0], sequence_length=shape[1]), dataflow)
-    weights = State.of_weights(parameters, precision)
+    weights = State.of_weights(config, parameters, precision)
     wanted = ("logits", "loss", "gradients")
-    compile_all(dtype_of(precision), bfloat16=precision == "bfloat16")
+    precision.compile()
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         inference = Inference(config, shape, chunk, weights.layout, wanted, precision)
         found = inference(scheduler, weights, state.tokens, state.targets)
@@ -69,12 +65,13 @@ def compare(model: FilePath, debug_state: FilePath, dataflow: DataflowConfig) ->
         _comparison("logits", found["logits"][..., : config.vocabulary], state.logits),
         _comparison("loss", found["loss"], np.array(state.loss)),
     ]
-    for row in PARAMETERS:
-        # One row a tensor of the table: the worst of the blocks, each against its own magnitude.
-        names = [row.name.format(block=block) for block in range(config.blocks if row.per_block else 1)]
-        each = [_comparison(row.name.replace("{block}", "*"), found[name], state.gradients[name]) for name in names]
-        rows.append(max(each, key=lambda c: c.difference))
-    return rows
+    # One row a tensor of the table: the worst of the blocks, each against its own magnitude.
+    worst: dict[str, Comparison] = {}
+    for name, tensor in tensors(config).items():
+        shown = tensor.row.name.replace("{block}", "*")
+        own = _comparison(shown, found[name], state.gradients[name])
+        worst[shown] = max(worst.get(shown, own), own, key=lambda c: c.difference)
+    return [*rows, *worst.values()]
 
 
 def _comparison(name: str, found: np.ndarray, reference: np.ndarray) -> Comparison:

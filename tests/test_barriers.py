@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from daskgpt.graph.nodes import is_leaf, task
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.spans import recorded_spans
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.grouping import phase_of, stage_of
 from daskgpt.training.step import TrainingStep
+
+STAGE = attrgetter("stage")
 
 
 @pytest.mark.parametrize("barrier", ["layer", "phase"])
@@ -42,19 +44,21 @@ def spans_of(barrier, grain="kernel", steps=2):
         for _ in range(steps):
             spans.clear()
             _, state = step(scheduler, state, *random_batch(SMALL, random), steps)
-        return list(spans)
+        return [(step.recorded.origin(span.key), span) for span in spans]
 
 
 def intervals(spans, name_of):
     """From the first start to the last end of the spans of each name."""
     found = {}
-    for span in spans:
-        start, end = found.get(name_of(span.key), (span.start, span.end))
-        found[name_of(span.key)] = min(start, span.start), max(end, span.end)
+    for origin, span in spans:
+        start, end = found.get(name_of(origin), (span.start, span.end))
+        found[name_of(origin)] = min(start, span.start), max(end, span.end)
     return sorted(found.values())
 
 
-@pytest.mark.parametrize(("barrier", "name_of"), [("layer", stage_of), ("phase", phase_of)])
+@pytest.mark.parametrize(
+    ("barrier", "name_of"), [("layer", STAGE), ("phase", attrgetter("phase"))], ids=("layer", "phase")
+)
 def test_a_stage_is_over_before_the_next_one_starts(barrier, name_of):
     found = intervals(spans_of(barrier), name_of)
     assert len(found) == 3 or barrier == "layer"
@@ -63,7 +67,7 @@ def test_a_stage_is_over_before_the_next_one_starts(barrier, name_of):
 
 
 def test_without_barriers_layers_overlap_in_a_step():
-    found = intervals(spans_of("step"), stage_of)
+    found = intervals(spans_of("step"), STAGE)
     assert any(end > start for (_, end), (start, _) in itertools.pairwise(found))
 
 
@@ -86,7 +90,7 @@ def test_a_window_of_overlapping_steps_gives_the_same_bits():
 
 def test_a_reader_waits_for_the_update_of_the_step_before_and_for_nothing_else_of_it():
     step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", barrier="none", in_place=True)
-    graph = step.recording._window(2)
+    graph = step.runnable.window(2)
     earlier = {}
     for key, node in graph.items():
         if key[0].endswith("-1") and not is_leaf(node):
@@ -102,4 +106,4 @@ def test_stages_in_a_circle_are_refused():
     for key, needs in ((("a", 0), []), (("b", 0), [("a", 0)]), (("a", 1), [("b", 0)])):
         graph[key] = task(key, print, needs)
     with pytest.raises(RuntimeError, match=r"with_barriers: stages must follow one another; got a circle of"):
-        with_barriers(graph, lambda key: key[0], tokens=False)
+        with_barriers(graph, lambda key: key[0], name="barrier", tokens=False)

@@ -23,9 +23,10 @@ from daskgpt.instruments.compare.llmc_program import compare_llmc, run_program
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import check_losses, compare_torch
 from daskgpt.instruments.compare.turns import Pair, PairedTurns, alternate, block_of, undisturbed
-from daskgpt.instruments.measure import Steps, measure, product_parameters, step_operations
+from daskgpt.instruments.measure import Steps, measure, step_operations
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
+from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.train import main as train_main
 from daskgpt.training.step import TrainingStep
@@ -70,7 +71,7 @@ def test_the_record_of_a_measurement(capsys, flags):
     assert found["sequence_chunk"] == (16 if "sync" in flags else 32)
     graph = TrainingStep(
         config, (4, 32), (2, found["sequence_chunk"]), job_of().optimizer, grain=found["grain"], in_place=True
-    ).recording.graph
+    ).runnable.graph
     assert found["tasks"] == sum(not is_leaf(node) for node in graph.values())
     assert found["versions"]["numpy"] == np.__version__
 
@@ -120,7 +121,7 @@ def test_operations_of_gpt2():
     values = (
         50257 * 768 + 12 * 12 * 768 * 768
     )  # unembedding; queries, keys, values, projection and 8 C² of feed-forward
-    assert product_parameters(preset("gpt2")) == values
+    assert parameter_count(preset("gpt2"), multiplied=True) == values
     products = 2 * values + 12 * 2 * 2 * 768 * (64 + 1) // 2  # a token's, forward
     assert step_operations(preset("gpt2"), 4, 64) == 3 * 4 * 64 * products
 

@@ -19,9 +19,9 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels import linear
 from daskgpt.kernels.bfloat16 import Unit, outruns_float32, pack_weight, rounded_layers, unit, works
 from daskgpt.kernels.bfloat16.rounded_layers import TrainedWeight
+from daskgpt.model.precision import BFLOAT16, FLOAT32, settle
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.job import choose_precision
-from daskgpt.training.step import TrainingStep, held
+from daskgpt.training.step import TrainingStep, held_weights
 
 UNITS = [unit.name.lower() for unit in Unit]
 
@@ -32,31 +32,31 @@ def available(name):
 
 
 def test_every_way_to_run_it_gives_the_same_bits():
-    expected = losses_and_parameters("sync", 1, (2, 12), grain="kernel", in_place=False, precision="bfloat16")
+    expected = losses_and_parameters("sync", 1, (2, 12), grain="kernel", in_place=False, precision=BFLOAT16)
     for grain, scheduler, in_place in itertools.product(("segment", "chunk"), ("sync", "threads"), (True, False)):
-        found = losses_and_parameters(scheduler, 2, (2, 12), grain=grain, in_place=in_place, precision="bfloat16")
+        found = losses_and_parameters(scheduler, 2, (2, 12), grain=grain, in_place=in_place, precision=BFLOAT16)
         assert_same_bits(found, expected, f"{grain} {scheduler} {in_place}")
     for barrier in ("layer", "phase"):
-        found = losses_and_parameters("threads", 2, (2, 12), barrier=barrier, precision="bfloat16")
+        found = losses_and_parameters("threads", 2, (2, 12), barrier=barrier, precision=BFLOAT16)
         assert_same_bits(found, expected, barrier)
 
 
 def test_a_cluster_of_processes_gives_the_same_bits():
-    expected = losses_and_parameters("threads", 2, (2, 12), steps=2, precision="bfloat16")
-    found = losses_and_parameters("local", 2, (2, 12), steps=2, precision="bfloat16")
+    expected = losses_and_parameters("threads", 2, (2, 12), steps=2, precision=BFLOAT16)
+    found = losses_and_parameters("local", 2, (2, 12), steps=2, precision=BFLOAT16)
     assert_same_bits(found, expected, "local")
 
 
 def test_losses_stay_close_to_those_of_float32():
     exact, _ = losses_and_parameters("threads", 2, (2, 12), steps=10)
-    found, _ = losses_and_parameters("threads", 2, (2, 12), steps=10, precision="bfloat16")
+    found, _ = losses_and_parameters("threads", 2, (2, 12), steps=10, precision=BFLOAT16)
     np.testing.assert_allclose(found, exact, **TOLERANCES["bfloat16 losses"])
     assert found != exact
 
 
 def test_an_update_renews_the_packed_copy():
     random = np.random.default_rng(2)
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision="bfloat16", in_place=True)
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision=BFLOAT16, in_place=True)
     state = step.initial(random_parameters(SMALL, random))
     with open_scheduler("threads", 2) as scheduler:
         _, state = step(scheduler, state, *random_batch(SMALL, random), 1)
@@ -77,8 +77,8 @@ def test_products_round_their_operands_and_nothing_else(random):
 
 
 def test_what_is_held_in_two_precisions():
-    values = held(random_parameters(SMALL, np.random.default_rng(1)), "bfloat16")
-    packed = {name for name, value in values.items() if isinstance(value, TrainedWeight)}
+    values = held_weights(SMALL, random_parameters(SMALL, np.random.default_rng(1)), BFLOAT16)
+    packed = {name.removeprefix("weight.") for name, value in values.items() if isinstance(value, TrainedWeight)}
     assert "wte.weight" in packed
     assert "h.1.mlp.c_fc.weight" in packed
     assert "wpe.weight" not in packed
@@ -106,10 +106,10 @@ def test_every_unit_agrees_with_the_golden_state(unit):
 
 
 def test_auto_says_what_it_picked_and_why():
-    assert choose_precision("float32", 768) == ("float32", "products in float32")
+    assert settle("float32", 768) == (FLOAT32, "products in float32")
     for channels in (128, 768):
-        picked, why = choose_precision("auto", channels)
-        assert picked == ("bfloat16" if outruns_float32(unit()) and channels >= 256 else "float32")
+        picked, why = settle("auto", channels)
+        assert picked is (BFLOAT16 if outruns_float32(unit()) and channels >= 256 else FLOAT32)
         assert why.startswith("auto: ")
 
 

@@ -20,6 +20,7 @@ from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, calls_of
 from daskgpt.graph.spans import Span
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.step import TrainingStep
 
 
@@ -55,16 +56,16 @@ def test_tensors_shared_by_several_update_tasks_give_the_same_bits(rows, monkeyp
                 loss, state = step(scheduler, state, *batch, 2)
             results.append(([loss], state.parameters(scheduler)))
     assert_same_bits(results[1], results[0], rows)
-    shares = [key for key in step.recording.graph if key[0].startswith("adamw-wte.weight")]
+    shares = [key for key in step.runnable.graph if key[0].startswith("adamw-wte.weight")]
     assert len(shares) == 4
 
 
 def test_updates_in_place_wait_for_every_reader_of_the_old_value():
     step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", in_place=True)
-    graph, recording = step.recording.graph, step.recording
+    graph = step.runnable.graph
     homes = {call.key: key for key, node in graph.items() if not is_leaf(node) for call in node.func.calls}
     checked = 0
-    for update, readers in recording._after.items():
+    for update, readers in step.recorded.after.items():
         for reader in readers:
             assert homes[reader] in graph[homes[update]].dependencies
             checked += 1
@@ -85,7 +86,7 @@ def test_parameters_that_were_given_are_not_written_over(random, tmp_path):
 
 
 def tasks_of(grain, chunk):
-    graph = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain).recording.graph
+    graph = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain).runnable.graph
     return [key for key, node in graph.items() if not is_leaf(node)]
 
 
@@ -110,7 +111,7 @@ def chunk_of_call(call):
 
 
 def test_a_segment_stays_in_its_chunk():
-    graph = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="segment").recording.graph
+    graph = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="segment").runnable.graph
     programs = [node.func for node in graph.values() if not is_leaf(node)]
     sizes = [len(program.calls) for program in programs]
     assert max(sizes) > 10
@@ -121,8 +122,11 @@ def test_a_segment_stays_in_its_chunk():
 @pytest.mark.parametrize(("seconds", "threads", "grain"), [(1.0, 2, "segment"), (1e-6, 2, "chunk"), (1e-6, 4, "block")])
 def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads, grain):
     step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="segment", in_place=True)
-    calls = [call.key for node in step.recording.graph.values() for call in calls_of(node)]
-    assert step.choose_grain([Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
+    calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
+    choice = GrainChoice("auto", "step", in_place=True)
+    assert (choice.first, choice.open) == ("segment", True)
+    assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
+    assert not choice.open
     assert step.grain == grain
 
 

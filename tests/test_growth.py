@@ -33,7 +33,7 @@ def test_a_thousand_overlapping_steps_keep_tasks_and_memory_flat():
     with open_scheduler("threads", 2) as scheduler:
         for _ in range(1000 // window):
             _, state = step.window(scheduler, state, batches, 1000)
-            found.append((len(step.recording.graph), len(step.recording._window(window)), resident()))
+            found.append((len(step.runnable.graph), len(step.runnable.window(window)), resident()))
     assert state.step == 1000
     settled = len(found) // 5
     assert {tasks for tasks, _, _ in found} == {found[0][0]}

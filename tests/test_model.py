@@ -18,7 +18,7 @@ import daskgpt
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.nodes import graph_of, is_leaf
-from daskgpt.model.gpt2 import mean_loss
+from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.layers import LAYERS
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.addresses import open_scheduler
@@ -166,8 +166,9 @@ def test_neither_attention_matrix_nor_logits_of_more_than_a_chunk_leave_a_task(r
 def test_mean_loss_refuses_sequences_beyond_the_positions(random):
     tokens, targets = lazy_batch(random_batch(SMALL, random, (2, 20)), (2, 20))
     parameters = {name: da.from_array(value, name=name) for name, value in random_parameters(SMALL, random).items()}
+    tape = Tape()
     with pytest.raises(ValueError) as error:
-        mean_loss(Tape(), SMALL, parameters, tokens, targets)
+        mean_loss(tape, SMALL, parameters, lazy_inputs(tape, tokens, targets))
     assert str(error.value) == (
         "loss: a sequence must not be longer than the model's positions; got sequence_length=20, positions=16. "
         "Shorten the sequence or use a model with more positions."
@@ -177,7 +178,7 @@ def test_mean_loss_refuses_sequences_beyond_the_positions(random):
 def test_gradients_of_a_recording_are_those_of_the_lazy_arrays(random):
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
     (lazy,) = dask.compute(loss_and_gradients(SMALL, parameters, *lazy_batch(batch, (2, 6)))[1], scheduler="sync")
-    state = State.of_weights(parameters)
+    state = State.of_weights(SMALL, parameters)
     with open_scheduler("threads", 2) as scheduler:
         recorded = Inference(SMALL, (4, 12), (2, 6), state.layout, ("gradients",))(scheduler, state, *batch)
     for name, gradient in lazy.items():

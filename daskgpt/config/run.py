@@ -48,6 +48,7 @@ class OptimizerConfig:
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
     """
 
+    optimizer: str = setting("adamw", "how parameters are updated: adamw")
     learning_rate: float = setting(1e-3, "largest learning rate")
     schedule: str = setting("cosine", "learning rate over the steps", choices=("constant", "cosine"))
     warmup: int = setting(100, "steps in which the learning rate rises from 0 (cosine only)", unit="steps")

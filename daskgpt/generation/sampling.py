@@ -8,7 +8,7 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.graph.recording import Runs
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 
@@ -18,7 +18,7 @@ CONTEXT_STEP = 64  # tokens; graphs are recorded for multiples of it, attention 
 def sample(
     config: GPT2Config,
     parameters: Mapping[str, np.ndarray],
-    scheduler: Runs,
+    scheduler: Scheduler,
     prompt: list[int],
     count: int,
     *,
@@ -38,7 +38,7 @@ def sample(
     """
     _check(config, prompt, temperature, top_k)
     random = np.random.default_rng(seed)
-    state = State.of_weights(parameters)
+    state = State.of_weights(config, parameters)
     passes: dict[int, Inference] = {}
     tokens = list(prompt)
     context = min(context or config.positions, config.positions)

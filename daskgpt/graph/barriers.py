@@ -13,10 +13,11 @@ def barrier(*results: object) -> None:
     """What a barrier task runs: all it waits for has run, and nothing needs to be done."""
 
 
-def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, tokens: bool) -> Graph:
+def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, tokens: bool) -> Graph:
     """The graph with a barrier after each stage: no task of a stage starts before all of the stages before it are done.
 
     stage_of   task -> its stage
+    name       begins the keys of the barriers
     tokens     whether a barrier waits for a token of each task instead of its result: on a cluster, where a task's
                arguments travel to where it runs
 
@@ -33,11 +34,11 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, tokens: bool)
         for key in members[stage]:
             new[key] = waiting_for(graph[key], before)
         if tokens:
-            done = [(f"barrier.token-{number}_{place}", *key) for place, key in enumerate(members[stage])]
+            done = [(f"{name}-token-{number}_{place}", *key) for place, key in enumerate(members[stage])]
             new |= {token: task(token, barrier, [key]) for token, key in zip(done, members[stage])}
         else:
             done = members[stage]
-        key = (f"barrier-{number}_",)
+        key = (f"{name}-{number}_",)
         new[key] = task(key, barrier, [*done, *before])
         before = [key]
     return new

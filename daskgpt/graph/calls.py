@@ -1,4 +1,8 @@
-"""Kernels on chunked dask arrays: the only user of `dask.array.blockwise`."""
+"""Kernels on chunked dask arrays: the only user of `dask.array.blockwise`.
+
+A call knows what it was made for (its origin, which this room only carries) and what it returns (axes, sizes, dtype),
+so that nobody has to guess either from a key or from the letters of a signature.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,27 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
+from daskgpt.graph.nodes import Graph, GraphNode, Key, is_leaf
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 CUT = "bt"
 ROWS_ELEMENTS = 768 * 1024  # of a gradient that is summed at a time: 3 MiB of float32, in the last cache
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a call returns on every chunk: axes and dtype."""
+
+    axes: str
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call returns on one chunk."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class KernelCall:
@@ -20,12 +41,34 @@ class KernelCall:
 
     Dask passes an axis that the output lacks as a (nested) list of chunks. A whole axis has one chunk: the list is
     unwrapped. A cut axis that the output has whole is gathered: the kernel gets the list.
-
-    axes   of the result, which with the indices in a task's key say where in the batch it stands
     """
 
-    def __init__(self, kernel: Callable[..., Any], inputs: Sequence[str], axes: str, options: Mapping[str, Any]):
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        inputs: Sequence[str],
+        axes: str,
+        options: Mapping[str, Any],
+        *,
+        outputs: Sequence[Output],
+        chunks: Mapping[str, tuple[int, ...]],
+        origin: Any = None,
+    ):
+        """axes     of the task's grid, whose indices stand in its key and say where in the batch it works
+        outputs  one a value that the kernel returns
+        chunks   axis -> sizes of its chunks
+        origin   what the call was made for
+        """
         self.kernel, self.inputs, self.axes, self.options = kernel, tuple(inputs), axes, dict(options)
+        self.outputs, self.chunks, self.origin = tuple(outputs), dict(chunks), origin
+
+    def results(self, key: Key) -> list[Result]:
+        """Shape and dtype of each value that the task of this key returns."""
+        index = dict(zip(self.axes, key[1:]))
+        return [
+            Result(tuple(self.chunks[axis][index.get(axis, 0)] for axis in output.axes), output.dtype)
+            for output in self.outputs
+        ]
 
     def __call__(self, *chunks: Any) -> Any:
         previous = set_flush_to_zero()
@@ -86,9 +129,18 @@ class ChunkSum(KernelCall):
     order   of the rows of all chunks
     """
 
-    def __init__(self, *arguments: Any, shape: tuple[int, ...], dtype: np.dtype, order: SumOrder):
-        super().__init__(*arguments)
-        self.shape, self.dtype, self.order = shape, dtype, order
+    def __init__(self, *arguments: Any, order: SumOrder, **known: Any) -> None:
+        super().__init__(*arguments, **known)
+        self.order = order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the total."""
+        return tuple(sum(self.chunks[axis]) for axis in self.axes)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.outputs[0].dtype
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """For each piece a list of chunks, each the list of the kernel's arguments; and the start or None."""
@@ -152,8 +204,8 @@ def _sequence(array: np.ndarray, axes: str, number: int) -> np.ndarray:
 class Pick:
     """One of the results of a task that has several."""
 
-    def __init__(self, number: int, axes: str):
-        self.number, self.axes = number, axes
+    def __init__(self, number: int, axes: str, origin: Any = None):
+        self.number, self.axes, self.origin = number, axes, origin
 
     def __call__(self, results: tuple[Any, ...]) -> Any:
         return results[self.number]
@@ -195,15 +247,17 @@ def apply(
     start: da.Array | None = None,
     at_once: int = 1,
     after: tuple[da.Array, str] | None = None,
+    origin: Any = None,
 ) -> tuple[da.Array, ...]:
     """Call a kernel on every chunk; one lazy dask array an output. Nothing is computed.
 
-    name       of the first output, unique in its graph; `layer.pass-where`
+    name       of the first output, unique in its graph
     signature  axes of arguments and outputs, see `daskgpt.model.layers`
     new_axes   sizes of axes that no argument has
     start      where a sum over the chunks starts (an array like the output), None for zero
     at_once    tokens of a sequence that a summing kernel takes in one step
     after      an array and its axes whose chunk must be there before, although the kernel does not read it
+    origin     what the call is made for, for those who look at the graph later
 
     Errors     ValueError where chunks do not fit the signature
     """
@@ -214,16 +268,20 @@ def apply(
         chunks["T"] = (sum(chunks["t"]),)
     dtype = next(array.dtype for array in arrays if array.dtype.kind == "f")
     summed = not any(axis in CUT for axis in "".join(outputs)) and any(axis in CUT for axis in "".join(inputs))
+    known = {
+        "outputs": [Output(axes, dtype) for axes in outputs],
+        "chunks": {axis: chunks[axis] for axis in "".join(outputs)},
+        "origin": origin,
+    }
     call: KernelCall
     if summed:
-        shape = tuple(sum(chunks[axis]) for axis in outputs[0])
         order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), at_once)
-        call = ChunkSum(kernel, inputs, outputs[0], options or {}, shape=shape, dtype=dtype, order=order)
+        call = ChunkSum(kernel, inputs, outputs[0], options or {}, order=order, **known)
         if start is not None:
             arrays, inputs = [*arrays, start], [*inputs, outputs[0]]
     else:
         grid = outputs[0] if len(outputs) == 1 else "".join(axis for axis in outputs[0] if axis in CUT)
-        call = KernelCall(kernel, inputs, grid, options or {})
+        call = KernelCall(kernel, inputs, grid, options or {}, **known)
         if after is not None:
             arrays, inputs = [*arrays, after[0]], [*inputs, after[1]]
     if len(outputs) == 1:
@@ -231,7 +289,7 @@ def apply(
     # Dask's blockwise has one output: a task returns them all, in an array of tuples over the cut axes; each is picked.
     both = _blockwise(name, call, call.axes, arrays, inputs, chunks, np.dtype(object))
     return tuple(
-        _blockwise(f"{name}.{number}", Pick(number, axes), axes, [both], [call.axes], chunks, dtype)
+        _blockwise(f"{name}.{number}", Pick(number, axes, origin), axes, [both], [call.axes], chunks, dtype)
         for number, axes in enumerate(outputs)
     )
 
@@ -257,3 +315,18 @@ def _blockwise(
         concatenate=None,
         align_arrays=False,
     )
+
+
+def origin_of(node: GraphNode) -> Any:
+    """What a task was made for; None for data and for tasks that were made for nothing in particular."""
+    return getattr(getattr(node, "func", None), "origin", None)
+
+
+def is_pick(node: GraphNode) -> bool:
+    """Whether a task takes one result of several out of a tuple: no work of its own."""
+    return isinstance(getattr(node, "func", None), Pick)
+
+
+def origins_of(graph: Graph) -> dict[Key, Any]:
+    """Task -> what it was made for, picks included."""
+    return {key: origin_of(node) for key, node in graph.items() if not is_leaf(node)}

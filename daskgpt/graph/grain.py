@@ -7,9 +7,12 @@ A merged task calls the same kernels in the same order on the same arrays, so th
     block     what one chunk does in one stretch of the model (its transformer block), forward or backward
     chunk     all that one chunk does, where chunks hold whole sequences
 
-Two facts make a merged graph free of cycles. Every edge leads to the same or a greater *depth*, the number of times a
-path has changed its chunk; and an edge that stays at its depth stays in its chunk. So (chunk, depth) can be merged, and
-so can the parts of it that follow one another.
+Why a merged graph is free of circles. Let the *depth* of a task be how often the longest path to it has changed its
+chunk. (1) An edge never leads to a smaller depth: a path to its start goes on to its end. (2) An edge that stays at its
+depth stays in its chunk: if it changed the chunk, the depth of its end would be one more. So a path that leaves a group
+(chunk, depth) has either grown in depth, and never comes back, or is in the same group. Blocks split such a group into
+parts that follow one another, forward and backward, so that a path that has left a part does not come back either.
+Groups that others choose (a gradient with its update) come with no such proof: `merge` looks for a circle at its end.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from dask.order import order
 
+from daskgpt.graph.calls import is_pick
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task
 from daskgpt.graph.program import Place, program_of
 
@@ -77,7 +82,7 @@ def groups(graph: Graph, grain: str, stretch_of: Callable[[Key], Hashable]) -> G
 def merge(
     graph: Graph,
     group_of: GroupOf,
-    title_of: Callable[[Sequence[Key]], str],
+    name_of: Callable[[Sequence[Key]], str],
     wanted: Iterable[Key],
     places: Mapping[Key, Place],
     carried: Mapping[Key, tuple[Key, Key]],
@@ -86,13 +91,15 @@ def merge(
 ) -> Merged:
     """Each group becomes one task; tasks of no group stay on their own, leaves stay as they are.
 
-    title_of   what the task of these members is called: the first part of its key
+    name_of    what the task of these members is called: the first part of its key
     wanted     keys that are asked for from outside
     places     where leaves are found that are values in other data
     carried    leaves that the next run takes from what a task of this run returns: leaf -> (its data's key, the result)
     after      task -> tasks that must have run before it although it does not read them
     drop       whether a value is dropped when its last reader has taken it, even though other results of its task are
                still needed: only where no task runs twice
+
+    Errors     RuntimeError where groups depend on each other in a circle, naming it
     """
     wanted = list(wanted)
     members: dict[Hashable, list[Key]] = defaultdict(list)
@@ -101,7 +108,7 @@ def merge(
             group = group_of(key)
             members[("alone", key) if group is None else group].append(key)
     home = {key: group for group, keys in members.items() for key in keys}
-    names = {group: (title_of(keys), number) for number, (group, keys) in enumerate(members.items())}
+    names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
     outputs = _outputs(graph, home, members, set(wanted))
     found = dict(places)
     for group, keys in outputs.items():
@@ -117,7 +124,18 @@ def merge(
         # What a task waits for comes last among its arguments: the program does not look at it.
         needed += sorted(before - {names[group], *needed})
         merged[names[group]] = task(names[group], program, needed)
+    _check_circle(merged)
     return Merged(merged, {key: found[key] for key in wanted})
+
+
+def _check_circle(graph: Graph) -> None:
+    try:
+        TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
+    except CycleError as error:
+        circle = " -> ".join(str(key[0]) for key in reversed(error.args[1]))
+        raise RuntimeError(
+            f"merge: merged tasks must not wait for each other in a circle; got {circle}. Use a finer grain."
+        ) from None
 
 
 def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> dict[Key, int]:
@@ -159,4 +177,4 @@ def _axes(graph: Graph, key: Key) -> str:
 
 def _source(graph: Graph, key: Key) -> Key:
     """The task that computes a value: for a pick, the one it picks from."""
-    return next(iter(graph[key].dependencies)) if hasattr(graph[key].func, "number") else key
+    return next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key

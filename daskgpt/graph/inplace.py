@@ -6,8 +6,16 @@ no workers, so there the arrays are written over. This module is where the two d
     sum over chunks -> gradient -> update -> picks      becomes      one or several `RowUpdate` tasks
 
 A block of rows of the gradient is summed, used and forgotten while it is in the cache: the whole gradient is never
-written. A task may take a part of the rows, so that several threads share a large tensor. Every task that reads the old
-value must run before: these edges are returned beside the graph.
+written. A task may take a part of the rows, so that several threads share a large tensor.
+
+Why the results are those of updates into new arrays, bit for bit:
+- A sum is made row by row in the same order of chunks, whichever task makes a row, and an update looks at one number of
+  each array at a time.
+- Nobody sees a half-written tensor. Whoever reads the old value runs before the update: these edges are returned beside
+  the graph (`after`). Nobody in the same run reads the new value; the next run starts when this one is done, or waits
+  for the update where runs overlap (`recording.Runnable.window`).
+- Nothing else reads what is not written any more. Where a gradient has other readers than its update (its norm, say),
+  it is summed whole by tasks of its own, and the update takes its rows from there.
 """
 
 from __future__ import annotations
@@ -47,8 +55,15 @@ class RowSum:
 
     axes = ""
 
-    def __init__(self, call: Any, blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
-        self.call, self.blocks, self.counts = call, tuple(blocks), tuple(counts)
+    def __init__(self, call: Any, blocks: Sequence[tuple[int, int]], counts: Sequence[int], first_piece: int) -> None:
+        """first_piece   number of the first piece that is summed here"""
+        self.call, self.blocks, self.counts, self.first_piece = call, tuple(blocks), tuple(counts), first_piece
+        self.origin = call.origin
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return (self.blocks[-1][1] - self.blocks[0][0], *self.call.shape[1:])
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         pieces, position, each = [], 0, len(self.call.inputs)
@@ -59,8 +74,8 @@ class RowSum:
         return [pieces, *chunks[position:]]
 
     def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
-        base, end = self.blocks[0][0], self.blocks[-1][1]
-        total = np.empty((end - base, *self.call.shape[1:]), self.call.dtype) if start is None else start
+        base = self.blocks[0][0]
+        total = np.empty(self.shape, self.call.dtype) if start is None else start
         calls = self.call.in_order(pieces)
         for first, last in self.blocks:
             self.call.add(calls, total[first - base : last - base], first, last, started=start is not None)
@@ -72,8 +87,9 @@ class RowUpdate:
 
     sums     the summing calls (`blocks.ChunkSum`), each going on from the total of the one before
     counts   how many of a task's arguments belong to each sum
-    kernel   called as kernel(weight rows, gradient rows, m rows, v rows, hyper, **options)
+    kernel   called as kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
     blocks   the rows that are done at a time
+    base     the row with which the gradient that is given begins
     """
 
     axes = ""
@@ -85,14 +101,16 @@ class RowUpdate:
         kernel: Callable[..., Any],
         options: dict[str, Any],
         blocks: Sequence[tuple[int, int]],
+        base: int,
         fused: Callable[..., Any] | None,
+        origin: Any,
     ) -> None:
         """fused   does sum and update of rows in one pass where there is only one sum; None where no kernel does"""
-        self.sums, self.counts, self.kernel = tuple(sums), tuple(counts), kernel
-        self.options, self.blocks, self.fused = options, tuple(blocks), fused
+        self.sums, self.counts, self.kernel, self.options = tuple(sums), tuple(counts), kernel, options
+        self.blocks, self.base, self.fused, self.origin = tuple(blocks), base, fused, origin
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Each sum's pieces, what the first one starts from, and weight, m, v and hyper."""
+        """Each sum's pieces, what the first one starts from, and weight, moments and hyper."""
         pieces, start, position = [], [], 0
         if not self.sums:
             start, position = [chunks[0]], 1
@@ -104,18 +122,21 @@ class RowUpdate:
         return [pieces, start, [_unwrapped(chunk) for chunk in chunks[position:]]]
 
     def run(self, pieces: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
-        base, end = self.blocks[0][0], self.blocks[-1][1]
         calls = [call.in_order(own) for call, own in zip(self.sums, pieces)]
         if self.fused is not None:
-            self.fused(calls[0], start[0] if start else None, state, base, end, **self.options)
+            first, last = self.blocks[0][0], self.blocks[-1][1]
+            self.fused(calls[0], start[0] if start else None, state, first, last, **self.options)
             return
         *tensors, hyper = state
         for first, last in self.blocks:
-            weight, m, v = (tensor[first:last] for tensor in tensors)
-            gradient = start[0][first - base : last - base] if start else np.empty(m.shape, m.dtype)
+            weight, *moments = (tensor[first:last] for tensor in tensors)
+            if start:
+                gradient = start[0][first - self.base : last - self.base]
+            else:
+                gradient = np.empty((last - first, *self.sums[0].shape[1:]), self.sums[0].dtype)
             for number, (call, own) in enumerate(zip(self.sums, calls)):
                 call.add(own, gradient, first, last, started=bool(start) or number > 0)
-            self.kernel(weight, gradient, m, v, hyper, **self.options)
+            self.kernel(weight, gradient, *moments, hyper, **self.options)
 
 
 def update_in_place(
@@ -123,40 +144,46 @@ def update_in_place(
     updates: Sequence[Key],
     kernel: Callable[..., Any],
     summed: int,
-    fused: bool = True,
-    fused_kernels: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+    *,
+    apart: bool,
+    fused: Mapping[Callable[..., Any], Callable[..., Any]],
 ) -> InPlace:
     """Rewrite the updates of a graph to work in place.
 
-    updates   the tasks (weight, gradient, m, v, hyper) -> tuple of the three new tensors
+    updates   the tasks (weight, gradient, *moments, hyper) -> tuple of the new tensors
     kernel    that does the same in place
     summed    how many rows each gradient is summed over, for all chunks together
-    fused     whether a gradient is summed by the task that uses it; else it is written whole by tasks of its own
-    fused_kernels   summing kernel -> kernel that does its sum and the update in one pass
+    apart     whether sums and updates are tasks apart (there is a barrier between backward and update)
+    fused     summing kernel -> kernel that does its sum and the update in one pass
     """
     dependents = _dependents(graph)
     new, done, after = dict(graph), [], {}
     for update in updates:
-        weight, gradient, m, v, hyper = graph[update].args
-        last = only(gradient)
-        sums = _chain(graph, dependents, last, summed) if fused else []
+        weight, gradient, *moments, hyper = graph[update].args
+        last, call = only(gradient), graph[update].func
+        shared = dependents[last] != {update}  # others read the whole gradient: it stays as it is
+        sums = [] if apart or shared else _chain(graph, dependents, last, summed)
         arguments = [list(graph[key].args) for key in sums]
         for later in arguments[1:]:
             later.pop()  # the sum it goes on from is made in the same task
         calls = [graph[key].func for key in sums]
         before = _start(graph, sums[0]) if sums else last
-        for key in [update, *dependents[update], *sums, *_starts(graph, before)]:
+        for key in [update, *dependents[update], *sums, *([] if shared else _starts(graph, before))]:
             del new[key]
         for number, blocks in enumerate(_shares(graph[last].func)):
-            first = [reference(_row_sum(graph, new, before, number, blocks, summed))] if before else []
+            first = []
+            if before is not None:
+                first = [reference(before if shared else _row_sum(graph, new, before, number, blocks, summed))]
             if arguments and before:
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
+            base = 0 if shared else blocks[0][0]
+            one_pass = fused.get(calls[0].kernel) if len(calls) == 1 else None
+            program = RowUpdate(
+                calls, [len(own) for own in arguments], kernel, call.options, blocks, base, one_pass, call.origin
+            )
             key = (update[0], number)
-            one_pass = (fused_kernels or {}).get(calls[0].kernel) if len(calls) == 1 else None
-            options = graph[update].func.options
-            call = RowUpdate(calls, [len(own) for own in arguments], kernel, options, blocks, one_pass)
-            new[key] = combined(key, call, [*given, weight, m, v, hyper])
+            new[key] = combined(key, program, [*given, weight, *moments, hyper])
             done.append(key)
             after[key] = [reader for reader in dependents[only(weight)] if reader != update]
     return InPlace(new, done, after)
@@ -176,7 +203,8 @@ def _row_sum(graph: Graph, new: Graph, key: Key, number: int, blocks: Sequence[t
         own = pieces[first : first + together]
         task_key = (f"{key[0]}.rows", number, first)
         references = [reference(item) for piece in own for part in piece for item in part]
-        new[task_key] = combined(task_key, RowSum(call, blocks, [len(piece) for piece in own]), references + start)
+        program = RowSum(call, blocks, [len(piece) for piece in own], first)
+        new[task_key] = combined(task_key, program, references + start)
         start = [reference(task_key)]
     return task_key
 

@@ -99,7 +99,7 @@ class Program:
             else:
                 slots[slot] = result.take(number) if isinstance(result, Values) else result[number]
         spans, thread = RECORDER.spans, get_ident()
-        run = 0 if spans is None else RECORDER.run_of(self.run)
+        run = RECORDER.first_run + self.run
         for call in self.calls:
             start = perf_counter() if spans is not None else 0.0
             if call.flat:

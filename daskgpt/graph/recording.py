@@ -1,42 +1,44 @@
-"""Build a graph from dask arrays once, run it again and again with new data at its leaves."""
+"""Build a graph from dask arrays once, run it again and again with new data at its leaves.
+
+`Recorded` is the graph as it was built and never changes. `Recorded.merged` makes a `Runnable` of it: tasks of the
+wanted size, from which a scheduler gets a `Submission` for each run. A runnable with barriers or another grain is
+another runnable; there is no order of calls to remember.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
 
 from daskgpt.graph.barriers import with_barriers
+from daskgpt.graph.calls import origin_of
 from daskgpt.graph.grain import GroupOf, merge
 from daskgpt.graph.inplace import InPlace
 from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, calls_of, in_run
 
 STATE = "state"
+# What a merged task is called, from what its parts were made for: kind and place.
+TitleOf = Callable[[Sequence[Any]], tuple[str, str]]
 
 
-class Runs(Protocol):
-    """What a scheduler offers a recording."""
+class Submission(NamedTuple):
+    """What a scheduler is given to run.
 
-    description: str
-    in_place: bool
+    leaves   data by key: arrays, or packs of the state as the scheduler returned them
+    keys     whose results are wanted
+    runs     how many runs of one recorded graph it holds
+    """
 
-    @property
-    def threads(self) -> int:
-        """How many tasks can run at once."""
-        ...
-
-    def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
-        """Results of `keys`, left where they were made."""
-        ...
-
-    def fetch(self, results: list[Any]) -> list[Any]:
-        """The results here."""
-        ...
+    graph: Graph
+    leaves: Mapping[Key, Any]
+    keys: list[Key]
+    runs: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Layout:
 
     packs: tuple[tuple[str, ...], ...]
 
-    def pack(self, values: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, ...]]:
+    def pack(self, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """The packs of whole arrays by name."""
         return [tuple(values[name] for name in names) for names in self.packs]
 
@@ -58,103 +60,192 @@ class Layout:
         return {name: Place((STATE, n), i) for n, names in enumerate(self.packs) for i, name in enumerate(names)}
 
 
-class Recording:
-    """The graph that leads from named input arrays to named outputs, merged into tasks of the wanted size.
+@dataclass(frozen=True)
+class Recorded:
+    """The graph that leads from named input arrays to named outputs, as single kernel calls.
 
-    Building the arrays of a step and merging their tasks takes as long as running it, so it is done once. An input is
-    either data of one run (`values`: whole arrays, cut into the input's chunks) or *state*: single-chunk arrays that
-    stay where the scheduler keeps them, packed as `layout` says, and are replaced by results of the run.
+    Building the arrays of a step takes as long as running it, so it is done once. An input is either data of one run
+    (whole arrays, cut into the input's chunks) or *state*: single-chunk arrays that stay where the scheduler keeps
+    them, packed as a layout says, and are replaced by results of the run, or written over.
+
+    token    tells this graph's keys from others' on a cluster
+    leaves   state name -> its leaf
+    results  state name -> the task whose value replaces it; empty where a run writes the state over or leaves it
+    written  the tasks that make the new state
+    after    task -> tasks that must have run before although it does not read them
+    layout   of the state; None where the tasks that update it decide
     """
 
-    def __init__(
-        self,
+    token: str
+    inputs: Mapping[str, da.Array]
+    outputs: Mapping[str, da.Array]
+    state: Mapping[str, da.Array]
+    unmerged: Graph
+    leaves: Mapping[str, Key]
+    results: Mapping[str, Key]
+    written: tuple[Key, ...]
+    after: Mapping[Key, Sequence[Key]]
+    layout: Layout | None
+    in_place: bool
+
+    @classmethod
+    def of(
+        cls,
+        token: str,
         inputs: Mapping[str, da.Array],
         outputs: Mapping[str, da.Array],
         state: Mapping[str, da.Array],
         updated: Mapping[str, da.Array],
         *,
-        title_of: Callable[[Sequence[Key]], str],
         layout: Layout | None = None,
         in_place: Callable[[Graph], InPlace] | None = None,
-    ) -> None:
-        """updated   state name -> its new value; empty where a run leaves the state as it is
-        title_of  names a merged task
-        layout    of the state; None where the tasks that update it decide
+    ) -> Recorded:
+        """inputs    may be more than the graph reads
+        updated   state name -> its new value; empty where a run leaves the state as it is
         in_place  rewrites the graph so that the state's arrays are written over; None: they are replaced
         """
-        self.inputs, self.outputs, self.title_of = dict(inputs), dict(outputs), title_of
-        self.unmerged = graph_of([*outputs.values(), *updated.values()])
-        self._leaves = {name: keys_of(array)[0] for name, array in state.items()}
-        self._results = {name: keys_of(array)[0] for name, array in updated.items()}
-        self._given_layout = layout
-        self._in_place = in_place is not None
-        self._written, self._after = list(self._results.values()), {}
+        graph = graph_of([*outputs.values(), *updated.values()])
+        results = {name: keys_of(array)[0] for name, array in updated.items()}
+        written, after = tuple(results.values()), dict[Key, list[Key]]()
         if in_place:
-            rewritten = in_place(self.unmerged)
-            self.unmerged, self._written, self._after = rewritten.graph, rewritten.updates, rewritten.after
-            self._results, self._given_layout = {}, Layout((tuple(state),))
+            rewritten = in_place(graph)
+            graph, written, after = rewritten.graph, tuple(rewritten.updates), rewritten.after
+            results, layout = {}, Layout((tuple(state),))
+        return cls(
+            token=token,
+            inputs={name: array for name, array in inputs.items() if keys_of(array)[0] in graph},
+            outputs=dict(outputs),
+            state=dict(state),
+            unmerged=graph,
+            leaves={name: keys_of(array)[0] for name, array in state.items()},
+            results=results,
+            written=written,
+            after=after,
+            layout=layout,
+            in_place=in_place is not None,
+        )
 
-    def merge(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> None:
-        """Make the tasks of a run from groups of the unmerged ones. It can be done again with other groups.
+    def origin(self, key: Key) -> Any:
+        """What the task of this key was made for; None for data."""
+        return origin_of(self.unmerged[key]) if key in self.unmerged else None
+
+    def merged(
+        self, group_of: GroupOf, title_of: TitleOf, waits: Mapping[Key, Sequence[Key]] | None = None
+    ) -> Runnable:
+        """The tasks of a run, from groups of the unmerged ones.
 
         waits   task -> tasks that must have run before it for other reasons than their results
         """
-        leaves, results = self._leaves, self._results
-        packs = {group: (STATE, n) for n, group in enumerate(dict.fromkeys(map(group_of, results.values())))}
-        carried = {leaves[name]: (packs[group_of(result)], result) for name, result in results.items()}
-        given = self._given_layout.places() if self._given_layout else {}
-        places = {leaves[name]: place for name, place in given.items() if name in leaves}
-        keys = {name: keys_of(array) for name, array in self.outputs.items()}
-        wanted = [*(key for own in keys.values() for key in own), *self._written]
-        after = {
-            key: [*self._after.get(key, ()), *(waits or {}).get(key, ())] for key in {**self._after, **(waits or {})}
+        packs: dict[Hashable, Key] = {
+            group: (STATE, n) for n, group in enumerate(dict.fromkeys(map(group_of, self.results.values())))
         }
-        merged = merge(self.unmerged, group_of, self.title_of, wanted, places, carried, after, self._in_place)
-        self.graph = merged.graph
-        self.places = {name: [merged.places[key] for key in own] for name, own in keys.items()}
-        self.layout = self._given_layout or _layout({name: merged.places[key] for name, key in results.items()})
-        self._output_keys = list(dict.fromkeys(place.key for places in self.places.values() for place in places))
-        self._windows: dict[int, Graph] = {}
-        self._updates = list(dict.fromkeys(merged.places[key].key for key in self._written))
-        if results:  # in the order of the packs
-            self._updates = [merged.places[results[names[0]]].key for names in self.layout.packs]
+        # Out of place the next run takes a value of the state from what a task of this run returns: the pack of its
+        # group, at the place that the merging gives the result.
+        carried = {self.leaves[name]: (packs[group_of(result)], result) for name, result in self.results.items()}
+        given = self.layout.places() if self.layout else {}
+        places = {self.leaves[name]: place for name, place in given.items() if name in self.leaves}
+        keys = {name: keys_of(array) for name, array in self.outputs.items()}
+        wanted = [*(key for own in keys.values() for key in own), *self.written]
+        after = _both(self.after, waits or {})
+        titles: dict[str, tuple[str, str]] = {}
 
-    def wait_between(self, stage_of: Callable[[Key], str], *, tokens: bool) -> None:
-        """Put a barrier after each stage of the merged tasks, see `with_barriers`."""
+        def name_of(members: Sequence[Key]) -> str:
+            kind, place = title_of([self.origin(key) for key in members])
+            name = f"{kind}-{place}_-{self.token}"
+            titles[name] = kind, place
+            return name
+
+        merged = merge(self.unmerged, group_of, name_of, wanted, places, carried, after, self.in_place)
+        layout = self.layout or _layout({name: merged.places[key] for name, key in self.results.items()})
+        updates = list(dict.fromkeys(merged.places[key].key for key in self.written))
+        if self.results:  # in the order of the packs
+            updates = [merged.places[self.results[names[0]]].key for names in layout.packs]
+        return Runnable(
+            recorded=self,
+            graph=merged.graph,
+            places={name: [merged.places[key] for key in own] for name, own in keys.items()},
+            layout=layout,
+            updates=updates,
+            titles=titles,
+        )
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A recorded graph in tasks of some size.
+
+    places   output -> where its chunks are found
+    updates  the tasks that make the new state, out of place in the order of its packs
+    titles   first part of a task's key -> kind and place, for people
+    """
+
+    recorded: Recorded
+    graph: Graph
+    places: Mapping[str, list[Place]]
+    layout: Layout
+    updates: list[Key]
+    titles: Mapping[str, tuple[str, str]]
+    _windows: dict[int, Graph] = field(default_factory=dict)  # the last one that was asked for
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks one run has."""
+        return sum(not is_leaf(node) for node in self.graph.values())
+
+    @property
+    def output_keys(self) -> list[Key]:
+        """The tasks whose results hold the outputs."""
+        return list(dict.fromkeys(place.key for places in self.places.values() for place in places))
+
+    def title(self, key: Key) -> str:
+        """What a task is called: `linear.forward-h.0.attn.c_attn`."""
+        return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
+
+    def with_barriers(self, stage_of: Callable[[Key], str], *, tokens: bool) -> Runnable:
+        """The same with a barrier after each stage of the unmerged tasks that its tasks begin with."""
         first = {key: calls_of(node)[0].key for key, node in self.graph.items() if not is_leaf(node)}
-        self.graph = with_barriers(self.graph, lambda key: stage_of(first[key]), tokens=tokens)
+        name = f"barrier-{self.recorded.token}"
+        graph = with_barriers(self.graph, lambda key: stage_of(first[key]), name=name, tokens=tokens)
+        return replace(self, graph=graph, _windows={})
 
-    def run(
-        self, scheduler: Runs, values: Mapping[str, np.ndarray], packs: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """One run: handles of the outputs for `output`, and the packs of the new state."""
-        data = self._data(values) | self._state(packs)
-        results = scheduler.run(self.graph, data, self._output_keys + self._updates)
-        count = len(self._output_keys)
-        return results[:count], results[count:] if self._results else list(packs)
+    def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
+        """One run on this data and state."""
+        leaves = self._data(values) | _state(packs)
+        return Submission(self.graph, leaves, self.output_keys + self.updates)
 
-    def run_window(
-        self, scheduler: Runs, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]
-    ) -> list[list[Any]]:
-        """Several runs as one graph, without a barrier between them; the handles of each one's outputs.
+    def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """What a run returned: handles of the outputs, and the packs of the new state."""
+        count = len(self.output_keys)
+        return results[:count], results[count:] if self.recorded.results else list(packs)
+
+    def window_submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> Submission:
+        """Several runs as one graph, without a barrier between them. Only where the state is updated in place.
 
         A task waits only for what it needs: one that reads a tensor of the state for the update of that tensor in the
-        run before, and an update for the readers of its own run. Only where the state is updated in place.
+        run before, and an update for the readers of its own run.
         """
-        graph = self._window(len(values))
-        data = self._state(packs)
+        leaves = _state(packs)
         for run, own in enumerate(values):
-            data |= {_in_run(key, run): value for key, value in self._data(own).items()}
-        outputs = [[_in_run(key, run) for key in self._output_keys] for run in range(len(values))]
-        flat = [key for keys in outputs for key in keys] + [_in_run(key, len(values) - 1) for key in self._updates]
-        results = iter(scheduler.run(graph, data, flat))
-        return [[next(results) for _ in keys] for keys in outputs]
+            leaves |= {_in_run(key, run): value for key, value in self._data(own).items()}
+        keys = [_in_run(key, run) for run in range(len(values)) for key in self.output_keys]
+        keys += [_in_run(key, len(values) - 1) for key in self.updates]
+        return Submission(self.window(len(values)), leaves, keys, len(values))
 
-    def _window(self, runs: int) -> Graph:
-        """The recorded graph so many times, with the edges from each update to the readers of the next run."""
+    def split_window(self, results: list[Any], runs: int) -> list[list[Any]]:
+        """What several runs returned: the handles of each one's outputs."""
+        count = len(self.output_keys)
+        return [results[run * count : (run + 1) * count] for run in range(runs)]
+
+    def window(self, runs: int) -> Graph:
+        """The graph so many times, with the edges from each update to the readers of the next run.
+
+        Within a run, an update already waits for the readers of the value that it writes over. What is missing between
+        two runs is the other half: a reader must see what the run before wrote, so it waits for that update. An update
+        of the next run then waits for the update before it through its own readers, of which a tensor has at least one.
+        """
         if runs not in self._windows:
             updates = self.needs_of_last_run()
-            own = self.graph.keys() | {key for array in self.inputs.values() for key in keys_of(array)}
+            own = self.graph.keys() | {key for array in self.recorded.inputs.values() for key in keys_of(array)}
             graph: Graph = {}
             for run in range(runs):
                 copy = renamed(self.graph, {key: _in_run(key, run) for key in own})
@@ -163,41 +254,48 @@ class Recording:
                     earlier = sorted(_in_run(update, run - 1) for update in updates[key])
                     copy[_in_run(key, run)] = waiting_for(copy[_in_run(key, run)], earlier)
                 graph |= copy
-            self._windows = {runs: graph}
+            self._windows.clear()
+            self._windows[runs] = graph
         return self._windows[runs]
 
     def needs_of_last_run(self) -> dict[Key, set[Key]]:
         """Task -> the tasks of the run before that it has to wait for, where runs overlap."""
         needs: dict[Key, set[Key]] = defaultdict(set)
         home = {call.key: key for key, node in self.graph.items() for call in calls_of(node)}
-        for update, readers in self._after.items():
+        for update, readers in self.recorded.after.items():
             for reader in readers:
                 needs[home[reader]].add(home[update])
-        for key, node in self.graph.items() if self._results else ():
-            needs[key] |= {self._updates[d[1]] for d in node.dependencies if d[0] == STATE}
+        for key, node in self.graph.items() if self.recorded.results else ():
+            needs[key] |= {self.updates[d[1]] for d in node.dependencies if d[0] == STATE}
         return {key: tasks for key, tasks in needs.items() if tasks}
 
-    def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
-        return {key: part for name, value in values.items() for key, part in pieces(self.inputs[name], value).items()}
-
-    def _state(self, packs: Sequence[Any]) -> dict[Key, Any]:
-        return {(STATE, number): pack for number, pack in enumerate(packs)}
-
-    def output(self, scheduler: Runs, handles: list[Any]) -> dict[str, np.ndarray]:
-        """The outputs as whole arrays."""
-        results = dict(zip(self._output_keys, scheduler.fetch(handles)))
+    def output(self, fetched: Sequence[Any]) -> dict[str, np.ndarray]:
+        """The outputs as whole arrays, from the results of `output_keys`."""
+        results = dict(zip(self.output_keys, fetched))
         arrays = {}
         for name, places in self.places.items():
-            array = self.outputs[name]
+            array = self.recorded.outputs[name]
             arrays[name] = np.empty(array.shape, array.dtype)
             for piece, place in zip(pieces(array, arrays[name]).values(), places):
                 piece[...] = results[place.key] if place.number is None else results[place.key][place.number]
         return arrays
 
+    def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
+        inputs = self.recorded.inputs
+        return {key: part for name, array in inputs.items() for key, part in pieces(array, values[name]).items()}
+
+
+def _state(packs: Sequence[Any]) -> dict[Key, Any]:
+    return {(STATE, number): pack for number, pack in enumerate(packs)}
+
 
 def _in_run(key: Key, run: int) -> Key:
     """A key of one of several runs in a graph."""
     return (f"{key[0]}-{run}", *key[1:])
+
+
+def _both(one: Mapping[Key, Sequence[Key]], other: Mapping[Key, Sequence[Key]]) -> dict[Key, list[Key]]:
+    return {key: [*one.get(key, ()), *other.get(key, ())] for key in {**one, **other}}
 
 
 def _layout(places: Mapping[str, Place]) -> Layout:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from daskgpt.graph.nodes import Key
-
-RunOf = Callable[[int], int]
 
 
 class Span(NamedTuple):
@@ -28,31 +26,36 @@ class Span(NamedTuple):
 class Recorder:
     """Holds the spans while recording; `spans` is None when nobody asks.
 
-    run_of   a program's place among the runs of one graph -> the number of its run
+    first_run   number of the run that a graph begins with, where the scheduler of this process runs it; programs that
+                a cluster sends know their own
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] | None = None
-        self.run_of: RunOf = _same
-
-
-def _same(number: int) -> int:
-    return number
+        self.first_run = 0
 
 
 RECORDER = Recorder()
 
 
 @contextmanager
-def recorded_spans(run_of: RunOf = _same) -> Iterator[list[Span]]:
+def recorded_spans() -> Iterator[list[Span]]:
     """The spans of every call that programs of this process make inside the `with` block."""
-    before = RECORDER.spans, RECORDER.run_of
-    spans: list[Span] = []
-    RECORDER.spans, RECORDER.run_of = spans, run_of
+    before, RECORDER.spans = RECORDER.spans, []
     try:
-        yield spans
+        yield RECORDER.spans
     finally:
-        RECORDER.spans, RECORDER.run_of = before
+        RECORDER.spans = before
+
+
+@contextmanager
+def counting_from(first_run: int) -> Iterator[None]:
+    """The number of the run that the programs of this process begin with, inside the `with` block."""
+    before, RECORDER.first_run = RECORDER.first_run, first_run
+    try:
+        yield
+    finally:
+        RECORDER.first_run = before
 
 
 def bytes_of(result: Any) -> int:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import Any
 
-import numpy as np
-from distributed import wait
-
 from daskgpt.config.model import GPT2Config
-from daskgpt.graph.nodes import is_leaf
-from daskgpt.graph.recording import Runs
-from daskgpt.graph.spans import RECORDER, Span
+from daskgpt.graph.recording import Recorded
+from daskgpt.graph.spans import Span
 from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.statistics import Spread
-from daskgpt.model.parameters import PARAMETERS, initial_parameters, parameter_count
-from daskgpt.training.grouping import layer_of
+from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.loop import run_steps, training_step
+from daskgpt.training.job_steps import JobSteps
 
 PASSES = ("forward", "backward", "update")
 
@@ -56,10 +52,11 @@ class Measurement:
 class Steps:
     """Training steps of a job on random tokens, ready to be run and timed."""
 
-    def __init__(self, job: Job, scheduler: Runs, seed: int) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
         self.job, self.scheduler, self.seed = job, scheduler, seed
-        self.step = training_step(job, scheduler)
-        self.state = self.step.initial(initial_parameters(job.config, seed))
+        self.steps = JobSteps(job, scheduler)
+        self.step = self.steps.step
+        self.state = self.steps.initial(initial_parameters(job.config, seed))
         self.losses: list[float] = []
 
     def run(self, count: int) -> list[float]:
@@ -72,7 +69,7 @@ class Steps:
         while (done := len(self.losses)) < end:
             batches = [random_batch(self.job, self.seed, done + number) for number in range(window)]
             start = perf_counter()
-            losses, self.state = run_steps(self.job, self.scheduler, self.step, self.state, batches)
+            losses, self.state = self.steps.run(self.state, batches)
             seconds.append((perf_counter() - start) / len(losses))
             self.losses += losses
         self.settle()
@@ -80,37 +77,34 @@ class Steps:
 
     def settle(self) -> None:
         """Wait until a cluster has done what it goes on doing after a step's loss is there: the updates."""
-        if hasattr(self.scheduler, "client"):
-            wait(self.state.packs)
+        self.scheduler.settle(self.state.packs)
 
     def recorded(self, count: int) -> tuple[dict[str, float], float]:
         """Busy seconds by pass of all threads, and seconds, both a step, over some further steps."""
-        everywhere(self.scheduler, start_recording)
         done, start = len(self.losses), perf_counter()
-        try:
+        with self.scheduler.record() as processes:
             self.run(count)
-        finally:
             seconds = perf_counter() - start
-            found = everywhere(self.scheduler, stop_recording)
         ran = len(self.losses) - done
-        return {name: sum(each[name] for each in found) / ran for name in PASSES}, seconds / ran
+        busy = busy_by_pass(self.step.recorded, [span for process in processes for span in process.spans])
+        return {name: busy[name] / ran for name in PASSES}, seconds / ran
 
     def reset_peak(self) -> None:
         """Let `peak` count from now on."""
-        everywhere(self.scheduler, machine.reset_peak_memory, here=True)
+        self.scheduler.everywhere(machine.reset_peak_memory, here=True)
 
     def peak(self) -> int:
         """Most bytes in memory since then, of this process and of the workers, together."""
-        return sum(everywhere(self.scheduler, machine.peak_memory, here=True))
+        return sum(self.scheduler.everywhere(machine.peak_memory, here=True))
 
     def cpu(self) -> float:
         """Seconds of processor time that this process and the workers have used."""
-        return sum(everywhere(self.scheduler, process_time, here=True))
+        return sum(self.scheduler.everywhere(process_time, here=True))
 
     @property
     def tasks(self) -> int:
         """Tasks of one step."""
-        return sum(not is_leaf(node) for node in self.step.recording.graph.values())
+        return self.step.runnable.tasks
 
 
 def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
@@ -127,7 +121,7 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
         busy={name: total / threads for name, total in busy.items()},
         idle=1 - sum(busy.values()) / (threads * seconds),
         operations=step_operations(job.config, *job.batch_shape),
-        matmul_rate=sum(everywhere(scheduler, matmul_rate, threads)),
+        matmul_rate=sum(scheduler.everywhere(matmul_rate, threads)),
         peak=peak,
         tasks=steps.tasks,
         grain=steps.step.grain,
@@ -140,50 +134,23 @@ def matmul_rate(threads: int, dask_worker: Any = None) -> float:
     return machine.matmul_rate(dask_worker.state.nthreads if dask_worker else threads)
 
 
-def product_parameters(config: GPT2Config) -> int:
-    """Values of the matrices that activations are multiplied with: all but the positions, and without padding."""
-    biases_and_positions = sum(
-        int(np.prod(row.shape(config))) * (config.blocks if row.per_block else 1)
-        for row in PARAMETERS
-        if not row.is_matrix or row.name == "wpe.weight"
-    )
-    return parameter_count(config) - biases_and_positions
-
-
 def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -> int:
     """Floating-point operations of the matrix products of one step, nothing that is computed twice counted twice.
 
-    6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N values of `product_parameters`,
+    6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N values that are multiplied,
     for each token, in the forward pass and twice in the backward one; and the same for attention's two products, where
     a token meets the (T + 1) / 2 tokens up to itself on average.
     """
     tokens = batch_size * sequence_length
     attention = config.blocks * config.channels * (sequence_length + 1)
-    return 6 * tokens * (product_parameters(config) + attention)
+    return 6 * tokens * (parameter_count(config, multiplied=True) + attention)
 
 
-def busy_by_pass(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds in which kernels of each pass ran."""
+def busy_by_pass(recorded: Recorded, spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds in which kernels of each pass of a recorded step ran."""
     busy = dict.fromkeys(PASSES, 0.0)
     for span in spans:
-        layer, _, way = layer_of(span.key).partition(".")
-        busy["update" if layer == "adamw" else way] += span.end - span.start
+        origin = recorded.origin(span.key)
+        if origin is not None:
+            busy[origin.phase] += span.end - span.start
     return busy
-
-
-def start_recording() -> None:
-    """Record the kernels of this process from now on."""
-    RECORDER.spans = []
-
-
-def stop_recording() -> dict[str, float]:
-    """Busy seconds by pass since `start_recording`."""
-    spans, RECORDER.spans = RECORDER.spans or [], None
-    return busy_by_pass(spans)
-
-
-def everywhere(scheduler: Runs, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
-    """Call a function in each process that runs tasks; with `here`, in this one anyhow."""
-    client = getattr(scheduler, "client", None)
-    results = [function(*arguments)] if here or client is None else []
-    return results + (list(client.run(function, *arguments).values()) if client else [])

@@ -14,11 +14,12 @@ from daskgpt.model import layers
 from daskgpt.model.tape import Tape
 
 Parameters = Mapping[str, da.Array]
+Inputs = Mapping[str, da.Array]  # of a step: tokens, targets, positions ...
 
 
-def transformer(tape: Tape, config: GPT2Config, p: Parameters, tokens: da.Array) -> da.Array:
-    """Activations after the last layernorm, (B, T, C) in the chunks of `tokens`."""
-    positions = position_array(tape, tokens)
+def transformer(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs) -> da.Array:
+    """Activations after the last layernorm, (B, T, C) in the chunks of the tokens."""
+    tokens, positions = inputs["tokens"], inputs["positions"]
     x = tape("wte+wpe", layers.EMBEDDING, tokens, p["wte.weight"], positions, p["wpe.weight"])
     for number in range(config.blocks):
         x = block(tape, config, p, f"h.{number}", x, positions)
@@ -51,22 +52,25 @@ def linear(tape: Tape, p: Parameters, at: str, x: da.Array) -> da.Array:
     return tape(at, layers.LINEAR, x, p[f"{at}.weight"], p[f"{at}.bias"])
 
 
-def mean_loss(tape: Tape, config: GPT2Config, p: Parameters, tokens: da.Array, targets: da.Array) -> da.Array:
+def mean_loss(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs) -> da.Array:
     """Mean cross-entropy of the next token over B*T, a 0-d array, in nats."""
+    tokens, targets = inputs["tokens"], inputs["targets"]
     check_tokens(config, tokens, targets)
-    x = transformer(tape, config, p, tokens)
-    losses = tape("losses.0", layers.CROSSENTROPY, x, p["wte.weight"], targets, vocabulary=config.vocabulary)
-    return tape("loss.0", layers.MEAN, losses, count=tokens.size)
+    x = transformer(tape, config, p, inputs)
+    losses = tape("losses", layers.CROSSENTROPY, x, p["wte.weight"], targets, vocabulary=config.vocabulary)
+    return tape("loss", layers.MEAN, losses, count=tokens.size)
 
 
-def logits(tape: Tape, config: GPT2Config, p: Parameters, tokens: da.Array) -> da.Array:
-    """Scores of every row of the padded vocabulary, (B, T, V) in the chunks of `tokens`."""
-    return tape("logits.0", layers.UNEMBEDDING, transformer(tape, config, p, tokens), p["wte.weight"])
+def logits(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs) -> da.Array:
+    """Scores of every row of the padded vocabulary, (B, T, V) in the chunks of the tokens."""
+    return tape("logits", layers.UNEMBEDDING, transformer(tape, config, p, inputs), p["wte.weight"])
 
 
-def position_array(tape: Tape, tokens: da.Array) -> da.Array:
-    """0 .. T-1 in the token chunks: how a chunk knows where in the sequence it stands."""
-    return from_numpy(f"positions-{tape.token}", np.arange(tokens.shape[1], dtype=np.int32), (tokens.chunks[1],))
+def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -> Inputs:
+    """The inputs of somebody's own dask arrays."""
+    positions = np.arange(tokens.shape[1], dtype=np.int32)
+    inputs = {"tokens": tokens, "positions": from_numpy(f"positions-{tape.token}", positions, (tokens.chunks[1],))}
+    return inputs | ({} if targets is None else {"targets": targets})
 
 
 def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daskgpt.kernels import (
-    adamw,
     add,
     attention,
     crossentropy,
@@ -25,7 +24,6 @@ from daskgpt.kernels import (
     layernorm,
     linear,
 )
-from daskgpt.kernels.bfloat16 import rounded_attention, rounded_layers
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, Any]
@@ -158,34 +156,6 @@ MEAN = Layer(
     outputs="loss",
     backward={"losses": Row(crossentropy.mean_backward, ", bt -> bt", "dy losses", "count")},
 )
-
-# What runs instead of a kernel where products are bfloat16; every other kernel stays.
-BFLOAT16: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    embedding.forward: rounded_layers.embedding_forward,
-    linear.forward: rounded_layers.linear_forward,
-    linear.forward_without_bias: rounded_layers.linear_without_bias,
-    attention.forward: rounded_attention.forward,
-    attention.backward: rounded_attention.backward,
-    linear.backward_x: rounded_layers.linear_backward_x,
-    linear.backward_weight: rounded_layers.linear_backward_weight,
-    crossentropy.forward: rounded_layers.crossentropy_forward,
-    crossentropy.backward_x: rounded_layers.crossentropy_backward_x,
-    crossentropy.backward_wte: rounded_layers.crossentropy_backward_wte,
-    adamw.adamw: rounded_layers.adamw,
-    adamw.adamw_inplace: rounded_layers.adamw_inplace,
-}
-
-# Tokens of a sequence that a sum over the chunks takes in one step, where that is not one: a tile of the bfloat16
-# units. A chunk that ended inside of one would change the order of the sum.
-TOKENS_AT_ONCE: Mapping[Callable[..., Any], int] = {
-    rounded_layers.linear_backward_weight: 32,
-    rounded_layers.crossentropy_backward_wte: 32,
-}
-
-# Sums over the chunks that the update of a trained matrix can make in the same pass.
-FUSED_UPDATES: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    rounded_layers.linear_backward_weight: rounded_layers.linear_update,
-}
 
 LAYERS: tuple[Layer, ...] = (
     EMBEDDING,

@@ -1,69 +1,105 @@
-"""AdamW over the parameter table, and the learning rate over the steps."""
+"""Optimizers as a table of updates, and the learning rate over the steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import dask.array as da
 import numpy as np
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import apply
-from daskgpt.kernels.adamw import adamw
-from daskgpt.model.parameters import decayed
+from daskgpt.kernels import adamw
+from daskgpt.kernels.bfloat16 import rounded_layers
+from daskgpt.model.origins import Origin
+from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
+
+Kernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Updated:
-    """A parameter tensor after its update, with its moments."""
+class Optimizer:
+    """One row: how a tensor is updated.
 
-    weight: da.Array
-    m: da.Array
-    v: da.Array
-
-
-def update(
-    parameters: Mapping[str, da.Array],
-    gradients: Mapping[str, da.Array],
-    m: Mapping[str, da.Array],
-    v: Mapping[str, da.Array],
-    hyper: da.Array,
-    config: OptimizerConfig,
-    tape: Tape,
-) -> dict[str, Updated]:
-    """One AdamW update of every tensor: a task each.
-
-    hyper    what changes from step to step, see `hyper_parameters`
-    Source   Loshchilov and Hutter 2019, arXiv:1711.05101
+    kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments)
+    in_place  the same of some rows, written over weight and moments
+    moments   names of the arrays like the weight that pass from step to step, zero at the start
+    options   what is the same in every step, of a tensor
+    hyper     what changes from step to step: float64 (hyper_size,), from the step and the number of all steps
+    fused     summing kernel -> kernel that makes its sum and this update in one pass
     """
-    updated = {}
-    for name, weight in parameters.items():
-        axes = "OC"[: weight.ndim]
-        options = {
-            "beta1": config.beta1,
-            "beta2": config.beta2,
-            "eps": config.eps,
-            "weight_decay": config.weight_decay if decayed(name, config.decay) else 0.0,
-        }
-        new = apply(
-            f"adamw-{name}-{tape.token}",
-            tape.replaced.get(adamw, adamw),
-            f"{axes}, {axes}, {axes}, {axes}, S -> {axes}, {axes}, {axes}",
-            [weight, gradients[name], m[name], v[name], hyper],
-            options=options,
-        )
-        updated[name] = Updated(*new)
-    return updated
+
+    name: str
+    kernel: Kernel
+    in_place: Kernel
+    moments: tuple[str, ...]
+    options: Callable[[OptimizerConfig, Tensor], Mapping[str, float]]
+    hyper: Callable[[OptimizerConfig, int, int], np.ndarray]
+    hyper_size: int
+    fused: Mapping[Kernel, Kernel] = field(default_factory=dict)
 
 
-def hyper_parameters(config: OptimizerConfig, step: int, steps: int) -> np.ndarray:
-    """Learning rate and the two bias corrections of a step (the first is 0), float64 (3,)."""
+def _adamw_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
+    decay = config.weight_decay if tensor.decayed(config.decay) else 0.0
+    return {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps, "weight_decay": decay}
+
+
+def _adamw_hyper(config: OptimizerConfig, step: int, steps: int) -> np.ndarray:
+    """Learning rate and the two bias corrections of a step (the first is 0)."""
     return np.array(
         [learning_rate(config, step, steps), 1 - config.beta1 ** (step + 1), 1 - config.beta2 ** (step + 1)]
     )
+
+
+ADAMW = Optimizer(
+    name="adamw",
+    kernel=adamw.adamw,
+    in_place=adamw.adamw_inplace,
+    moments=("m", "v"),
+    options=_adamw_options,
+    hyper=_adamw_hyper,
+    hyper_size=3,
+    fused={rounded_layers.linear_backward_weight: rounded_layers.linear_update},
+)
+
+OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW,)}
+
+
+def update(
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, da.Array],
+    gradients: Mapping[str, da.Array],
+    hyper: da.Array,
+    config: OptimizerConfig,
+    optimizer: Optimizer,
+    tape: Tape,
+) -> dict[str, da.Array]:
+    """One update of every tensor, a task each: the new state, by the names of the old one.
+
+    state    "weight.NAME" and "MOMENT.NAME" of every tensor
+    hyper    what changes from step to step, see `Optimizer.hyper`
+    """
+    new: dict[str, da.Array] = {}
+    for name, tensor in tensors.items():
+        axes = "OC"[: len(tensor.shape)]
+        kinds = ["weight", *optimizer.moments]
+        first, *moments = (state[f"{kind}.{name}"] for kind in kinds)
+        origin = Origin(optimizer.name, "update", name, tensor.block, parameter=name)
+        inputs = ", ".join([axes] * (len(kinds) + 1))
+        results = apply(
+            origin.name(tape.token),
+            tape.precision.update(optimizer.kernel),
+            f"{inputs}, S -> {', '.join([axes] * len(kinds))}",
+            [first, gradients[name], *moments, hyper],
+            options=optimizer.options(config, tensor),
+            origin=origin,
+        )
+        new |= {f"{kind}.{name}": result for kind, result in zip(kinds, results)}
+    return new
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

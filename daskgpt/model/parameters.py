@@ -1,8 +1,12 @@
-"""TABLE 1: the 16 parameter tensors of GPT-2, from which initial values, counts, decay and file layouts derive."""
+"""TABLE 1: the 16 parameter tensors of GPT-2, from which initial values, counts, decay and file layouts derive.
+
+Read it through a configuration, with `tensors`: only that says how many blocks there are, and which rows exist.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +21,13 @@ class Parameter:
     name      GPT-2's published name; `{block}` stands for the block's number
     axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C hidden
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) where the output is added to x
+    multiplied   whether activations are multiplied with it (the positions are only added)
     """
 
     name: str
     axes: tuple[str, ...]
     initial: str
+    multiplied: bool = False
 
     @property
     def per_block(self) -> bool:
@@ -41,53 +47,74 @@ class Parameter:
 
 # The order is that of llm.c's files.
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("wte.weight", ("V", "C"), "normal"),
+    Parameter("wte.weight", ("V", "C"), "normal", multiplied=True),
     Parameter("wpe.weight", ("P", "C"), "normal"),
     Parameter("h.{block}.ln_1.weight", ("C",), "one"),
     Parameter("h.{block}.ln_1.bias", ("C",), "zero"),
-    Parameter("h.{block}.attn.c_attn.weight", ("3C", "C"), "normal"),
+    Parameter("h.{block}.attn.c_attn.weight", ("3C", "C"), "normal", multiplied=True),
     Parameter("h.{block}.attn.c_attn.bias", ("3C",), "zero"),
-    Parameter("h.{block}.attn.c_proj.weight", ("C", "C"), "residual"),
+    Parameter("h.{block}.attn.c_proj.weight", ("C", "C"), "residual", multiplied=True),
     Parameter("h.{block}.attn.c_proj.bias", ("C",), "zero"),
     Parameter("h.{block}.ln_2.weight", ("C",), "one"),
     Parameter("h.{block}.ln_2.bias", ("C",), "zero"),
-    Parameter("h.{block}.mlp.c_fc.weight", ("4C", "C"), "normal"),
+    Parameter("h.{block}.mlp.c_fc.weight", ("4C", "C"), "normal", multiplied=True),
     Parameter("h.{block}.mlp.c_fc.bias", ("4C",), "zero"),
-    Parameter("h.{block}.mlp.c_proj.weight", ("C", "4C"), "residual"),
+    Parameter("h.{block}.mlp.c_proj.weight", ("C", "4C"), "residual", multiplied=True),
     Parameter("h.{block}.mlp.c_proj.bias", ("C",), "zero"),
     Parameter("ln_f.weight", ("C",), "one"),
     Parameter("ln_f.bias", ("C",), "zero"),
 )
 
 
-def named_rows(config: GPT2Config) -> dict[str, Parameter]:
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a model: a row of the table in one block, or outside of them.
+
+    block   number of its transformer block, None outside
+    """
+
+    name: str
+    row: Parameter
+    block: int | None
+    shape: tuple[int, ...]
+
+    def decayed(self, rule: str) -> bool:
+        """Whether weight decay applies to it.
+
+        `matrices` decays the 2-D tensors (nanoGPT, llm.c's CUDA program), `all` every tensor (llm.c's C program).
+        """
+        return rule == "all" or self.row.is_matrix
+
+
+def tensors(config: GPT2Config) -> dict[str, Tensor]:
     """Every tensor of the model by its full name, in the table's order, blocks in turn."""
-    rows = {}
+    found = {}
     for row in PARAMETERS:
-        for block in range(config.blocks if row.per_block else 1):
-            rows[row.name.format(block=block)] = row
-    return rows
+        for block in range(config.blocks) if row.per_block else (None,):
+            name = row.name.format(block=block)
+            found[name] = Tensor(name, row, block, row.shape(config))
+    return found
 
 
 def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor by its full name."""
-    return {name: row.shape(config) for name, row in named_rows(config).items()}
+    return {name: tensor.shape for name, tensor in tensors(config).items()}
 
 
-def parameter_count(config: GPT2Config) -> int:
-    """Number of trained values, without the padding of the vocabulary (124,439,808 for gpt2)."""
-    padding = (config.padded_vocabulary - config.vocabulary) * config.channels
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) - padding
+def block_of(where: str) -> int | None:
+    """The number of the transformer block that a published name, of a tensor or of a place, lies in."""
+    first, _, rest = where.partition(".")
+    return int(rest.partition(".")[0]) if first == "h" else None
 
 
-def decayed(name: str, rule: str) -> bool:
-    """Whether weight decay applies to the tensor.
+def parameter_count(config: GPT2Config, *, multiplied: bool = False) -> int:
+    """Number of trained values, without the padding of the vocabulary (124,439,808 for gpt2).
 
-    `matrices` decays the 2-D tensors (nanoGPT, llm.c's CUDA program), `all` every tensor (llm.c's C program).
+    multiplied   only of the tensors that activations are multiplied with
     """
-    block_free = ".".join("{block}" if part.isdigit() else part for part in name.split("."))
-    row = next(row for row in PARAMETERS if row.name == block_free)
-    return rule == "all" or row.is_matrix
+    counted = [tensor for tensor in tensors(config).values() if tensor.row.multiplied or not multiplied]
+    padding = (config.padded_vocabulary - config.vocabulary) * config.channels
+    return sum(math.prod(tensor.shape) for tensor in counted) - padding
 
 
 def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
@@ -96,19 +123,19 @@ def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """
     values = {}
-    for number, (name, row) in enumerate(named_rows(config).items()):
-        shape = row.shape(config)
-        if row.initial in ("one", "zero"):
-            values[name] = np.full(shape, float(row.initial == "one"), dtype)
+    for number, (name, tensor) in enumerate(tensors(config).items()):
+        initial = tensor.row.initial
+        if initial in ("one", "zero"):
+            values[name] = np.full(tensor.shape, float(initial == "one"), dtype)
             continue
-        std = 0.02 / math.sqrt(2 * config.blocks) if row.initial == "residual" else 0.02
+        std = 0.02 / math.sqrt(2 * config.blocks) if initial == "residual" else 0.02
         random = np.random.default_rng([seed, number])
-        values[name] = (random.standard_normal(shape, np.float32) * np.float32(std)).astype(dtype)
+        values[name] = (random.standard_normal(tensor.shape, np.float32) * np.float32(std)).astype(dtype)
     values["wte.weight"][config.vocabulary :] = 0
     return values
 
 
-def check_parameters(config: GPT2Config, parameters: dict[str, np.ndarray]) -> None:
+def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:
     """Names and shapes must be those of the table.
 
     Errors   ValueError naming the first tensor that is missing, unknown or of another shape

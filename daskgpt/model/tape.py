@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -10,8 +10,10 @@ from uuid import uuid4
 import dask.array as da
 
 from daskgpt.graph.calls import apply, parse
-from daskgpt.kernels.add import forward as add
-from daskgpt.model.layers import BFLOAT16, PASS, TOKENS_AT_ONCE, Layer, Row
+from daskgpt.model.layers import ADD, PASS, Layer, Row
+from daskgpt.model.origins import Origin
+from daskgpt.model.parameters import block_of
+from daskgpt.model.precision import FLOAT32, Precision
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,14 @@ class Record:
 class Tape:
     """Calls layers on dask arrays and remembers them.
 
-    Keys are `layer.pass-where-token`: the token tells one tape's keys from another's on a cluster, where equal keys
-    would mean equal results.
+    Every task it makes has an `Origin`. Keys are `layer.pass-where-token`: the token tells one tape's keys from
+    another's on a cluster, where equal keys would mean equal results.
     """
 
-    def __init__(self, precision: str = "float32") -> None:
-        """precision   "bfloat16" replaces the kernels of products, float32 and float64 are one code"""
+    def __init__(self, precision: Precision = FLOAT32) -> None:
+        """precision   says which kernels run instead of those of the table"""
         self.token = uuid4().hex[:8]
-        self.replaced = BFLOAT16 if precision == "bfloat16" else {}
+        self.precision = precision
         self.records: list[Record] = []
         self.recomputed: dict[str, da.Array] = {}
 
@@ -46,12 +48,11 @@ class Tape:
             for a, axes in zip(arguments, parse(layer.forward.signature)[0])
             for axis, size in zip(axes, a.shape)
         }
-        results = apply(
-            f"{layer.name}.forward-{where}-{self.token}",
-            self.kernel(layer.forward),
-            layer.forward.signature,
+        results = self._apply(
+            Origin(layer.name, "forward", where, block_of(where)),
+            layer.forward,
             arguments,
-            options=_options(layer.forward, options),
+            options,
             new_axes=layer.new_axes(sizes, options),
         )
         arrays |= dict(zip(layer.outputs.split(), results, strict=True))
@@ -79,24 +80,23 @@ class Tape:
         name = record.arrays[argument].name
         before = gradients.get(name)
         if row is PASS:
-            gradients[name] = dy if before is None else self._add(f"{record.where}.{argument}", before, dy)
+            gradients[name] = dy if before is None else self._add(record.where, argument, before, dy)
             return
         inputs, (output,) = parse(row.signature)
         given = row.arguments.split()
         after = dy, inputs[given.index("dy")]
         arrays = {name: self._again(array, after) for name, array in record.arrays.items() if name in given}
         summed = not {"b", "t"} & set(output)
-        (dx,) = apply(
-            f"{record.layer.name}.backward-{record.where}.{argument}-{self.token}",
-            self.kernel(row),
-            row.signature,
+        (dx,) = self._apply(
+            Origin(record.layer.name, "backward", record.where, block_of(record.where), argument),
+            row,
             [(arrays | {"dy": dy})[name] for name in given],
-            options=_options(row, record.options),
+            record.options,
             new_axes=_sizes(record, argument, row),
             start=before if summed else None,
-            at_once=TOKENS_AT_ONCE.get(self.kernel(row), 1),
+            at_once=self.precision.at_once.get(row.kernel, 1),
         )
-        gradients[name] = dx if summed or before is None else self._add(f"{record.where}.{argument}", before, dx)
+        gradients[name] = dx if summed or before is None else self._add(record.where, argument, before, dx)
 
     def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
         """What a cheap layer computed, computed again once the gradient has come so far: nobody keeps it until then."""
@@ -106,27 +106,31 @@ class Tape:
         if record is None:
             return array
         row = record.layer.forward
-        (self.recomputed[array.name],) = apply(
-            f"{record.layer.name}.backward-{record.where}.again-{self.token}",
-            self.kernel(row),
-            row.signature,
+        (self.recomputed[array.name],) = self._apply(
+            Origin(record.layer.name, "backward", record.where, block_of(record.where), again=True),
+            row,
             [record.arrays[name] for name in row.arguments.split()],
-            options=_options(row, record.options),
+            record.options,
             after=after,
         )
         return self.recomputed[array.name]
 
-    def kernel(self, row: Row) -> Callable[..., Any]:
-        """The kernel of a row at this tape's precision."""
-        return self.replaced.get(row.kernel, row.kernel)
-
-    def _add(self, where: str, x: da.Array, y: da.Array) -> da.Array:
-        (total,) = apply(f"add.backward-{where}-{self.token}", add, "btC, btC -> btC", [x, y])
+    def _add(self, where: str, argument: str, x: da.Array, y: da.Array) -> da.Array:
+        (total,) = self._apply(Origin(ADD.name, "backward", where, block_of(where), argument), ADD.forward, [x, y], {})
         return total
 
-
-def _options(row: Row, options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in row.options.split()}
+    def _apply(
+        self, origin: Origin, row: Row, arrays: Sequence[da.Array], options: dict[str, Any], **places: Any
+    ) -> tuple[da.Array, ...]:
+        return apply(
+            origin.name(self.token),
+            self.precision.kernel(row.kernel),
+            row.signature,
+            arrays,
+            options={name: options[name] for name in row.options.split()},
+            origin=origin,
+            **places,
+        )
 
 
 def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:

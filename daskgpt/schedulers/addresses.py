@@ -10,17 +10,17 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 from daskgpt.config.errors import require
-from daskgpt.graph.recording import Runs
 from daskgpt.schedulers.allocator import keep_memory
 from daskgpt.schedulers.cluster import (
     connected_cluster,
     local_cluster,
 )
 from daskgpt.schedulers.local import local_scheduler, usable_cores
+from daskgpt.schedulers.protocol import Scheduler
 
 
 @contextmanager
-def open_scheduler(address: str, threads: int = 0) -> Iterator[Runs]:
+def open_scheduler(address: str, threads: int = 0) -> Iterator[Scheduler]:
     """The scheduler of that name, closed at the end.
 
     address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port, file:PATH

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from distributed import Client, Future, KilledWorker, LocalCluster
+from distributed import Client, Future, KilledWorker, LocalCluster, wait
 
-from daskgpt.graph.nodes import Graph, Key, renamed, with_leaves
+from daskgpt.graph.nodes import Key, renamed, with_leaves
+from daskgpt.graph.program import in_run
+from daskgpt.graph.recording import Submission
+from daskgpt.schedulers.protocol import ProcessSpans
 
 CONNECT_TIMEOUT = 10  # seconds
-
-
 DASHBOARD_PORT = 8787
-
-
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
 
@@ -42,22 +41,48 @@ class ClusterScheduler:
         """Of all workers together."""
         return sum(self.client.nthreads().values())
 
-    def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
-        number, self.runs = self.runs, self.runs + 1
+    def run(self, submission: Submission) -> list[Any]:
+        graph, leaves, keys, runs = submission
+        number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
         held = {key: self._held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
-        return list(self.client.get(renamed(data, new), [new[key] for key in keys], sync=False))
+        numbered = {key: in_run(node, number) for key, node in renamed(data, new).items()}
+        return list(self.client.get(numbered, [new[key] for key in keys], sync=False))
 
-    def fetch(self, results: list[Any]) -> list[Any]:
+    def fetch(self, handles: list[Any]) -> list[Any]:
         try:
-            return list(self.client.gather(results))
+            return list(self.client.gather(handles))
         except (CancelledError, KilledWorker) as error:
             raise RuntimeError(
                 f"ClusterScheduler: every worker must live until the end of a run; got {type(error).__name__}, "
                 "a worker lost with its part of the parameters. Start again, from an earlier model file with --init."
             ) from None
+
+    def settle(self, handles: list[Any]) -> None:
+        wait(handles)
+
+    def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
+        results = [function(*arguments)] if here else []
+        return results + list(self.client.run(function, *arguments).values())
+
+    @contextmanager
+    def record(self) -> Iterator[list[ProcessSpans]]:
+        from daskgpt.schedulers.workers import RecordSpans, take_spans
+
+        found: list[ProcessSpans] = []
+        self.client.register_plugin(RecordSpans())
+        try:
+            yield found
+        finally:
+            taken = self.client.run(take_spans)
+            self.client.unregister_worker_plugin(RecordSpans.name)
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        by_name = sorted(taken.items(), key=lambda item: str(workers[item[0]]["name"]))
+        threads = self.client.nthreads()
+        for address, (offset, spans) in by_name:
+            found.append(ProcessSpans(f"worker {workers[address]['name']}", threads[address], offset, spans))
 
     def _held(self, value: Any) -> Any:
         """A future of what is to stay on the workers: the state comes as arrays once, then as results."""

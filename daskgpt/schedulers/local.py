@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import dask.local
 import dask.threaded
 
-from daskgpt.graph.nodes import Graph, Key, with_leaves
+from daskgpt.graph.nodes import with_leaves
+from daskgpt.graph.recording import Submission
+from daskgpt.graph.spans import counting_from, recorded_spans
+from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 
 
 class LocalScheduler:
@@ -20,12 +24,28 @@ class LocalScheduler:
 
     def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
         self.get, self.description, self.threads = get, description, threads
+        self.runs = 0
 
-    def run(self, graph: Graph, leaves: Mapping[Key, Any], keys: list[Key]) -> list[Any]:
-        return list(self.get(with_leaves(graph, leaves), keys))
+    def run(self, submission: Submission) -> list[Any]:
+        number, self.runs = self.runs, self.runs + submission.runs
+        with counting_from(number):
+            return list(self.get(with_leaves(submission.graph, submission.leaves), submission.keys))
 
-    def fetch(self, results: list[Any]) -> list[Any]:
-        return results
+    def fetch(self, handles: list[Any]) -> list[Any]:
+        return handles
+
+    def settle(self, handles: list[Any]) -> None:
+        pass
+
+    def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
+        return [function(*arguments)]
+
+    @contextmanager
+    def record(self) -> Iterator[list[ProcessSpans]]:
+        found: list[ProcessSpans] = []
+        with recorded_spans() as spans:
+            yield found
+        found.append(ProcessSpans("", self.threads, clock_offset(), spans))
 
 
 def usable_cores() -> int:

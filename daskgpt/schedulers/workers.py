@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from time import perf_counter, time
 from typing import Any
 
 import numpy as np
-from distributed import WorkerPlugin, get_worker
+from distributed import WorkerPlugin
 from threadpoolctl import threadpool_limits
 
-from daskgpt.graph.spans import RECORDER, Recorder, Span
+from daskgpt.graph.spans import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.allocator import keep_memory
+from daskgpt.schedulers.protocol import clock_offset
 
 
 class PrepareWorker(WorkerPlugin):
@@ -29,29 +29,18 @@ class PrepareWorker(WorkerPlugin):
 
 
 class RecordSpans(WorkerPlugin):
-    """Records every kernel call of a worker, with the number of its run, from its setup on."""
+    """Records every kernel call of a worker from its setup on."""
 
     name = "daskgpt-spans"
 
     def setup(self, worker: Any) -> None:
-        RECORDER.spans, RECORDER.run_of = [], run_of_task
+        RECORDER.spans = []
 
     def teardown(self, worker: Any) -> None:
-        RECORDER.spans, RECORDER.run_of = None, Recorder().run_of
-
-
-def run_of_task(number: int) -> int:
-    """The number of the run that the task of this thread belongs to, which ends the first part of its key."""
-    key = get_worker().get_current_task()
-    return int(str(key[0]).rpartition("-")[2])
+        RECORDER.spans = None
 
 
 def take_spans() -> tuple[float, list[Span]]:
     """A worker's clock offset, and the spans that it has recorded so far."""
     spans, RECORDER.spans = RECORDER.spans or [], []
     return clock_offset(), spans
-
-
-def clock_offset() -> float:
-    """What must be added to this process's perf_counter to get the time of day, in seconds."""
-    return time() - perf_counter()

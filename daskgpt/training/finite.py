@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
 from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import Runs
-from daskgpt.kernels.bfloat16.rounded_layers import TrainedWeight
+from daskgpt.graph.recording import Submission
 from daskgpt.model.optimizer import learning_rate
+from daskgpt.model.precision import values_of
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import METRICS
 from daskgpt.training.step import State
 
 
-def require_finite(job: Job, scheduler: Runs, state: State, metrics: Mapping[str, Any]) -> None:
+def require_finite(job: Job, scheduler: Scheduler, state: State, metrics: Mapping[str, Any]) -> None:
     """The losses of a step must be finite, and with a validation loss every parameter.
 
     A validation reads nearly all parameters, but not positions beyond its sequences.
@@ -42,18 +44,19 @@ def require_finite_parameters(job: Job, step: int, parameters: Mapping[str, np.n
     _require_finite_parameters(job, step, [name for name, value in parameters.items() if not _finite(value)])
 
 
-def not_finite(scheduler: Runs, state: State) -> list[str]:
+def not_finite(scheduler: Scheduler, state: State) -> list[str]:
     """Names of the parameters that hold a NaN or an infinity. Each is looked at where the scheduler keeps it."""
+    token = uuid4().hex[:8]  # another client of the cluster may ask the same
     graph: Graph = {}
     leaves: dict[Key, Any] = {}
     names: dict[Key, list[str]] = {}
     for number, (held, pack) in enumerate(zip(state.layout.packs, state.packs)):
-        leaf, key = (f"parameters-{number}_",), (f"parameters.finite-{number}_",)
+        leaf, key = (f"parameters-{number}_-{token}",), (f"parameters.finite-{number}_-{token}",)
         places = [place for place, name in enumerate(held) if name.startswith("weight.")]
         if places:
             leaves[leaf], names[key] = pack, [held[place].removeprefix("weight.") for place in places]
             graph[key] = task(key, partial(_all_finite, places), [leaf])
-    found = scheduler.fetch(scheduler.run(graph, leaves, list(names)))
+    found = scheduler.fetch(scheduler.run(Submission(graph, leaves, list(names))))
     return [name for own, finite in zip(names.values(), found) for name, is_finite in zip(own, finite) if not is_finite]
 
 
@@ -63,7 +66,7 @@ def _all_finite(places: list[int], pack: tuple[Any, ...]) -> list[bool]:
 
 def _finite(value: Any) -> bool:
     # A NaN is both the least and the largest value; unlike isfinite, this makes no array as long as the tensor.
-    array = value.values if isinstance(value, TrainedWeight) else value
+    array = values_of(value)
     return bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 

@@ -9,17 +9,14 @@ import numpy as np
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.graph.nodes import from_numpy
-from daskgpt.graph.recording import Layout, Recording, Runs
-from daskgpt.model.gpt2 import logits, mean_loss, transformer
+from daskgpt.graph.recording import Layout, Recorded
+from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
+from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, title
-from daskgpt.training.step import (
-    Lazy,
-    State,
-    batch_leaves,
-    gradients_of,
-    parameter_leaves,
-)
+from daskgpt.training.inputs import Moment, input_leaves, input_values
+from daskgpt.training.step import Lazy, State, gradients_of, parameter_leaves
 
 
 class Inference:
@@ -35,38 +32,32 @@ class Inference:
         chunk: tuple[int, int],
         layout: Layout,
         wanted: tuple[str, ...],
-        precision: str = "float32",
+        precision: Precision = FLOAT32,
         grain: str = "block",
     ) -> None:
         outputs: Lazy = {}
         tape = Tape(precision)
-        tokens, targets = batch_leaves(tape, batch_shape, chunk)
+        inputs = input_leaves(tape, batch_shape, chunk)
         weights = parameter_leaves(tape, config, "weight", precision)
         if "logits" in wanted:
-            outputs["logits"] = logits(Tape(precision), config, weights, tokens)
+            outputs["logits"] = logits(Tape(precision), config, weights, inputs)
         if "activations" in wanted:
-            outputs["activations"] = transformer(Tape(precision), config, weights, tokens)
+            outputs["activations"] = transformer(Tape(precision), config, weights, inputs)
         if "loss" in wanted or "gradients" in wanted:
-            outputs["loss"] = mean_loss(tape, config, weights, tokens, targets)
+            outputs["loss"] = mean_loss(tape, config, weights, inputs)
         if "gradients" in wanted:
             outputs |= gradients_of(tape, weights, outputs["loss"])
-        self.recording = Recording(
-            {"tokens": tokens, "targets": targets},
-            outputs,
-            {f"weight.{name}": weight for name, weight in weights.items()},
-            {},
-            title_of=title,
-            layout=layout,
-        )
-        self.recording.merge(groups_of(self.recording.unmerged, grain))
+        state = {f"weight.{name}": weight for name, weight in weights.items()}
+        recorded = Recorded.of(tape.token, inputs, outputs, state, {}, layout=layout)
+        self.runnable = recorded.merged(groups_of(recorded.unmerged, grain), title)
 
     def __call__(
-        self, scheduler: Runs, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
+        self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """The wanted arrays; gradients under their parameters' names. `targets` is needed for loss and gradients."""
-        values = {"tokens": tokens} | ({} if targets is None else {"targets": targets})
-        handles, _ = self.recording.run(scheduler, values, state.packs)
-        return self.recording.output(scheduler, handles)
+        results = scheduler.run(self.runnable.submission(input_values(Moment(tokens, targets)), state.packs))
+        handles, _ = self.runnable.split(results, state.packs)
+        return self.runnable.output(scheduler.fetch(handles))
 
 
 def loss_and_gradients(
@@ -85,5 +76,5 @@ def loss_and_gradients(
         else from_numpy(f"weight.{name}-{tape.token}", value, tuple((size,) for size in value.shape))
         for name, value in parameters.items()
     }
-    loss = mean_loss(tape, config, weights, tokens, targets)
+    loss = mean_loss(tape, config, weights, lazy_inputs(tape, tokens, targets))
     return loss, gradients_of(tape, weights, loss)

@@ -7,20 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from daskgpt.config.errors import require
+from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
-from daskgpt.graph.recording import Runs
-from daskgpt.kernels.bfloat16 import outruns_float32, unit
-from daskgpt.kernels.compilation import all_cached, compile_all
+from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import parameter_count
+from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.addresses import resolved_address
-
-LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
+from daskgpt.schedulers.protocol import Scheduler
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,11 @@ class Job:
             },
             "Start from another model." if self.run.init else "Leave --vocabulary to the encoding.",
         )
+        name = self.optimizer.optimizer
+        advice = nearest(name, list(OPTIMIZERS))
+        require(name in OPTIMIZERS, "train", "the optimizer must be known", {"optimizer": name}, advice)
 
-    def resolved(self, scheduler: Runs, grain: str) -> dict[str, Any]:
+    def resolved(self, scheduler: Scheduler, grain: str) -> dict[str, Any]:
         """Every configuration with nothing left to default or detection, by name; paths from the root.
 
         grain   what it is once chosen
@@ -75,7 +74,7 @@ class Job:
             sequence_chunk=sequence_chunk,
             scheduler=resolved_address(self.dataflow.scheduler),
             grain=grain,
-            precision=self.precision,
+            precision=self.precision.name,
             threads=scheduler.threads,
         )
         data, run = self.data, self.run
@@ -89,9 +88,9 @@ class Job:
         }
 
     @property
-    def precision(self) -> str:
-        """The operands of matrix products, with auto resolved."""
-        return choose_precision(self.dataflow.precision, self.config.channels)[0]
+    def precision(self) -> Precision:
+        """What to compute with, auto resolved."""
+        return settle(self.dataflow.precision, self.config.channels)[0]
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -103,29 +102,11 @@ def _from_root(path: str) -> str:
     return str(Path(path).expanduser().resolve()) if path else ""
 
 
-def compile_kernels(precision: str = "float32") -> None:
+def compile_kernels(precision: Precision = FLOAT32) -> None:
     """Compile what Numba has not cached yet, and say so: the first start on a machine takes longer."""
-    bfloat16 = precision == "bfloat16"
-    if not all_cached(np.float32, bfloat16):
+    if not precision.is_compiled():
         print("compiling kernels (first start on this machine, about half a minute) ...", file=sys.stderr, flush=True)
-    compile_all(np.float32, bfloat16)
-
-
-def choose_precision(wanted: str, channels: int) -> tuple[str, str]:
-    """The precision to compute with, and why.
-
-    Errors   ValueError or RuntimeError where DASKGPT_MATMUL names a unit that is unknown or missing
-    """
-    if wanted == "float32":
-        return wanted, "products in float32"
-    name = unit().name.lower()
-    if wanted == "bfloat16":
-        return wanted, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
-    if not outruns_float32(unit()):
-        return "float32", f"auto: products of bfloat16 ({name}) would not be faster on this processor"
-    if channels < LEAST_CHANNELS:
-        return "float32", f"auto: with {channels} channels (below {LEAST_CHANNELS}) bfloat16 would gain little"
-    return "bfloat16", f"auto: {name} multiplies it faster than float32"
+    precision.compile()
 
 
 def facts(job: Job) -> dict[str, str]:
@@ -135,11 +116,11 @@ def facts(job: Job) -> dict[str, str]:
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}",
         "batch": f"{batch_size} x {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
-        "precision": ": ".join(choose_precision(job.dataflow.precision, c.channels)),
+        "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }
 
 
-def describe(job: Job, scheduler: Runs) -> str:
+def describe(job: Job, scheduler: Scheduler) -> str:
     """What will be run, for the terminal."""
     known = facts(job)
     lines = {

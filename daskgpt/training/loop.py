@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -14,18 +14,18 @@ import numpy as np
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import batch, validation_batches
-from daskgpt.graph.recording import Runs
-from daskgpt.graph.spans import recorded_spans
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.finite import require_finite, require_finite_parameters
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job, compile_kernels, describe
+from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.progress import Progress
 from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.start import Start, open_dataset, start_values
-from daskgpt.training.step import MERGED_GRAINS, Batch, State, TrainingStep
+from daskgpt.training.step import State
 from daskgpt.training.watching import Watcher
 
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
@@ -69,7 +69,7 @@ def fit(
 
 def run_job(
     job: Job,
-    scheduler: Runs,
+    scheduler: Scheduler,
     parameters: Mapping[str, np.ndarray],
     folder: RunFolder | None,
     on_step: Any = None,
@@ -79,24 +79,24 @@ def run_job(
     """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
     losses: list[float] = []
     validation = math.nan
-    step = training_step(job, scheduler)
-    if folder:
-        folder.create(job.resolved(scheduler, "auto" if _to_be_measured(job, step) else step.grain))
     progress = Progress(job.run.steps, quiet=quiet)
+    steps = JobSteps(job, scheduler, progress.say)
+    if folder:
+        folder.create(job.resolved(scheduler, steps.grain))
     progress.say(describe(job, scheduler))
-    state = step.initial(parameters)
-    watching = [(watcher.begin(job, step, scheduler), watcher) for watcher in watchers]
+    state = steps.initial(parameters)
+    watching = [(watcher.begin(job, steps.step, scheduler), watcher) for watcher in watchers]
     start = time.perf_counter()
     progress.begin()
     try:
-        for latest, metrics in _steps(job, scheduler, step, state, watching, progress.say):
+        for latest, metrics in _steps(job, scheduler, steps, state, watching):
             state = latest
             losses.append(metrics["loss"])
             validation = metrics.get("validation_loss", validation)
             progress.step(metrics)
             if folder:
                 if metrics["step"] == 0:
-                    folder.configure(job.resolved(scheduler, step.grain))  # chosen by now, and written over auto
+                    folder.configure(job.resolved(scheduler, steps.grain))  # chosen by now, and written over auto
                 folder.log(metrics)
             if on_step:
                 on_step(metrics["step"], metrics)
@@ -117,7 +117,7 @@ def run_job(
 
 
 def _steps(
-    job: Job, scheduler: Runs, step: TrainingStep, state: State, watching: Watching, say: Callable[[str], None]
+    job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
     validate = Inference(job.config, job.batch_shape, job.chunk, state.layout, ("loss",), job.precision)
@@ -126,13 +126,13 @@ def _steps(
     number = 0
     while number < job.run.steps:
         start = time.perf_counter()
-        numbers = range(number, number + _together(job, step, number, watching))
+        numbers = range(number, number + _together(job, steps, number, watching))
         batches = [batch(job.dataset.training, **size, seed=job.run.seed, step=n) for n in numbers]
         with ExitStack() as looking:
-            if not _to_be_measured(job, step):
+            if not steps.choice.open:
                 for first, watcher in watching:
                     looking.enter_context(watcher.watch(numbers) if number >= first else nullcontext())
-            losses, state = run_steps(job, scheduler, step, state, batches, say)
+            losses, state = steps.run(state, batches)
         rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
         for number, loss in zip(numbers, losses):
             metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
@@ -149,64 +149,15 @@ def _next_validation(job: Job, number: int) -> int:
     return min((number // every + 1) * every, job.run.steps)
 
 
-def _together(job: Job, step: TrainingStep, number: int, watching: Watching) -> int:
+def _together(job: Job, steps: JobSteps, number: int, watching: Watching) -> int:
     """How many steps from this one on may overlap."""
-    if job.dataflow.barrier != "none" or _to_be_measured(job, step):
+    if job.dataflow.barrier != "none" or steps.choice.open:
         return 1
     ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
     return min(job.dataflow.window, min(ends) - number)
 
 
-def training_step(job: Job, scheduler: Runs) -> TrainingStep:
-    """The step of a job. With grain auto it starts with the finest one that may be chosen, to be measured."""
-    grain, barrier = job.dataflow.grain, job.dataflow.barrier
-    if grain == "auto":
-        # A cluster's task costs milliseconds, whatever the kernels do: there the tasks are large from the start.
-        # Fork-join means a wait after each layer, which a task of several layers would hide.
-        if barrier == "layer":
-            grain = "kernel"
-        else:
-            grain = MERGED_GRAINS[0] if scheduler.in_place else "block"
-    return TrainingStep(
-        job.config,
-        job.batch_shape,
-        job.chunk,
-        job.optimizer,
-        precision=job.precision,
-        grain=grain,
-        barrier=barrier,
-        in_place=scheduler.in_place,
-    )
-
-
-def _to_be_measured(job: Job, step: TrainingStep) -> bool:
-    return job.dataflow.grain == "auto" and step.in_place and job.dataflow.barrier != "layer" and not step.measured
-
-
-def run_steps(
-    job: Job,
-    scheduler: Runs,
-    step: TrainingStep,
-    state: State,
-    batches: Sequence[Batch],
-    say: Callable[[str], None] = print,
-) -> tuple[list[float], State]:
-    """Some steps; with grain auto, the first one is measured and decides how the tasks of the others are merged."""
-    if _to_be_measured(job, step):
-        with recorded_spans() as spans:
-            loss, state = step(scheduler, state, *batches[0], job.run.steps)
-        say(f"grain      {step.choose_grain(spans, scheduler.threads)}")
-        return [loss], state
-    if scheduler.in_place and len(batches) > 1:
-        return step.window(scheduler, state, batches, job.run.steps)
-    submitted = []
-    for own in batches:
-        handles, state = step.submit(scheduler, state, own, job.run.steps)
-        submitted.append(handles)
-    return [step.loss(scheduler, handles) for handles in submitted], state
-
-
-def validation_loss(job: Job, scheduler: Runs, inference: Inference, state: State) -> float:
+def validation_loss(job: Job, scheduler: Scheduler, inference: Inference, state: State) -> float:
     """Mean loss over fixed, evenly spread windows of the held-out text."""
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
     batches = validation_batches(job.dataset.validation, **size, count=job.run.validation_batches)

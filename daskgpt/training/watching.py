@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from daskgpt.graph.recording import Runs
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 
@@ -14,7 +14,7 @@ from daskgpt.training.step import TrainingStep
 class Watcher(Protocol):
     """Looks on at some steps of one run."""
 
-    def begin(self, job: Job, step: TrainingStep, scheduler: Runs) -> int:
+    def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
         """Called before the first step; the number of the first step that it wants to see."""
         ...
 

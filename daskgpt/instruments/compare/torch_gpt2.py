@@ -20,7 +20,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.instruments import machine
 from daskgpt.instruments.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, receive, send
-from daskgpt.model.parameters import decayed, initial_parameters
+from daskgpt.model.parameters import initial_parameters, tensors
 
 
 class Attention(nn.Module):
@@ -89,11 +89,12 @@ def model_of(start: Start) -> GPT2:
     return model
 
 
-def optimizer_of(model: GPT2, config: OptimizerConfig) -> torch.optim.Optimizer:
+def optimizer_of(model: GPT2, size: GPT2Config, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Fused AdamW; the same tensors decay."""
+    table = tensors(size)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
-        groups[decayed(name, config.decay)].append(parameter)
+        groups[table[name].decayed(config.decay)].append(parameter)
     return torch.optim.AdamW(
         [
             {"params": groups[True], "weight_decay": config.weight_decay},
@@ -113,7 +114,7 @@ class Training:
         torch.set_flush_denormal(True)  # first of all: threads take it over from the one that starts them
         torch.set_num_threads(start.threads)
         model = model_of(start)
-        self.optimizer = optimizer_of(model, start.optimizer)
+        self.optimizer = optimizer_of(model, start.config, start.optimizer)
         self.model: Any = torch.compile(model) if start.options.compiled else model
         self.bf16 = start.options.bf16
 

@@ -104,7 +104,7 @@ def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) 
         steps.run(1)
         torch.run(1)
         first = steps.losses[0], torch.losses[0]
-        check_losses(first, "bfloat16" if options.bf16 else steps.job.precision)
+        check_losses(first, "bfloat16" if options.bf16 else steps.job.precision.name)
         pairs, block = compare(steps, torch, warmup, turns)
         used = undisturbed(pairs, turns)
         kinds = ["bfloat16 autocast" if options.bf16 else "float32"] + ["compiled"] * options.compiled

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-from daskgpt.graph.calls import Pick
+from daskgpt.graph.calls import is_pick
 from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.program import calls_of
-from daskgpt.graph.recording import Recording
+from daskgpt.graph.recording import Runnable
 from daskgpt.graph.spans import Span
-from daskgpt.training.grouping import layer_of, phase_of, stage_of, where_of
+from daskgpt.model.origins import Origin
 
 Task = tuple[int, Key]
 
@@ -29,6 +29,7 @@ class Event:
     start   and end, in seconds since the timeline began
     bytes   of the arrays that it returned; an update in place returns none
     task    step and key of the task that it was a part of
+    task_name  what that task is called
     """
 
     step: int
@@ -43,6 +44,7 @@ class Event:
     end: float
     bytes: int
     task: Task
+    task_name: str
     key: Key
 
     @property
@@ -53,11 +55,6 @@ class Event:
     def kind(self) -> str:
         """Layer and pass, as keys begin."""
         return self.layer if self.phase == "update" else f"{self.layer}.{self.phase}"
-
-    @property
-    def task_name(self) -> str:
-        """What the task is called, without what tells it from others of its name."""
-        return "-".join(str(self.task[1][0]).split("-")[:2]).rstrip("_")
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,13 @@ class TaskGraph:
     awaited: frozenset[Key]
 
     @classmethod
-    def of(cls, recording: Recording, in_place: bool) -> TaskGraph:
-        """The tasks of a recording; a cluster goes on with the updates while the next step starts."""
-        tasks = {key for key, node in recording.graph.items() if not is_leaf(node)}
-        needs = {key: set(recording.graph[key].dependencies) & tasks for key in tasks}
-        results = {place.key for places in recording.places.values() for place in places}
+    def of(cls, runnable: Runnable) -> TaskGraph:
+        """The tasks of a step; a cluster goes on with the updates while the next step starts."""
+        tasks = {key for key, node in runnable.graph.items() if not is_leaf(node)}
+        needs = {key: set(runnable.graph[key].dependencies) & tasks for key in tasks}
         order = tuple(TopologicalSorter(needs).static_order())
-        return cls(order, needs, recording.needs_of_last_run(), frozenset(tasks if in_place else results))
+        awaited = tasks if runnable.recorded.in_place else runnable.output_keys
+        return cls(order, needs, runnable.needs_of_last_run(), frozenset(awaited))
 
 
 @dataclass(frozen=True)
@@ -116,41 +113,36 @@ class Timeline:
 class Words:
     """Turns spans into events."""
 
-    def __init__(self, recording: Recording) -> None:
-        graph = recording.unmerged
-        self.home = {call.key: key for key, node in recording.graph.items() for call in calls_of(node)}
+    def __init__(self, runnable: Runnable) -> None:
+        self.runnable, graph = runnable, runnable.recorded.unmerged
+        self.home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
         # A pick takes one of a kernel's results out of a tuple: no work of its own.
-        self.picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(graph, key)}
+        self.picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
         self.chunks = {key: chunk_of(graph, key, whole=False) for key in self.home if key not in self.picked}
         self.readers = _readers(graph, self.picked)
 
     def event(self, span: Span, step: int, lane: int, start: float) -> Event | None:
-        """The event of a span, None for no kernel call of this recording; `start` is the timeline's, on its clock."""
+        """The event of a span, None for no kernel call of this step; `start` is the timeline's, on its clock."""
         key = span.key
         if key not in self.chunks:
             return None
-        where = where_of(key)
-        parts = where.split(".")
+        origin: Origin = self.runnable.recorded.origin(key)
         return Event(
             step=step,
-            layer=layer_of(key).partition(".")[0],
-            phase=phase_of(key),
-            where=where,
-            stage=stage_of(key),
-            block=int(parts[1]) if parts[0] == "h" else None,
+            layer=origin.layer,
+            phase=origin.phase,
+            where=origin.place,
+            stage=origin.stage,
+            block=origin.block,
             chunk=self.chunks[key],
             lane=lane,
             start=span.start - start,
             end=span.end - start,
             bytes=span.bytes,
             task=(step, self.home[key]),
+            task_name=self.runnable.title(self.home[key]),
             key=key,
         )
-
-
-def is_pick(graph: Graph, key: Key) -> bool:
-    """Whether a task takes one result of several out of a tuple."""
-    return isinstance(getattr(graph[key], "func", None), Pick)
 
 
 def _readers(graph: Graph, picked: dict[Key, Key]) -> dict[Key, list[Key]]:

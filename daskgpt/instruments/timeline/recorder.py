@@ -2,92 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from time import time
 
-from daskgpt.graph.recording import Runs
-from daskgpt.graph.spans import Span, recorded_spans
 from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, Words
-from daskgpt.schedulers.workers import RecordSpans, clock_offset, take_spans
+from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
 from daskgpt.training.step import TrainingStep
 
 
-@dataclass
-class Process:
-    """Where spans come from.
-
-    offset   what its perf_counter lacks to the time of day, which all processes share
-    steps    number of a run -> step
-    """
-
-    name: str
-    threads: int
-    offset: float
-    spans: list[Span]
-    steps: dict[int, int]
-
-
 class StepRecorder:
-    """Records the kernel calls of the steps that run inside `window`; nothing of other steps, and nothing else.
+    """Records the kernel calls of the steps that run inside `window`, and makes a timeline of them.
 
-    Use one recorder at a time, for steps of one grain.
+    Use one recorder at a time, for steps of one grain. It records from the first window on until `finish`; what ran
+    between windows is left out then.
     """
 
-    def __init__(self, step: TrainingStep, scheduler: Runs) -> None:
+    def __init__(self, step: TrainingStep, scheduler: Scheduler) -> None:
         self.step, self.scheduler = step, scheduler
         self.windows: list[Window] = []
-        self.spans: list[Span] = []
-        self.steps: dict[int, int] = {}
+        self.steps: dict[int, int] = {}  # number of a run -> step
+        self._recording = ExitStack()
+        self._processes: list[ProcessSpans] = []
 
     @contextmanager
     def window(self, steps: Sequence[int]) -> Iterator[None]:
         """Record these steps, which the scheduler gets together."""
-        client, start = getattr(self.scheduler, "client", None), time()
-        if client is not None:
-            if not self.windows:
-                client.register_plugin(RecordSpans())
-                start = time()
-            first = getattr(self.scheduler, "runs", 0)
-            yield
-        else:
-            first = steps[0]
-            with recorded_spans(lambda number: first + number) as spans:
-                yield
-            self.spans += spans
+        if not self.windows:
+            self._processes = self._recording.enter_context(self.scheduler.record())
+        first, start = self.scheduler.runs, time()
+        yield
         self.steps |= {first + number: step for number, step in enumerate(steps)}
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
         """The timeline of what was recorded. On a cluster, call it when the last step's updates are done."""
-        return timeline_of(self.step, self._processes(), self.windows, self._title())
+        self._recording.close()
+        return timeline_of(self.step, self._processes, self.steps, self.windows, self._title())
 
     def _title(self) -> str:
         steps = [step for window in self.windows for step in window.steps]
-        tokens = self.step.recording.inputs["tokens"]
+        tokens = self.step.recorded.inputs["tokens"]
         size, chunk = (" x ".join(map(str, shape)) for shape in (tokens.shape, tokens.chunksize))
         return (
             f"Steps {steps[0]} to {steps[-1]}: barrier {self.step.barrier}, grain {self.step.grain}, "
-            f"{size} tokens in chunks of {chunk}, {getattr(self.scheduler, 'description', self.scheduler)}"
+            f"{size} tokens in chunks of {chunk}, {self.scheduler.description}"
         )
 
-    def _processes(self) -> list[Process]:
-        client = getattr(self.scheduler, "client", None)
-        if client is None:
-            return [Process("", getattr(self.scheduler, "threads", 1), clock_offset(), self.spans, self.steps)]
-        found = client.run(take_spans)
-        client.unregister_worker_plugin(RecordSpans.name)
-        threads, workers = client.nthreads(), client.scheduler_info(n_workers=-1)["workers"]
-        return [
-            Process(f"worker {workers[address]['name']}", threads[address], offset, spans, self.steps)
-            for address, (offset, spans) in sorted(found.items(), key=lambda item: str(workers[item[0]]["name"]))
-        ]
 
+def timeline_of(
+    step: TrainingStep,
+    processes: Sequence[ProcessSpans],
+    steps: Mapping[int, int],
+    windows: Sequence[Window],
+    title: str,
+) -> Timeline:
+    """Spans of all processes as events on one clock, which begins with the first window.
 
-def timeline_of(step: TrainingStep, processes: Sequence[Process], windows: Sequence[Window], title: str) -> Timeline:
-    """Spans of all processes as events on one clock, which begins with the first window."""
-    words, start = Words(step.recording), windows[0].start
+    steps   number of a run -> step, of the runs that are shown
+    """
+    words, start = Words(step.runnable), windows[0].start
     lanes: list[str] = []
     events: list[Event] = []
     for process in processes:
@@ -96,16 +70,15 @@ def timeline_of(step: TrainingStep, processes: Sequence[Process], windows: Seque
         count = max(process.threads, len(threads))
         lanes += [_lane(process.name, number, count) for number in range(count)]
         for span in process.spans:
-            if span.run in process.steps:
-                lane, zero = numbers[span.thread], start - process.offset
-                event = words.event(span, process.steps[span.run], lane, zero)
+            if span.run in steps:
+                event = words.event(span, steps[span.run], numbers[span.thread], start - process.offset)
                 events += [event] if event else []
     return Timeline(
         title=title,
         lanes=tuple(lanes),
         events=tuple(sorted(events, key=lambda event: event.start)),
         windows=_until_done(windows, events, start),
-        tasks=TaskGraph.of(step.recording, step.in_place),
+        tasks=TaskGraph.of(step.runnable),
         readers=words.readers,
     )
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import documented, setting
-from daskgpt.graph.recording import Runs
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.instruments.timeline.writing import check_timeline_path, is_bare, write_timeline
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 
@@ -47,7 +47,7 @@ class TimelineWatcher:
     def __init__(self, config: TimelineConfig) -> None:
         self.config = config
 
-    def begin(self, job: Job, step: TrainingStep, scheduler: Runs) -> int:
+    def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
         self.recorder = StepRecorder(step, scheduler)
         self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
         return max(job.run.steps - self.config.timeline_steps, 0)

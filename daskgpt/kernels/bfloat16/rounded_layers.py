@@ -6,13 +6,12 @@ for the products, which each update renews. Everything else (layernorm, softmax,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from daskgpt.kernels import adamw as adamw_float
 from daskgpt.kernels import embedding
 from daskgpt.kernels.arguments import check_rows
 from daskgpt.kernels.bfloat16 import PackedWeight, pack_weight, update_weight
@@ -135,24 +134,25 @@ def crossentropy_backward_wte(
     return linear_backward_weight(dlogits, scale_rows(x, dy), total=total, accumulate=accumulate, first_row=first_row)
 
 
-def adamw(weight: Any, gradient: np.ndarray, m: np.ndarray, v: np.ndarray, hyper: np.ndarray, **options: float) -> Any:
-    """`adamw.adamw`, of a trained matrix or of an array; the new matrix is packed."""
-    if not isinstance(weight, TrainedWeight):
-        return adamw_float.adamw(weight, gradient, m, v, hyper, **options)
-    values, m, v = adamw_float.adamw(weight.values, gradient, m, v, hyper, **options)
-    return TrainedWeight.of(values), m, v
+class PackedUpdate:
+    """An optimizer's kernel for trained matrices as well: it works on their float32 values, which are packed again.
 
+    Into new arrays it is called with a whole `TrainedWeight` and returns another; in place with some `TrainedRows`.
+    """
 
-def adamw_inplace(
-    weight: Any, gradient: np.ndarray, m: np.ndarray, v: np.ndarray, hyper: np.ndarray, **options: float
-) -> None:
-    """`adamw.adamw_inplace` of rows of a trained matrix, which are packed again, or of an array."""
-    if not isinstance(weight, TrainedRows):
-        adamw_float.adamw_inplace(weight, gradient, m, v, hyper, **options)
-        return
-    values = weight.weight.values[weight.first : weight.last]
-    adamw_float.adamw_inplace(values, gradient, m, v, hyper, **options)
-    pack_weight(values, weight.weight.packed, first=weight.first)
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.kernel = kernel
+
+    def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> Any:
+        if isinstance(weight, TrainedWeight):
+            values, *moments = self.kernel(weight.values, *arrays, **options)
+            return TrainedWeight.of(values), *moments
+        if isinstance(weight, TrainedRows):
+            values = weight.weight.values[weight.first : weight.last]
+            self.kernel(values, *arrays, **options)
+            pack_weight(values, weight.weight.packed, first=weight.first)
+            return None
+        return self.kernel(weight, *arrays, **options)
 
 
 def linear_update(

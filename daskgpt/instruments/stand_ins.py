@@ -1,0 +1,172 @@
+"""Run a recorded step without data: in place of each kernel call stands what returns arrays that only have a size.
+
+The step's own tasks are handed to Dask one by one. The stand-ins are counted while they live, and Dask and the tasks
+drop them when they drop the real arrays. What a call returns it knows itself, so that a layer nobody has seen yet needs
+nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import dask.local
+import numpy as np
+
+from daskgpt.graph.calls import ChunkSum, KernelCall, Result
+from daskgpt.graph.inplace import RowSum, RowUpdate
+from daskgpt.graph.nodes import Key, combined, is_leaf, with_leaves
+from daskgpt.graph.program import Call, Program, Values
+from daskgpt.graph.recording import Submission
+from daskgpt.model.origins import Origin
+from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.schedulers.protocol import ProcessSpans
+from daskgpt.training.job import Job
+from daskgpt.training.job_steps import JobSteps
+
+CLASSES = ("parameters", "gradients", "optimizer", "activations")
+
+
+class Account:
+    """Bytes of the arrays that stand-ins stand for, by class."""
+
+    def __init__(self) -> None:
+        self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
+
+    def add(self, name: str, size: int) -> None:
+        self.made[name] += size
+        self.alive[name] += size
+        if self.alive.total() > self.at_peak.total():
+            self.at_peak = self.alive.copy()
+
+    def remove(self, name: str, size: int) -> None:
+        self.alive[name] -= size
+
+
+class StandIn:
+    """An array without data; the account has its bytes as long as somebody holds it."""
+
+    def __init__(self, account: Account, name: str, nbytes: int) -> None:
+        self.account, self.name, self.nbytes = account, name, nbytes
+        account.add(name, nbytes)
+
+    def __del__(self) -> None:
+        self.account.remove(self.name, self.nbytes)
+
+
+class Trial:
+    """A `schedulers.protocol.Scheduler` that runs a job's step with stand-ins, one task after another.
+
+    account   of all arrays
+    results   bytes of what each task returned
+    steps     the job's steps, whose recorded graph is run
+    """
+
+    description = "nothing is run"
+    threads = 1
+
+    def __init__(self, job: Job, in_place: bool) -> None:
+        self.job, self.in_place, self.runs = job, in_place, 0
+        self.account = Account()
+        self.results: dict[Key, int] = {}
+        self.tensors = tensors(job.config)
+        self.steps = JobSteps(job, self)
+
+    def try_steps(self, window: int) -> None:
+        """One step, or several that overlap."""
+        step = self.steps.step
+        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.recorded.inputs.items()}
+        packs = step.runnable.layout.pack({name: self._state(name) for name in step.recorded.state})
+        if window > 1:
+            self.run(step.runnable.window_submission([values] * window, packs))
+        else:
+            self.run(step.runnable.submission(values, packs))
+
+    def run(self, submission: Submission) -> list[Any]:
+        without_data = {
+            key: node if is_leaf(node) else combined(key, self._without_data(key, node.func), node.args)
+            for key, node in submission.graph.items()
+        }
+        return list(dask.local.get_sync(with_leaves(without_data, submission.leaves), submission.keys))
+
+    def fetch(self, handles: list[Any]) -> list[Any]:
+        return handles
+
+    def settle(self, handles: list[Any]) -> None:
+        pass
+
+    def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
+        return [function(*arguments)]
+
+    @contextmanager
+    def record(self) -> Iterator[list[ProcessSpans]]:
+        yield []
+
+    def _state(self, name: str) -> StandIn:
+        """A tensor of the state by its name there, KIND.NAME."""
+        kind, _, tensor = name.partition(".")
+        return self._held(kind, self.tensors[tensor])
+
+    def _held(self, kind: str, tensor: Tensor) -> StandIn:
+        precision = self.job.precision
+        if kind == "weight":
+            return StandIn(self.account, "parameters", precision.held_bytes(tensor))
+        return StandIn(self.account, "optimizer", math.prod(tensor.shape) * precision.dtype.itemsize)
+
+    def _without_data(self, key: Key, program: Any) -> Callable[..., Any]:
+        if not isinstance(program, Program):  # a barrier
+            return program
+        without_data = copy(program)
+        without_data.calls = tuple(replace(call, function=self._stand_in(call)) for call in program.calls)
+
+        def run(*arguments: Any) -> Any:
+            result = without_data(*arguments)
+            self.results[key] = sum(value.nbytes for value in _stand_ins(result))
+            return result
+
+        return run
+
+    def _stand_in(self, call: Call) -> Callable[..., Any]:
+        """What returns stand-ins where the call would return arrays."""
+        function = getattr(call.function, "__self__", call.function)
+        if isinstance(function, RowSum):
+            # A sum that goes on from another one is made in its rows.
+            rows = Result(function.shape, function.call.dtype)
+            return lambda parts, start=None: self._array("gradients", rows) if start is None else start
+        if isinstance(function, RowUpdate):
+            return lambda *arguments: self._update(function)
+        if isinstance(function, KernelCall):
+            return lambda *arguments: self._results(call.key, function)
+        return function  # a pick
+
+    def _array(self, name: str, result: Result) -> StandIn:
+        return StandIn(self.account, name, math.prod(result.shape) * result.dtype.itemsize)
+
+    def _update(self, function: RowUpdate) -> None:
+        """In place: a block of the gradient's rows at a time is all that is made, where the gradient is not given."""
+        for first, last in function.blocks if function.sums else ():
+            call = function.sums[0]
+            self._array("gradients", Result((last - first, *call.shape[1:]), call.dtype))
+
+    def _results(self, key: Key, call: KernelCall) -> Any:
+        origin, results = call.origin, call.results(key)
+        if isinstance(origin, Origin) and origin.parameter:
+            kinds = ["weight", *["moment"] * (len(results) - 1)]
+            return tuple(self._held(kind, self.tensors[origin.parameter]) for kind in kinds)
+        summed = isinstance(call, ChunkSum) and isinstance(origin, Origin) and origin.phase == "backward"
+        made = [self._array("gradients" if summed else "activations", result) for result in results]
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+def _stand_ins(values: Any) -> list[Any]:
+    """All arrays in nested sequences, each once."""
+    if isinstance(values, Values):
+        return _stand_ins(values.values)
+    if isinstance(values, list | tuple):
+        return list({id(array): array for value in values for array in _stand_ins(value)}.values())
+    return [] if values is None else [values]

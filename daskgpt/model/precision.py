@@ -1,0 +1,124 @@
+"""What numbers a model computes with: which kernel replaces which, how a parameter is held, what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.errors import nearest, require
+from daskgpt.kernels import attention, crossentropy, embedding, linear
+from daskgpt.kernels.bfloat16 import outruns_float32, rounded_attention, rounded_layers, unit
+from daskgpt.kernels.bfloat16.packed_weight import empty_weight
+from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, TrainedWeight
+from daskgpt.kernels.compilation import all_cached, compile_all
+from daskgpt.model.parameters import Tensor
+
+Kernel = Callable[..., Any]
+TILE_TOKENS = 32  # of the bfloat16 units
+LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One of float32, float64 (to verify) and bfloat16.
+
+    dtype     of parameters and activations
+    replaced  kernel -> the one that runs instead; every other kernel stays
+    packed    whether a tensor that is multiplied is held packed as well, as a `TrainedWeight`
+    at_once   kernel of a sum over the chunks -> tokens of a sequence that it takes in one step, where that is not one;
+              a chunk that ended inside of one would change the order of the sum
+    """
+
+    name: str
+    dtype: np.dtype
+    replaced: Mapping[Kernel, Kernel] = field(default_factory=dict)
+    packed: bool = False
+    at_once: Mapping[Kernel, int] = field(default_factory=dict)
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        """The kernel that runs for one of the tables."""
+        return self.replaced.get(kernel, kernel)
+
+    def update(self, kernel: Kernel) -> Kernel:
+        """An optimizer's kernel, which knows arrays, for what this precision holds."""
+        return PackedUpdate(kernel) if self.packed else kernel
+
+    def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
+        """A parameter as a step holds it: itself where it has the dtype already, nothing is copied."""
+        if self.packed and tensor.row.multiplied:
+            return TrainedWeight.of(value)
+        return np.asarray(value, self.dtype)
+
+    def held_bytes(self, tensor: Tensor) -> int:
+        """Bytes of a parameter as it is held."""
+        values = int(np.prod(tensor.shape)) * self.dtype.itemsize
+        return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else 0)
+
+    def compile(self) -> None:
+        """Compile every kernel that is needed, or load it from the cache on disk."""
+        compile_all(self.dtype, self.packed)
+
+    def is_compiled(self) -> bool:
+        """Whether the cache on disk has all of them."""
+        return all_cached(self.dtype, self.packed)
+
+
+def values_of(held: Any) -> np.ndarray:
+    """The array of a parameter that is held in any precision."""
+    return held.values if isinstance(held, TrainedWeight) else held
+
+
+FLOAT32 = Precision("float32", np.dtype("float32"))
+FLOAT64 = Precision("float64", np.dtype("float64"))
+# The operands of products are rounded to bfloat16; sums and everything else stay float32.
+BFLOAT16 = Precision(
+    "bfloat16",
+    np.dtype("float32"),
+    {
+        embedding.forward: rounded_layers.embedding_forward,
+        linear.forward: rounded_layers.linear_forward,
+        linear.forward_without_bias: rounded_layers.linear_without_bias,
+        attention.forward: rounded_attention.forward,
+        attention.backward: rounded_attention.backward,
+        linear.backward_x: rounded_layers.linear_backward_x,
+        linear.backward_weight: rounded_layers.linear_backward_weight,
+        crossentropy.forward: rounded_layers.crossentropy_forward,
+        crossentropy.backward_x: rounded_layers.crossentropy_backward_x,
+        crossentropy.backward_wte: rounded_layers.crossentropy_backward_wte,
+    },
+    packed=True,
+    at_once=dict.fromkeys((linear.backward_weight, crossentropy.backward_wte), TILE_TOKENS),
+)
+PRECISIONS = {each.name: each for each in (FLOAT32, BFLOAT16, FLOAT64)}
+
+
+def precision_of(name: str) -> Precision:
+    """The precision of a name.
+
+    Errors   ValueError for an unknown one, and for auto, which `settle` makes one of them
+    """
+    advice = nearest(name, list(PRECISIONS))
+    require(name in PRECISIONS, "precision_of", "the precision must be known", {"precision": name}, advice)
+    return PRECISIONS[name]
+
+
+def settle(wanted: str, channels: int) -> tuple[Precision, str]:
+    """The precision to compute with, auto resolved, and why.
+
+    Errors   ValueError or RuntimeError where DASKGPT_MATMUL names a unit that is unknown or missing
+    """
+    if wanted in ("float32", "float64"):
+        return precision_of(wanted), f"products in {wanted}"
+    name = unit().name.lower()
+    if wanted == "bfloat16":
+        return BFLOAT16, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
+    if wanted != "auto":
+        return precision_of(wanted), wanted
+    if not outruns_float32(unit()):
+        return FLOAT32, f"auto: products of bfloat16 ({name}) would not be faster on this processor"
+    if channels < LEAST_CHANNELS:
+        return FLOAT32, f"auto: with {channels} channels (below {LEAST_CHANNELS}) bfloat16 would gain little"
+    return BFLOAT16, f"auto: {name} multiplies it faster than float32"

@@ -1,0 +1,70 @@
+"""What every scheduler offers: all that the rest of the package knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import perf_counter, time
+from typing import Any, Protocol
+
+from daskgpt.graph.recording import Submission
+from daskgpt.graph.spans import Span
+
+
+@dataclass(frozen=True)
+class ProcessSpans:
+    """The kernel calls that one process recorded.
+
+    name     "" for this process
+    threads  in which it runs tasks
+    offset   seconds that its perf_counter lacks to the time of day, which all processes share
+    """
+
+    name: str
+    threads: int
+    offset: float
+    spans: list[Span]
+
+
+class Scheduler(Protocol):
+    """Runs submissions of recorded graphs.
+
+    description  for people
+    in_place     whether no task is ever run twice, so that tasks may write over arrays
+    runs         how many runs it has been given: the number of the next one, by which spans are told apart
+    """
+
+    description: str
+    in_place: bool
+    runs: int
+
+    @property
+    def threads(self) -> int:
+        """How many tasks can run at once."""
+        ...
+
+    def run(self, submission: Submission) -> list[Any]:
+        """Handles of the results of its keys, which are left where they were made."""
+        ...
+
+    def fetch(self, handles: list[Any]) -> list[Any]:
+        """The results here, waited for."""
+        ...
+
+    def settle(self, handles: list[Any]) -> None:
+        """Wait until these are made, and leave them where they are."""
+        ...
+
+    def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
+        """What a function returns in each process that runs tasks; with `here`, in this one anyhow."""
+        ...
+
+    def record(self) -> AbstractContextManager[list[ProcessSpans]]:
+        """Record every kernel call inside the `with` block; the list is filled when it ends."""
+        ...
+
+
+def clock_offset() -> float:
+    """What must be added to this process's perf_counter to get the time of day, in seconds."""
+    return time() - perf_counter()

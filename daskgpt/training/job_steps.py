@@ -1,0 +1,61 @@
+"""The steps of a job on a scheduler: recorded once, the grain settled with the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.grain_choice import GrainChoice
+from daskgpt.training.job import Job
+from daskgpt.training.step import Batch, State, TrainingStep
+
+
+class JobSteps:
+    """Runs a job's steps, as many together as are handed over.
+
+    step     the recorded step
+    choice   of its grain: while it is open, the next step is measured and must come alone
+    """
+
+    def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> None:
+        """say   where it is told which grain was found"""
+        self.job, self.scheduler, self.say = job, scheduler, say
+        dataflow = job.dataflow
+        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
+        self.step = TrainingStep(
+            job.config,
+            job.batch_shape,
+            job.chunk,
+            job.optimizer,
+            precision=job.precision,
+            grain=self.choice.first,
+            barrier=dataflow.barrier,
+            in_place=scheduler.in_place,
+        )
+
+    @property
+    def grain(self) -> str:
+        """Of the steps to come; auto while it is open."""
+        return "auto" if self.choice.open else self.step.grain
+
+    def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
+        """The state before the first step, see `TrainingStep.initial`."""
+        return self.step.initial(parameters)
+
+    def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
+        """A step a batch: their losses, and the state after them."""
+        if self.choice.open:
+            with self.scheduler.record() as processes:
+                loss, state = self.step(self.scheduler, state, *batches[0], self.job.run.steps)
+            spans = [span for process in processes for span in process.spans]
+            self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
+            return [loss], state
+        if self.scheduler.in_place and len(batches) > 1:
+            return self.step.window(self.scheduler, state, batches, self.job.run.steps)
+        submitted = []
+        for own in batches:
+            handles, state = self.step.submit(self.scheduler, state, own, self.job.run.steps)
+            submitted.append(handles)
+        return [self.step.loss(self.scheduler, handles) for handles in submitted], state
