@@ -12,6 +12,7 @@ import numpy as np
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.parameters import initial_parameters
+from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.step import TrainingStep
 
@@ -64,7 +65,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials) -> str:
             model.batch,
             dials.chunk,
             OptimizerConfig(),
-            precision=precision,
+            precision=precision_of(precision),
             grain=dials.grain,
             barrier=dials.barrier,
             in_place=scheduler.in_place if dials.in_place is None else dials.in_place,

@@ -25,7 +25,7 @@ def over_an_array(function):
     return call
 
 
-exp, sigmoid = over_an_array(elementary.exp), over_an_array(elementary.sigmoid)
+exp, log, sigmoid = (over_an_array(each) for each in (elementary.exp, elementary.log, elementary.sigmoid))
 
 
 def units_in_the_last_place(y: np.ndarray, exact: np.ndarray) -> float:
@@ -45,6 +45,16 @@ def test_exp_float32_is_clamped_beyond_its_range():
     assert (y[4:7] == y[4]).all()
     assert 3.3e38 < y[4] < np.inf
     assert np.isnan(y[7])
+
+
+def test_log_float32_is_within_two_units_in_the_last_place():
+    x = np.concatenate([np.geomspace(2e-38, 3e38, 500_001), np.linspace(0.4, 2.5, 500_001)]).astype("f4")
+    x = x[x != 1]
+    assert units_in_the_last_place(log(x), np.log(x.astype("f8"))) <= 2
+    ends = log(np.array([1, np.inf, np.nan], "f4"))
+    assert ends[0] == 0
+    assert ends[1] == np.inf
+    assert np.isnan(ends[2])
 
 
 def test_sigmoid_float32_is_within_three_units_in_the_last_place():

@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_shape
-from daskgpt.kernels.compilation import exact_helper, kernel
+from daskgpt.kernels.compilation import helper, kernel
 
 # So much of every array stays in the first cache between the three short loops. They are short because LLVM gives up
 # on vector code for one loop over seven arrays: it would have to prove too many of them apart.
 _PIECE = 1024
 
 
-# Exact, so that the step in place has the bits of the step into new arrays.
-@exact_helper
+# Shared, so that the step in place has the bits of the step into new arrays.
+@helper
 def next_moment(moment, value, beta, keep):
     return beta * moment + keep * value
 
 
-@exact_helper
+@helper
 def next_weight(weight, m, v, rate, m_scale, v_scale, eps, decay):
     return weight - rate * (m * m_scale / (math.sqrt(v * v_scale) + eps) + decay * weight)
 

@@ -13,8 +13,9 @@ import numpy as np
 from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm, gemm_address
-from daskgpt.kernels.vectors.elementary import exp, maximum
+from daskgpt.kernels.vectors.elementary import exp, log, maximum
 from daskgpt.kernels.vectors.operations import address_of
+from daskgpt.kernels.vectors.sums import dot, sum_of
 
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16
@@ -37,16 +38,12 @@ def _softmax(scores, row, limit, last, scale):
     The exponentials run on to `last`, the end of the block: no remainder for the vector code, and cheaper than
     stopping in time.
     """
-    real = scores.dtype.type
     top = scale * maximum(scores[row, :limit])
     for j in range(last):
         scores[row, j] = exp(scale * scores[row, j] - top)
     for j in range(limit, last):
         scores[row, j] = 0
-    total = real(0)
-    for j in range(limit):
-        total += scores[row, j]
-    return top, total
+    return top, sum_of(scores[row, :limit])
 
 
 @kernel("n r3 n w3 w3 w2 w2 w1")
@@ -70,7 +67,7 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses):
                 gemm(blas, 0, 0, n, last, hs, q + first * ld * size, ld, kt, lds, zero, s, lds)
                 for i in range(n):
                     top, total = _softmax(scores, i, first + i + 1, last, scale)
-                    logsumexp[sequence, column // hs, first + i] = top + real(math.log(total))
+                    logsumexp[sequence, column // hs, first + i] = top + log(total)
                     inverses[i] = one / total
                 out = address_of(y) + ((sequence * tokens + first) * channels + column) * size
                 gemm(blas, 0, 0, n, hs, last, s, lds, v, ld, zero, out, channels)
@@ -90,14 +87,10 @@ def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
     real = scores.dtype.type
     for j in range(last):
         scores[row, j] = exp(scale * scores[row, j] - logsumexp)
-    total, delta = real(0), real(0)
+    factor = real(1) / sum_of(scores[row, :limit])
     for j in range(limit):
-        total += scores[row, j]
-    factor = real(1) / total
-    for j in range(limit):
-        p = factor * scores[row, j]
-        scores[row, j] = p
-        delta += p * gradients[row, j]
+        scores[row, j] *= factor
+    delta = dot(scores[row, :limit], gradients[row, :limit])
     for j in range(limit):
         gradients[row, j] = scale * scores[row, j] * (gradients[row, j] - delta)
     for j in range(limit, last):

@@ -21,9 +21,9 @@ import numba
 import numpy as np
 from numba.extending import intrinsic
 
-# Sums may be reordered (once, when compiling) and products contracted; NaN and infinity keep their meaning.
-SAFE_MATH = {"contract", "reassoc", "nsz", "arcp"}
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": SAFE_MATH}
+# No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
+# one rounding says so (`elementary.fma`), and sums over a row have their own order (`vectors.sums`).
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ANY = "any"
 
@@ -34,8 +34,6 @@ KERNELS: list["Kernel"] = []
 
 # Decorators of small functions that kernels include; they are compiled into each kernel that calls them.
 helper = numba.njit(**_OPTIONS, forceinline=True)
-# The same without any freedom for the compiler: one rounding an operation, as written, the same bits in every kernel.
-exact_helper = numba.njit(**_OPTIONS | {"fastmath": False}, forceinline=True)
 
 
 @intrinsic

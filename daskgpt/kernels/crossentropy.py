@@ -4,14 +4,16 @@ The forward turns the logits into their gradient in place and hands it on; the t
 it.
 """
 
-import math
-
 import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
-from daskgpt.kernels.vectors.elementary import exp, fma, maximum
+from daskgpt.kernels.vectors.elementary import exp, fma, log, maximum
+from daskgpt.kernels.vectors.sums import sum_of
+
+# Logits that are summed while they are in the first cache.
+_PIECE = 2048
 
 
 @helper
@@ -19,14 +21,15 @@ def _softmax(row):
     """Turn a row of logits, which stays in the second cache, into probabilities; return log(sum(exp(logits)))."""
     top = maximum(row)
     total = row.dtype.type(0)
-    for j in range(row.size):
-        e = exp(row[j] - top)
-        row[j] = e
-        total += e
+    for first in range(0, row.size, _PIECE):
+        piece = row[first : first + _PIECE]
+        for j in range(piece.size):
+            piece[j] = exp(piece[j] - top)
+        total += sum_of(piece)
     factor = row.dtype.type(1) / total
     for j in range(row.size):
         row[j] *= factor
-    return top + math.log(total)
+    return top + log(total)
 
 
 @kernel("n r2 r2 n w2")

@@ -4,7 +4,6 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, rows
 from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.vectors.elementary import plus
 
 
 @kernel("i1 r2 i1 r2 w2")
@@ -25,7 +24,7 @@ def _backward(dy, indices, total, accumulate, first_row):
         index = indices[i % indices.size] - first_row
         if 0 <= index < total.shape[0]:
             for j in range(dy.shape[1]):
-                total[index, j] = plus(total[index, j], dy[i, j])
+                total[index, j] += dy[i, j]
 
 
 def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.ndarray) -> np.ndarray:

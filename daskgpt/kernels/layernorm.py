@@ -7,33 +7,30 @@ import numpy as np
 from daskgpt.kernels.arguments import check_output, check_shape, rows
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.vectors.elementary import fma
+from daskgpt.kernels.vectors.sums import dot, sum_of
 
 EPSILON = 1e-5
 
 
 @helper
-def _moments(x, i):
-    """Mean and 1 / standard deviation of row i: the squares are taken of the centred row, so nothing cancels."""
+def _centre(x, i, centred):
+    """Row i less its mean; returns 1 / standard deviation. The squares are the centred row's: nothing cancels."""
     real = x.dtype.type
     channels = x.shape[1]
     inverse = real(1) / real(channels)
-    mean = real(0)
+    mean = sum_of(x[i]) * inverse
     for j in range(channels):
-        mean += x[i, j]
-    mean *= inverse
-    variance = real(0)
-    for j in range(channels):
-        centred = x[i, j] - mean
-        variance += centred * centred
-    return mean, real(1) / math.sqrt(variance * inverse + real(EPSILON))
+        centred[j] = x[i, j] - mean
+    return real(1) / math.sqrt(fma(dot(centred, centred), inverse, real(EPSILON)))
 
 
 @kernel("r2 r1 r1 w2")
 def _forward(x, weight, bias, y):
+    centred = np.empty(x.shape[1], x.dtype)
     for i in range(x.shape[0]):
-        mean, rstd = _moments(x, i)
+        rstd = _centre(x, i, centred)
         for j in range(x.shape[1]):
-            y[i, j] = (x[i, j] - mean) * rstd * weight[j] + bias[j]
+            y[i, j] = fma(centred[j] * rstd, weight[j], bias[j])
 
 
 @kernel("r2 r2 r1 w2")
@@ -41,28 +38,27 @@ def _backward_x(dy, x, weight, dx):
     real = x.dtype.type
     channels = x.shape[1]
     inverse = real(1) / real(channels)
+    centred, g = np.empty(channels, x.dtype), np.empty(channels, x.dtype)
     for i in range(x.shape[0]):
-        mean, rstd = _moments(x, i)
-        g_mean, g_x_mean = real(0), real(0)
+        rstd = _centre(x, i, centred)
         for j in range(channels):
-            g = dy[i, j] * weight[j]
-            g_mean += g
-            g_x_mean += g * (x[i, j] - mean)
-        g_mean *= inverse
-        g_x_mean *= inverse * rstd
+            g[j] = dy[i, j] * weight[j]
+        g_mean = sum_of(g) * inverse
+        # x̂ mean(g x̂) = centred rstd mean(g centred rstd)
+        slope = dot(g, centred) * inverse * rstd * rstd
         for j in range(channels):
-            x_hat = (x[i, j] - mean) * rstd
-            dx[i, j] = rstd * (dy[i, j] * weight[j] - g_mean - x_hat * g_x_mean)
+            dx[i, j] = rstd * fma(-slope, centred[j], g[j] - g_mean)
 
 
 @kernel("r2 r2 w1 n")
 def _backward_weight(dy, x, total, accumulate):
     if accumulate == 0:
         total[:] = 0
+    centred = np.empty(x.shape[1], x.dtype)
     for i in range(x.shape[0]):
-        mean, rstd = _moments(x, i)
+        rstd = _centre(x, i, centred)
         for j in range(x.shape[1]):
-            total[j] = fma(dy[i, j], (x[i, j] - mean) * rstd, total[j])
+            total[j] = fma(dy[i, j], centred[j] * rstd, total[j])
 
 
 def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:

@@ -5,7 +5,6 @@ import numpy as np
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
 from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
-from daskgpt.kernels.vectors.elementary import plus
 
 
 @kernel("n r2 r2 r1 w2")
@@ -33,7 +32,7 @@ def _backward_bias(dy, total, accumulate):
         total[:] = 0
     for i in range(dy.shape[0]):
         for j in range(dy.shape[1]):
-            total[j] = plus(total[j], dy[i, j])
+            total[j] += dy[i, j]
 
 
 def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:

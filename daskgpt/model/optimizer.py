@@ -50,9 +50,8 @@ def _adamw_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, floa
 
 def _adamw_hyper(config: OptimizerConfig, step: int, steps: int) -> np.ndarray:
     """Learning rate and the two bias corrections of a step (the first is 0)."""
-    return np.array(
-        [learning_rate(config, step, steps), 1 - config.beta1 ** (step + 1), 1 - config.beta2 ** (step + 1)]
-    )
+    corrections = (1 - _power(beta, step + 1) for beta in (config.beta1, config.beta2))
+    return np.array([learning_rate(config, step, steps), *corrections])
 
 
 ADAMW = Optimizer(
@@ -113,4 +112,27 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         return config.learning_rate * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(steps - 1 - config.warmup, 1)
     fall = config.learning_rate - config.final_learning_rate
-    return config.final_learning_rate + fall * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    return config.final_learning_rate + fall * _half_cosine(min(progress, 1.0))
+
+
+# Of these two, C libraries differ in the last bit, and a run's bits would depend on the machine.
+def _power(base: float, exponent: int) -> float:
+    """base**exponent by squaring; exponent is 1 or more."""
+    result = 1.0
+    while exponent:
+        if exponent % 2:
+            result *= base
+        base *= base
+        exponent //= 2
+    return result
+
+
+def _half_cosine(progress: float) -> float:
+    """(1 + cos(π progress)) / 2 for progress from 0 to 1: the square of cos(π progress / 2), by its Taylor series."""
+    angle = math.pi / 2 * progress
+    square = angle * angle
+    total = term = 1.0
+    for number in range(1, 27, 2):
+        term *= -square / (number * (number + 1))
+        total += term
+    return total * total

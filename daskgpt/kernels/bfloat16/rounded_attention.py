@@ -33,8 +33,8 @@ from daskgpt.kernels.bfloat16.tiles import (
 from daskgpt.kernels.bfloat16.units import Unit, unit
 from daskgpt.kernels.bfloat16.weight_gradient import sum_rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.vectors.elementary import log
 from daskgpt.kernels.vectors.lanes import (
-    CONTRACT,
     F32,
     LANES,
     REALS,
@@ -43,8 +43,8 @@ from daskgpt.kernels.vectors.lanes import (
     call,
     constant,
     exp,
+    fma,
     load,
-    product_sum,
     round_to_bfloat16,
     splat,
     store,
@@ -60,6 +60,7 @@ from daskgpt.kernels.vectors.operations import (
     transpose_tile,
     write_real,
 )
+from daskgpt.kernels.vectors.sums import dot_at, folded
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 # Queries that two keys before the diagonal's block must not be seen by: none.
@@ -81,25 +82,24 @@ def _raise_columns(typing_context, tops, scores, count):
     return operation(build, 3)
 
 
-def _reduction(name, *arguments):
-    """An intrinsic's code that makes one number of 16 at an address."""
+@intrinsic
+def _maximum(typing_context, address):
+    """The largest of 16 float32 numbers."""
 
     def generate(context, builder, signature, values):
-        return call(builder, name, F32, [*arguments, load(builder, values[0])], fastmath=("reassoc",))
+        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [load(builder, values[0])])
 
     return types.float32(types.int64), generate
 
 
 @intrinsic
-def _maximum(typing_context, address):
-    """The largest of 16 float32 numbers."""
-    return _reduction("llvm.vector.reduce.fmax.v16f32")
-
-
-@intrinsic
 def _sum(typing_context, address):
     """The sum of 16 float32 numbers."""
-    return _reduction("llvm.vector.reduce.fadd.v16f32", constant(F32, -0.0))
+
+    def generate(context, builder, signature, values):
+        return folded(builder, load(builder, values[0]))
+
+    return types.float32(types.int64), generate
 
 
 @intrinsic
@@ -110,9 +110,9 @@ def _exponentials(typing_context, scores, target, totals, count, scale, top):
         scale, negative_top = splat(builder, scale), splat(builder, builder.fneg(top))
         total = load(builder, totals)
         for first in PARTS:
-            p = exp(builder, product_sum(builder, load(builder, scores, first * 4), scale, negative_top))
+            p = exp(builder, fma(builder, load(builder, scores, first * 4), scale, negative_top))
             p = builder.select(below(builder, count, first), p, constant(REALS, 0.0))
-            total = builder.fadd(total, p, flags=CONTRACT)
+            total = builder.fadd(total, p)
             store(builder, round_to_bfloat16(builder, p), target, first * 2)
         store(builder, total, totals)
 
@@ -122,10 +122,10 @@ def _exponentials(typing_context, scores, target, totals, count, scale, top):
 def _key_gradients(builder, place, first, hidden, scale):
     """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the block."""
     scores, gradients, logsumexp, deltas = (load(builder, address, first * 4) for address in place)
-    score = builder.fmul(scores, scale, flags=CONTRACT)
-    p = exp(builder, builder.fsub(score, logsumexp, flags=CONTRACT))
-    centred = builder.fsub(gradients, deltas, flags=CONTRACT)
-    gradient = builder.fmul(builder.fmul(p, scale, flags=CONTRACT), centred, flags=CONTRACT)
+    score = builder.fmul(scores, scale)
+    p = exp(builder, builder.fsub(score, logsumexp))
+    centred = builder.fsub(gradients, deltas)
+    gradient = builder.fmul(builder.fmul(p, scale), centred)
     mask, zero = below(builder, hidden, first), constant(REALS, 0.0)
     return [round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
 
@@ -217,7 +217,7 @@ def _forward(
             _score_queries(unit, q, keys, block_steps, block, nothing, scores, tops)
             _softmax(scores, block, scale, tops, totals, p)
             for row in range(rows):
-                value = read_real(tops, row * 16) + np.float32(math.log(read_real(totals, row * 16)))
+                value = read_real(tops, row * 16) + log(read_real(totals, row * 16))
                 write_real(address_of(logsumexp), head * tokens + first + row, value)
             width = block_steps * ROW
             sum_rows(unit, p, values, blocks * STEP, block + 1, block_steps * 32, nothing, 0, sums, width)
@@ -233,8 +233,7 @@ def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, delta
         offset, delta = _ZERO, _ZERO
         if i < tokens:
             offset = read_real(logsumexp, i)
-            for c in range(size):
-                delta += read_real(dy, i * row_numbers + c) * read_real(y, i * row_numbers + c)
+            delta = dot_at(dy + i * row_numbers * 4, y + i * row_numbers * 4, size)
         write_real(offsets, i, offset)
         write_real(deltas, i, delta)
 

@@ -18,14 +18,11 @@ from daskgpt.kernels.vectors.processor import has_avx512_bfloat16
 LANES = 16
 VECTOR = 4 * LANES
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F32, VOID = ir.FloatType(), ir.VoidType()
+F32, F64, VOID = ir.FloatType(), ir.DoubleType(), ir.VoidType()
 POINTER = I8.as_pointer()
 HALVES, BITS, REALS, MASK = (ir.VectorType(element, LANES) for element in (I16, I32, F32, I1))
-_NAMES = {I16: "i16", I32: "i32", F32: "f32"}
-_BYTES = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8}
-# Said at every operation of a formula: where nothing is said, Numba adds the freedom to reorder, which would cancel
-# constants.
-CONTRACT = ("contract",)
+_NAMES = {I16: "i16", I32: "i32", F32: "f32", F64: "f64"}
+_BYTES = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8, F64: 8}
 
 # exp: Cody and Waite's reduction, Cephes' polynomial.
 _LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
@@ -117,13 +114,10 @@ def prefetch(builder: Any, place: Any, offset: Any = 0) -> None:
 
 
 def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """left right + total with one rounding."""
-    return call(builder, f"llvm.fma.v{total.type.count}f32", total.type, [left, right, total])
-
-
-def product_sum(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """left right + total, with one rounding where the processor can."""
-    return builder.fadd(builder.fmul(left, right, flags=CONTRACT), total, flags=CONTRACT)
+    """left right + total of float32 numbers with one rounding."""
+    kind = total.type
+    name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
 
 
 def exp(builder: Any, x: Any) -> Any:
@@ -140,15 +134,15 @@ def exp(builder: Any, x: Any) -> Any:
 
     for order, limit in (("<", _LOWEST), (">", _HIGHEST)):
         x = builder.select(builder.fcmp_ordered(order, x, number(limit)), number(limit), x)
-    shifted = product_sum(builder, x, number(_LOG2_E), number(_ROUND))
-    n = builder.fsub(shifted, number(_ROUND), flags=CONTRACT)
-    r = product_sum(builder, n, number(-_LOG_2_HIGH), x)
-    r = product_sum(builder, n, number(-_LOG_2_LOW), r)
+    shifted = fma(builder, x, number(_LOG2_E), number(_ROUND))
+    n = builder.fsub(shifted, number(_ROUND))
+    r = fma(builder, n, number(-_LOG_2_HIGH), x)
+    r = fma(builder, n, number(-_LOG_2_LOW), r)
     p = number(_POLYNOMIAL[0])
     for coefficient in _POLYNOMIAL[1:]:
-        p = product_sum(builder, p, r, number(coefficient))
-    square = builder.fmul(r, r, flags=CONTRACT)
-    y = builder.fadd(product_sum(builder, p, square, r), number(1), flags=CONTRACT)
+        p = fma(builder, p, r, number(coefficient))
+    square = builder.fmul(r, r)
+    y = builder.fadd(fma(builder, p, square, r), number(1))
     power = builder.shl(builder.bitcast(shifted, bits), constant(bits, 23))
     return builder.bitcast(builder.add(builder.bitcast(y, bits), power), kind)
 
