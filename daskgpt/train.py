@@ -76,7 +76,7 @@ def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
         start.check_size(numbers, "train: --init decides the size of the model", "Leave these flags out.")
         data, config = start.data_config(given_flags(DataConfig, values)), start.config
         dataset = open_dataset(data, config.vocabulary, start)
-    return Job(config, dataset, data, optimizer, dataflow, run)
+    return Job(config, data, optimizer, dataflow, run, dataset)
 
 
 def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabulary: int) -> GPT2Config:
@@ -105,7 +105,7 @@ def report(job: Job, result: Result, seconds: float) -> None:
 
 def sample_text(job: Job, result: Result) -> str:
     """Text that the trained model writes."""
-    encoding = get_encoding(job.dataset.encoding_name)
+    encoding = get_encoding(job.tokens.encoding_name)
     with open_scheduler("sync") as scheduler:
         tokens = sample(
             result.config,

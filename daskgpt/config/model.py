@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from daskgpt.config.errors import nearest, nearest_divisor, require
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import documented, one_of, setting
 
 
 @documented
@@ -26,12 +26,16 @@ class GPT2Config:
         0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0"
     )
     positions: int = setting(64, "longest sequence", unit="tokens")
+    norm: str = setting("layernorm", "normalisation of a block's inputs", choices=("layernorm", "rmsnorm"))
 
     def __post_init__(self) -> None:
         if self.padded_vocabulary == 0:
             object.__setattr__(self, "padded_vocabulary", self.vocabulary)
+        one_of(self, "norm")
         for f in fields(self):
             value = getattr(self, f.name)
+            if not isinstance(value, int):
+                continue
             require(
                 value >= 1, "GPT2Config", f"{f.name} must be at least 1", {f.name: value}, "Give a positive number."
             )

@@ -43,12 +43,12 @@ class DataConfig:
 @documented
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning rate over the steps.
+    """How parameters are updated, and the learning rate over the steps.
 
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
     """
 
-    optimizer: str = setting("adamw", "how parameters are updated: adamw")
+    optimizer: str = setting("adamw", "how parameters are updated: adamw or momentum (SGD with momentum beta1)")
     learning_rate: float = setting(1e-3, "largest learning rate")
     schedule: str = setting("cosine", "learning rate over the steps", choices=("constant", "cosine"))
     warmup: int = setting(100, "steps in which the learning rate rises from 0 (cosine only)", unit="steps")

@@ -111,15 +111,16 @@ def merge(
     names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
     outputs = _outputs(graph, home, members, set(wanted))
     found = dict(places)
+    packs = {home[result] for _, result in carried.values()}  # what the next run takes is a tuple, however short
     for group, keys in outputs.items():
         for number, key in enumerate(keys):
-            found[key] = Place(names[group], number if len(keys) > 1 else None)
+            found[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
     readers = _readers(graph, home, set(wanted)) if drop else None
     for leaf, (data, result) in carried.items():
         found[leaf] = Place(data, found[result].number)
     merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in found}
     for group, keys in members.items():
-        program, needed = program_of(graph, keys, outputs[group], found, readers)
+        program, needed = program_of(graph, keys, outputs[group], found, readers, group in packs)
         before = {names[home[earlier]] for key in keys for earlier in after.get(key, ())}
         # What a task waits for comes last among its arguments: the program does not look at it.
         needed += sorted(before - {names[group], *needed})

@@ -74,12 +74,14 @@ class Program:
         arrivals: Sequence[tuple[int, int | None, int]],
         outputs: Sequence[int],
         readers: Sequence[int] | None = None,
+        packed: bool = False,
     ) -> None:
         """arrivals  (argument, number of the value in it or None, slot) of each value that comes from outside
         readers   how many tasks read each output, where values are to be dropped one by one
+        packed    whether a tuple is returned even if there is one output
         """
         self.calls, self.arrivals, self.outputs = tuple(calls), tuple(arrivals), tuple(outputs)
-        self.readers = readers
+        self.readers, self.packed = readers, packed
         self.size = 1 + max((call.slot for call in calls), default=-1)
         self.size = max(self.size, 1 + max((slot for _, _, slot in arrivals), default=-1))
 
@@ -110,7 +112,7 @@ class Program:
                 spans.append(Span(call.key, thread, start, perf_counter(), bytes_of(slots[call.slot]), run))
             for slot in call.ended:
                 slots[slot] = None
-        if len(self.outputs) == 1:
+        if len(self.outputs) == 1 and not self.packed:
             return slots[self.outputs[0]]
         values = tuple(slots[slot] for slot in self.outputs)
         return values if self.readers is None else Values(values, self.readers)
@@ -122,11 +124,13 @@ def program_of(
     outputs: Sequence[Key],
     places: Mapping[Key, Place],
     readers: Mapping[Key, int] | None,
+    packed: bool = False,
 ) -> tuple[Program, list[Key]]:
     """The program of some tasks, in the given order, and the keys whose results it is called with.
 
     places   where values that come from outside are found; a key that is missing is a task of its own
     readers  how many other tasks read each value, None where all are kept until the last of them is read
+    packed   whether it returns a tuple even of one value
     """
     slots: dict[Key, int] = {}
     needed: list[Key] = []
@@ -149,7 +153,7 @@ def program_of(
         ended = tuple(slot for slot, final in last.items() if final == number and slot not in kept)
         calls.append(Call(key, function, arguments, slots[key], ended, all(isinstance(a, int) for a in arguments)))
     counts = None if readers is None else [readers[key] for key in outputs]
-    return Program(calls, arrivals, [slots[key] for key in outputs], counts), needed
+    return Program(calls, arrivals, [slots[key] for key in outputs], counts, packed), needed
 
 
 def in_run(node: GraphNode, run: int) -> GraphNode:

@@ -74,12 +74,13 @@ def in_place_of(job: Job) -> bool:
 def describe_prediction(job: Job, found: Prediction) -> str:
     """What `--plan` prints: what would be run, a table of its tasks and memory, and whether that fits here."""
     known = facts(job)
-    name, ids = job.dataset.encoding_name, job.dataset.vocabulary
+    data = job.dataset
+    encoding = [_line("encoding", f"{data.encoding_name}, {data.vocabulary:,} ids")] if data else []
     return "\n".join(
         (
             _line("model", known["model"]),
             _line("batch", known["batch"]),
-            *([] if name == "none" else [_line("encoding", f"{name}, {ids:,} ids")]),
+            *encoding,
             _line("precision", known["precision"]),
             _line("grain", known_grain(job)[1]),
             _line("tasks", f"{found.tasks:,} a step"),

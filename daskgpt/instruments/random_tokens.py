@@ -10,7 +10,6 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import documented, setting
-from daskgpt.data.dataset import Dataset
 from daskgpt.training.job import Job
 
 
@@ -34,10 +33,8 @@ class BenchConfig:
 
 def job_of(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Job:
     """The checked job of a run on random tokens, with a constant learning rate."""
-    none = np.empty(0, np.uint16)
     return Job(
         config,
-        Dataset(none, none, config.vocabulary, "none", "random tokens"),
         DataConfig(batch_size=asked.batch_size, sequence_length=asked.sequence_length),
         OptimizerConfig(schedule="constant"),
         dataflow,

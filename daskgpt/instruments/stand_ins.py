@@ -157,7 +157,8 @@ class Trial:
         origin, results = call.origin, call.results(key)
         if isinstance(origin, Origin) and origin.parameter:
             kinds = ["weight", *["moment"] * (len(results) - 1)]
-            return tuple(self._held(kind, self.tensors[origin.parameter]) for kind in kinds)
+            made = [self._held(kind, self.tensors[origin.parameter]) for kind in kinds]
+            return made[0] if len(made) == 1 else tuple(made)
         summed = isinstance(call, ChunkSum) and isinstance(origin, Origin) and origin.phase == "backward"
         made = [self._array("gradients" if summed else "activations", result) for result in results]
         return made[0] if len(made) == 1 else tuple(made)

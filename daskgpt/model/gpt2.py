@@ -23,15 +23,15 @@ def transformer(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs) -
     x = tape("wte+wpe", layers.EMBEDDING, tokens, p["wte.weight"], positions, p["wpe.weight"])
     for number in range(config.blocks):
         x = block(tape, config, p, f"h.{number}", x, positions)
-    return normalise(tape, p, "ln_f", x)
+    return normalise(tape, config, p, "ln_f", x)
 
 
 def block(tape: Tape, config: GPT2Config, p: Parameters, at: str, x: da.Array, positions: da.Array) -> da.Array:
     """One transformer block: x + attention(layernorm(x)), then x + feed_forward(layernorm(x))."""
-    qkv = linear(tape, p, f"{at}.attn.c_attn", normalise(tape, p, f"{at}.ln_1", x))
+    qkv = linear(tape, p, f"{at}.attn.c_attn", normalise(tape, config, p, f"{at}.ln_1", x))
     y = attend(tape, config, f"{at}.attn", qkv, positions)
     x = tape(f"{at}.attn", layers.ADD, x, linear(tape, p, f"{at}.attn.c_proj", y))
-    hidden = linear(tape, p, f"{at}.mlp.c_fc", normalise(tape, p, f"{at}.ln_2", x))
+    hidden = linear(tape, p, f"{at}.mlp.c_fc", normalise(tape, config, p, f"{at}.ln_2", x))
     hidden = tape(f"{at}.mlp", layers.GELU, hidden)
     return tape(f"{at}.mlp", layers.ADD, x, linear(tape, p, f"{at}.mlp.c_proj", hidden))
 
@@ -44,8 +44,9 @@ def attend(tape: Tape, config: GPT2Config, at: str, qkv: da.Array, positions: da
     return tape(f"{at}.y", layers.SPLIT, tape(at, layers.ATTENTION, whole, heads=config.heads), positions)
 
 
-def normalise(tape: Tape, p: Parameters, at: str, x: da.Array) -> da.Array:
-    return tape(at, layers.LAYERNORM, x, p[f"{at}.weight"], p[f"{at}.bias"])
+def normalise(tape: Tape, config: GPT2Config, p: Parameters, at: str, x: da.Array) -> da.Array:
+    layer = layers.NORMS[config.norm]
+    return tape(at, layer, x, *(p[f"{at}.{name}"] for name in layer.forward.arguments.split()[1:]))
 
 
 def linear(tape: Tape, p: Parameters, at: str, x: da.Array) -> da.Array:

@@ -23,6 +23,7 @@ from daskgpt.kernels import (
     gelu,
     layernorm,
     linear,
+    rmsnorm,
 )
 
 Sizes = Mapping[str, int]
@@ -77,6 +78,17 @@ LAYERNORM = Layer(
         "x": Row(layernorm.backward_x, "btC, btC, C -> btC", "dy x weight"),
         "weight": Row(layernorm.backward_weight, "btC, btC -> C", "dy x"),
         "bias": Row(linear.backward_bias, "btC -> C", "dy"),
+    },
+    cheap=True,
+)
+
+RMSNORM = Layer(
+    name="rmsnorm",
+    forward=Row(rmsnorm.forward, "btC, C -> btC", "x weight"),
+    outputs="y",
+    backward={
+        "x": Row(rmsnorm.backward_x, "btC, btC, C -> btC", "dy x weight"),
+        "weight": Row(rmsnorm.backward_weight, "btC, btC -> C", "dy x"),
     },
     cheap=True,
 )
@@ -160,6 +172,7 @@ MEAN = Layer(
 LAYERS: tuple[Layer, ...] = (
     EMBEDDING,
     LAYERNORM,
+    RMSNORM,
     LINEAR,
     GELU,
     ADD,
@@ -170,3 +183,6 @@ LAYERS: tuple[Layer, ...] = (
     CROSSENTROPY,
     MEAN,
 )
+
+# The values of the configuration's `norm`.
+NORMS: Mapping[str, Layer] = {layer.name: layer for layer in (LAYERNORM, RMSNORM)}

@@ -12,7 +12,7 @@ import numpy as np
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import apply
-from daskgpt.kernels import adamw
+from daskgpt.kernels import adamw, momentum
 from daskgpt.kernels.bfloat16 import rounded_layers
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
@@ -25,7 +25,8 @@ Kernel = Callable[..., Any]
 class Optimizer:
     """One row: how a tensor is updated.
 
-    kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments)
+    kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), the weight alone where
+              there are no moments
     in_place  the same of some rows, written over weight and moments
     moments   names of the arrays like the weight that pass from step to step, zero at the start
     options   what is the same in every step, of a tensor
@@ -65,7 +66,22 @@ ADAMW = Optimizer(
     fused={rounded_layers.linear_backward_weight: rounded_layers.linear_update},
 )
 
-OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW,)}
+
+def _momentum_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
+    return {"beta": config.beta1, "weight_decay": config.weight_decay if tensor.decayed(config.decay) else 0.0}
+
+
+MOMENTUM = Optimizer(
+    name="momentum",
+    kernel=momentum.momentum,
+    in_place=momentum.momentum_inplace,
+    moments=("m",),
+    options=_momentum_options,
+    hyper=lambda config, step, steps: np.array([learning_rate(config, step, steps)]),
+    hyper_size=1,
+)
+
+OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM)}
 
 
 def update(

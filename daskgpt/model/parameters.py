@@ -6,7 +6,7 @@ Read it through a configuration, with `tensors`: only that says how many blocks 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,14 @@ class Parameter:
     axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C hidden
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) where the output is added to x
     multiplied   whether activations are multiplied with it (the positions are only added)
+    exists       whether a model of this configuration has it
     """
 
     name: str
     axes: tuple[str, ...]
     initial: str
     multiplied: bool = False
+    exists: Callable[[GPT2Config], bool] = lambda config: True
 
     @property
     def per_block(self) -> bool:
@@ -45,24 +47,29 @@ class Parameter:
         return tuple(int(axis[:-1] or 1) * sizes[axis[-1]] for axis in self.axes)
 
 
+def _has_mean(config: GPT2Config) -> bool:
+    """Whether normalisation takes off the mean, and then adds a bias."""
+    return config.norm == "layernorm"
+
+
 # The order is that of llm.c's files.
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("wte.weight", ("V", "C"), "normal", multiplied=True),
     Parameter("wpe.weight", ("P", "C"), "normal"),
     Parameter("h.{block}.ln_1.weight", ("C",), "one"),
-    Parameter("h.{block}.ln_1.bias", ("C",), "zero"),
+    Parameter("h.{block}.ln_1.bias", ("C",), "zero", exists=_has_mean),
     Parameter("h.{block}.attn.c_attn.weight", ("3C", "C"), "normal", multiplied=True),
     Parameter("h.{block}.attn.c_attn.bias", ("3C",), "zero"),
     Parameter("h.{block}.attn.c_proj.weight", ("C", "C"), "residual", multiplied=True),
     Parameter("h.{block}.attn.c_proj.bias", ("C",), "zero"),
     Parameter("h.{block}.ln_2.weight", ("C",), "one"),
-    Parameter("h.{block}.ln_2.bias", ("C",), "zero"),
+    Parameter("h.{block}.ln_2.bias", ("C",), "zero", exists=_has_mean),
     Parameter("h.{block}.mlp.c_fc.weight", ("4C", "C"), "normal", multiplied=True),
     Parameter("h.{block}.mlp.c_fc.bias", ("4C",), "zero"),
     Parameter("h.{block}.mlp.c_proj.weight", ("C", "4C"), "residual", multiplied=True),
     Parameter("h.{block}.mlp.c_proj.bias", ("C",), "zero"),
     Parameter("ln_f.weight", ("C",), "one"),
-    Parameter("ln_f.bias", ("C",), "zero"),
+    Parameter("ln_f.bias", ("C",), "zero", exists=_has_mean),
 )
 
 
@@ -90,6 +97,8 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
     """Every tensor of the model by its full name, in the table's order, blocks in turn."""
     found = {}
     for row in PARAMETERS:
+        if not row.exists(config):
+            continue
         for block in range(config.blocks) if row.per_block else (None,):
             name = row.name.format(block=block)
             found[name] = Tensor(name, row, block, row.shape(config))

@@ -21,14 +21,17 @@ from daskgpt.schedulers.protocol import Scheduler
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run needs, checked before anything is computed or written."""
+    """Everything that steps need, checked before anything is computed or written.
+
+    dataset   what a run trains on; None where tokens come from elsewhere, as in a benchmark
+    """
 
     config: GPT2Config
-    dataset: Dataset
     data: DataConfig
     optimizer: OptimizerConfig
     dataflow: DataflowConfig
     run: RunConfig
+    dataset: Dataset | None = None
     chunk: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,20 +50,34 @@ class Job:
             {"precision": self.dataflow.precision},
             "float64 is for daskgpt.verify.",
         )
+        if self.dataset is not None:
+            self._check_vocabulary(self.dataset)
+        name = self.optimizer.optimizer
+        advice = nearest(name, list(OPTIMIZERS))
+        require(name in OPTIMIZERS, "train", "the optimizer must be known", {"optimizer": name}, advice)
+
+    def _check_vocabulary(self, dataset: Dataset) -> None:
         require(
-            self.dataset.vocabulary <= self.config.vocabulary,
+            dataset.vocabulary <= self.config.vocabulary,
             "train",
             "the model must know every token id of the encoding",
             {
-                "encoding": self.dataset.encoding_name,
-                "ids": self.dataset.vocabulary,
+                "encoding": dataset.encoding_name,
+                "ids": dataset.vocabulary,
                 "vocabulary": self.config.vocabulary,
             },
             "Start from another model." if self.run.init else "Leave --vocabulary to the encoding.",
         )
-        name = self.optimizer.optimizer
-        advice = nearest(name, list(OPTIMIZERS))
-        require(name in OPTIMIZERS, "train", "the optimizer must be known", {"optimizer": name}, advice)
+
+    @property
+    def tokens(self) -> Dataset:
+        """What it trains on.
+
+        Errors   RuntimeError for a job of steps on tokens from elsewhere
+        """
+        if self.dataset is None:
+            raise RuntimeError("Job: training needs a dataset; got dataset=None. Make the job with one.")
+        return self.dataset
 
     def resolved(self, scheduler: Scheduler, grain: str) -> dict[str, Any]:
         """Every configuration with nothing left to default or detection, by name; paths from the root.
@@ -81,7 +98,7 @@ class Job:
         source = data.data if data.data == STANDARD_LIBRARY else _from_root(data.data)
         return {
             "model": self.config,
-            "data": replace(data, data=source, encoding=self.dataset.encoding_name),
+            "data": replace(data, data=source, encoding=self.tokens.encoding_name),
             "optimizer": self.optimizer,
             "dataflow": dataflow,
             "run": replace(run, init=_from_root(run.init), out=_from_root(run.out)),
@@ -125,7 +142,7 @@ def describe(job: Job, scheduler: Scheduler) -> str:
     known = facts(job)
     lines = {
         "model": known["model"],
-        "data": job.dataset.description,
+        "data": job.tokens.description,
         "batch": known["batch"],
         "precision": known["precision"],
         "scheduler": getattr(scheduler, "description", scheduler),

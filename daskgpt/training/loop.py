@@ -60,7 +60,7 @@ def fit(
         rule = "fit: the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), rule, "Take them from daskgpt.load.")
     dataset = open_dataset(data, config.vocabulary, origin)
-    job = Job(config, dataset, data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run)
+    job = Job(config, data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run, dataset)
     folder = RunFolder(run.out) if run.out else None
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
@@ -127,7 +127,7 @@ def _steps(
     while number < job.run.steps:
         start = time.perf_counter()
         numbers = range(number, number + _together(job, steps, number, watching))
-        batches = [batch(job.dataset.training, **size, seed=job.run.seed, step=n) for n in numbers]
+        batches = [batch(job.tokens.training, **size, seed=job.run.seed, step=n) for n in numbers]
         with ExitStack() as looking:
             if not steps.choice.open:
                 for first, watcher in watching:
@@ -160,6 +160,6 @@ def _together(job: Job, steps: JobSteps, number: int, watching: Watching) -> int
 def validation_loss(job: Job, scheduler: Scheduler, inference: Inference, state: State) -> float:
     """Mean loss over fixed, evenly spread windows of the held-out text."""
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
-    batches = validation_batches(job.dataset.validation, **size, count=job.run.validation_batches)
+    batches = validation_batches(job.tokens.validation, **size, count=job.run.validation_batches)
     losses = [float(inference(scheduler, state, x, y)["loss"]) for x, y in batches]
     return sum(losses) / len(losses)

@@ -15,7 +15,7 @@ from typing import IO
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.instruments.compare.turns import Pair, PairedTurns
+from daskgpt.instruments.compare.turns import Pair, PairedTurns, require_published_model
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.statistics import Spread
 
@@ -34,6 +34,7 @@ def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Paired
         raise FileNotFoundError(
             f"bench: llm.c's program must be a file; got path={program}. Compile train_gpt2 and give its path."
         )
+    require_published_model(steps.job)
     threads = steps.scheduler.threads
     steps.run(warmup)
     steps.reset_peak()

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from daskgpt.instruments.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, TorchOptions, receive, send
-from daskgpt.instruments.compare.turns import PairedTurns, compare, undisturbed
+from daskgpt.instruments.compare.turns import PairedTurns, compare, require_published_model, undisturbed
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.training.job import Job
@@ -99,6 +99,7 @@ def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) 
     Errors   RuntimeError where PyTorch is not installed, its process fails, or the losses differ
     """
     require_torch()
+    require_published_model(steps.job)
     threads = steps.scheduler.threads
     with TorchProcess(steps.job, steps.seed, threads, options) as torch:
         steps.run(1)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
+from daskgpt.config.errors import require
 from daskgpt.instruments import machine
 from daskgpt.instruments.statistics import Spread
+from daskgpt.training.job import Job
 
 # Least length of a turn, whose first step finds the caches full of the other's data; and where that is not too long.
 TURN_SECONDS, LONGEST_TURN = 0.5, 5.0
@@ -167,3 +169,13 @@ def compare(ours: Side, theirs: Side, warmup: int, turns: int) -> tuple[list[Pai
         side.reset_peak()
     block = block_of(min(fastest), max(fastest))
     return alternate(ours, theirs, turns, block), block
+
+
+def require_published_model(job: Job) -> None:
+    """What other programs train.
+
+    Errors   ValueError for another model than GPT-2 or another optimizer than AdamW
+    """
+    rule, advice = "other programs must be able to train the same", "Leave --norm out, or compare nothing."
+    require(job.config.norm == "layernorm", "bench", rule, {"norm": job.config.norm}, advice)
+    require(job.optimizer.optimizer == "adamw", "bench", rule, {"optimizer": job.optimizer.optimizer}, advice)

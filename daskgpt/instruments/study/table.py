@@ -33,7 +33,7 @@ FOUND = (
     *PLACE,
 )
 COLUMNS = (*MODEL, *SHARED, *KEY, *FOUND)
-WORDS = {"precision", "scheduler", "barrier", "grain", "date", "grain_used", "loss", "machine", "cpu"}
+WORDS = {"norm", "precision", "scheduler", "barrier", "grain", "date", "grain_used", "loss", "machine", "cpu"}
 WORDS |= {"python", "daskgpt", "numpy", "numba", "dask", "distributed"}
 
 Row = dict[str, Any]

@@ -145,7 +145,10 @@ class PackedUpdate:
 
     def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> Any:
         if isinstance(weight, TrainedWeight):
-            values, *moments = self.kernel(weight.values, *arrays, **options)
+            new = self.kernel(weight.values, *arrays, **options)
+            if not isinstance(new, tuple):  # without moments
+                return TrainedWeight.of(new)
+            values, *moments = new
             return TrainedWeight.of(values), *moments
         if isinstance(weight, TrainedRows):
             values = weight.weight.values[weight.first : weight.last]
