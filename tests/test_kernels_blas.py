@@ -10,7 +10,7 @@ from tolerances import TOLERANCES
 from daskgpt.kernels import attention, crossentropy, linear
 from daskgpt.kernels.float32 import blas
 from daskgpt.kernels.float32.blas import PORTABLE, VARIABLE, find_gemm, gemm_address, matmul
-from daskgpt.kernels.float32.sgemm import has_avx512
+from daskgpt.kernels.float32.sgemm import has_fma
 
 SHAPES = [(1, 1, 1), (5, 7, 3), (33, 65, 17), (64, 48, 64), (2, 3, 0)]
 
@@ -28,8 +28,8 @@ def product(a: np.ndarray, b: np.ndarray, transpose_a: bool, transpose_b: bool) 
 @pytest.fixture(params=["own", "numpy", "portable"])
 def address(request, monkeypatch):
     """The ways to multiply; NumPy's wheels bring a BLAS, so that one must be found."""
-    if request.param == "own" and not has_avx512():
-        pytest.skip("the processor has no AVX-512")
+    if request.param == "own" and not has_fma():
+        pytest.skip("the processor has no FMA")
     monkeypatch.setenv(VARIABLE, request.param)
     assert find_gemm("s") != PORTABLE
     assert find_gemm("d") not in (PORTABLE, find_gemm("s"))

@@ -17,7 +17,7 @@ from daskgpt.kernels import linear
 from daskgpt.kernels.float32 import blas, sgemm
 from daskgpt.kernels.float32.blas import PORTABLE, VARIABLE, find_gemm, gemm_address
 
-needs_avx512 = pytest.mark.skipif(not sgemm.has_avx512(), reason="the processor has no AVX-512")
+needs_fma = pytest.mark.skipif(not sgemm.has_fma(), reason="the processor has no FMA")
 
 ODD = [1, 7, 17, 33, 65, 100, 129]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
@@ -63,20 +63,20 @@ def check(m: int, n: int, k: int) -> None:
             assert all((part == 2).all() if beta else np.isnan(part).all() for part in beside)
 
 
-@needs_avx512
+@needs_fma
 @pytest.mark.parametrize("m", ODD)
 def test_odd_sizes_agree_with_float64(m):
     for n, k in itertools.product(ODD, repeat=2):
         check(m, n, k)
 
 
-@needs_avx512
+@needs_fma
 @pytest.mark.parametrize("shape", LARGE)
 def test_sizes_beyond_a_block_agree_with_float64(shape):
     check(*shape)
 
 
-@needs_avx512
+@needs_fma
 @pytest.mark.parametrize("transposes", TRANSPOSES)
 def test_beta_scales(transposes):
     a, b = random_operands(70, 50, 1000)
@@ -86,7 +86,7 @@ def test_beta_scales(transposes):
     np.testing.assert_allclose(c, expected, rtol=1e-5, atol=1e-3)
 
 
-@needs_avx512
+@needs_fma
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, 0.0), (1.0, 3.0)])
 def test_a_sum_over_nothing_is_beta_times_c(beta, expected):
     for transposes in TRANSPOSES:
@@ -95,7 +95,7 @@ def test_a_sum_over_nothing_is_beta_times_c(beta, expected):
         np.testing.assert_array_equal(c, np.full((20, 40), expected, "f4"))
 
 
-@needs_avx512
+@needs_fma
 @pytest.mark.parametrize("shape", [(0, 5, 5), (5, 0, 5)])
 def test_an_empty_result_is_not_written(shape):
     for transposes in TRANSPOSES:
@@ -104,7 +104,7 @@ def test_an_empty_result_is_not_written(shape):
         assert (c == 3).all()
 
 
-@needs_avx512
+@needs_fma
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 @pytest.mark.parametrize("transposes", TRANSPOSES)
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (131, 77), (500, 30), (33, 900), (1600, 385)])
@@ -124,7 +124,7 @@ def test_a_row_has_the_same_bits_in_any_company(transposes, n, k, beta):
             np.testing.assert_array_equal(c, whole[part])
 
 
-@needs_avx512
+@needs_fma
 def test_sums_run_in_order_with_one_rounding_a_step():
     k = 1000
     a, b = np.ones((1, k), "f4"), np.ones((k, 1), "f4")
@@ -136,7 +136,7 @@ def test_sums_run_in_order_with_one_rounding_a_step():
     assert call(a[:, 1:2], b[1:2], c, 1, 1, 1, beta=1.0).item() == 2.0**-11 + 2.0**-24
 
 
-@needs_avx512
+@needs_fma
 @pytest.mark.parametrize("shape", [(70, 130, 1000), (300, 401, 500), (9, 96, 64), (3, 5, 900), (257, 33, 77)], ids=str)
 def test_a_sum_that_is_cut_goes_on_where_it_was(shape):
     """Products that follow one another have the bits of one, whatever the lengths, transposes and tiles."""
@@ -154,7 +154,7 @@ def test_a_sum_that_is_cut_goes_on_where_it_was(shape):
         np.testing.assert_array_equal(c, whole, err_msg=f"{transposes} {ends}")
 
 
-@needs_avx512
+@needs_fma
 def test_infinity_and_nan_stay_in_their_row_and_column():
     a, b = random_operands(40, 50, 20)
     expected = a @ b
@@ -167,7 +167,7 @@ def test_infinity_and_nan_stay_in_their_row_and_column():
     np.testing.assert_allclose(got[finite], expected[finite], rtol=1e-4, atol=1e-4)
 
 
-@needs_avx512
+@needs_fma
 def test_threads_at_the_same_time_get_the_same_bits():
     shapes = [(70, 130, 800), (130, 70, 90), (64, 64, 64), (17, 400, 33)] * 6
 
@@ -185,7 +185,7 @@ def test_threads_at_the_same_time_get_the_same_bits():
         np.testing.assert_array_equal(one, other)
 
 
-@needs_avx512
+@needs_fma
 def test_scratch_memory_is_used_again():
     """Without it every product would add 1.2 MB of its own, as long as there are places to keep them."""
     code = (
@@ -201,7 +201,7 @@ def test_scratch_memory_is_used_again():
     assert int(result.stdout) < 4096  # of 1 KB
 
 
-@needs_avx512
+@needs_fma
 def test_the_gradient_of_a_weight_does_not_depend_on_how_its_rows_are_cut(monkeypatch):
     monkeypatch.setenv(VARIABLE, "own")
     random = np.random.default_rng(5)
@@ -222,11 +222,11 @@ def test_the_variable_chooses(monkeypatch):
     assert (gemm_address(single), gemm_address(double)) == (PORTABLE, PORTABLE)
     for unset in ("", None):
         monkeypatch.delenv(VARIABLE, raising=False) if unset is None else monkeypatch.setenv(VARIABLE, unset)
-        assert gemm_address(single) == (sgemm.address() if sgemm.has_avx512() else find_gemm("s"))
+        assert gemm_address(single) == (sgemm.address() if sgemm.has_fma() else find_gemm("s"))
         assert gemm_address(double) == find_gemm("d")
 
 
-@needs_avx512
+@needs_fma
 def test_the_variable_can_ask_for_ours(monkeypatch):
     monkeypatch.setenv(VARIABLE, "own")
     assert gemm_address(np.dtype("f4")) == sgemm.address() not in (PORTABLE, find_gemm("s"))
@@ -243,14 +243,15 @@ def test_any_other_choice_is_refused(monkeypatch):
     )
 
 
-def test_a_processor_without_avx512_takes_numpy_and_refuses_ours(monkeypatch):
+def test_a_processor_without_fma_takes_numpy_and_refuses_ours(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(sgemm, "has_avx512", lambda: False)
+    monkeypatch.setattr(sgemm, "has_fma", lambda: False)
     sgemm.address.cache_clear()
     assert gemm_address(np.dtype("f4")) == blas.find_gemm("s")
     monkeypatch.setenv(VARIABLE, "own")
     with pytest.raises(
         RuntimeError,
-        match=r"^sgemm: the processor must have AVX-512; got processor=\S+\. Set DASKGPT_BLAS=numpy, or unset it\.$",
+        match=r"^sgemm: the processor must have fused multiply-adds of vectors \(AVX2 and FMA, or NEON\); "
+        r"got processor=\S+\. Set DASKGPT_BLAS=numpy, or unset it\.$",
     ):
         gemm_address(np.dtype("f4"))

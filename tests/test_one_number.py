@@ -17,7 +17,7 @@ from daskgpt.model.layers import LAYERS, Layer
 from daskgpt.model.tape import Tape
 
 own_product = pytest.mark.skipif(
-    not sgemm.has_avx512() or gemm_address(np.dtype("f4")) != sgemm.address(),
+    not sgemm.has_fma() or gemm_address(np.dtype("f4")) != sgemm.address(),
     reason="float32 products are a library's here, whose order of summation depends on the shapes",
 )
 CHUNKS = {

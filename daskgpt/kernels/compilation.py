@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
@@ -64,8 +64,8 @@ def _numba_type(word: str, real: Any) -> Any:
 
 @functools.cache
 def _machine_fingerprint() -> str:
-    features = llvmlite.binding.get_host_cpu_features().flatten()
-    text = f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}"
+    # What Numba compiles for: its environment variables can name another processor than this one.
+    text = f"{numba.__version__} {cpu_target.target_context.codegen().magic_tuple()}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

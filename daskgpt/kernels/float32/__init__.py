@@ -1,1 +1,1 @@
-"""Float32 products: a BLAS called by its address inside kernels, and one of our own for AVX-512."""
+"""Float32 products: a BLAS called by its address inside kernels, and one of our own."""

@@ -3,7 +3,7 @@
 A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
 function is loaded. The environment variable DASKGPT_BLAS chooses the function:
 
-    own        `sgemm` for float32, NumPy's BLAS for float64; the default where the processor has AVX-512
+    own        `sgemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
     numpy      NumPy's own BLAS; the default elsewhere
     portable   the address 0: a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
 
@@ -71,9 +71,9 @@ def gemm_address(dtype: np.dtype) -> int:
     """The `blas` argument of `gemm` for arrays of `dtype`.
 
     Errors   ValueError when the environment variable DASKGPT_BLAS says anything but own, numpy or portable;
-             RuntimeError when it says own and the processor has no AVX-512
+             RuntimeError when it says own and the processor has no fused multiply-adds of vectors
     """
-    choice = os.environ.get(VARIABLE) or ("own" if sgemm.has_avx512() else "numpy")
+    choice = os.environ.get(VARIABLE) or ("own" if sgemm.has_fma() else "numpy")
     if choice not in ("own", "numpy", "portable"):
         raise ValueError(
             f"blas: {VARIABLE} must be own, numpy or portable; got {VARIABLE}={choice}. "

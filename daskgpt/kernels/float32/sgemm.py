@@ -1,4 +1,4 @@
-"""Float32 matrix product for processors with AVX-512, with cblas_sgemm's interface.
+"""Float32 matrix product in vector registers, with cblas_sgemm's interface.
 
 What differs from a library's product: a transformer multiplies few rows by large weights that come from memory, so a
 weight should be touched once, and meanwhile the next part of it should be on its way. Every tile of sums fetches its
@@ -21,6 +21,7 @@ import llvmlite.binding
 import numpy as np
 
 from daskgpt.kernels.compilation import KERNELS, Kernel, helper
+from daskgpt.kernels.float32.registers import LANES, LINE, ROWS, VECTOR, WIDTH
 from daskgpt.kernels.float32.sgemm_panels import (
     BLOCK,
     COLUMNS,
@@ -47,15 +48,12 @@ from daskgpt.kernels.float32.sgemm_tiles import (
     BY_COLUMNS,
     BY_ROWS,
     BY_ROWS_PACKING,
-    ROWS,
-    WIDTH,
     code,
     copy_rows,
     slots,
     transpose,
 )
-from daskgpt.kernels.vectors.lanes import LANES, VECTOR
-from daskgpt.kernels.vectors.processor import has_avx512
+from daskgpt.kernels.vectors.processor import has_fma
 
 # Attention's products: so few steps, and so many numbers of the left operand, are not worth any packing.
 _SHORT, _SMALL = 64, 8192
@@ -82,7 +80,7 @@ def _turn(work, rows, columns, c, out):
 def _sum_group(work, rows, columns, steps, left, panels, following, beta):
     """A few rows of the left operand meet all packed columns. following: the rows after them."""
     a, a_step = left
-    plan = plan_ahead(ROWS, (steps + LANES - 1) // LANES, a_step, count_panels(columns), steps)
+    plan = plan_ahead(ROWS, (steps + LINE - 1) // LINE, a_step, count_panels(columns), steps)
     for row in range(0, rows, ROWS):
         source = a + row * a_step
         start = source + ROWS * a_step if row + ROWS < rows else following
@@ -117,7 +115,7 @@ def _sum_columns(work, rows, columns, k, left, c, beta):
 
 @helper
 def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
-    """16 rows of the result: their strip, already copied, meets all packed columns.
+    """LANES rows of the result: their strip, already copied, meets all packed columns.
 
     Every other tile copies what the one before it has fetched of the next strip, and fetches more; the tiles between
     them fetch the result's next rows.
@@ -149,7 +147,7 @@ def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
 
 @helper
 def _sum_strips(work, rows, columns, steps, left, c, beta):
-    """The left operand is transposed: strips of 16 of its columns meet all packed columns of the right one."""
+    """The left operand is transposed: strips of LANES of its columns meet all packed columns of the right one."""
     (a, a_step), (at, step) = left, c
     copy_strip(work, plan_ahead(steps, 1, a_step, 1, steps), a, rows, steps, 0, work.strip)
     for row in range(0, rows, LANES):
@@ -163,10 +161,10 @@ def _sum_strips(work, rows, columns, steps, left, c, beta):
 def _sum_rows(work, rows, columns, steps, left, c, beta):
     """Rows of the left operand stream past all packed columns.
 
-    Of the tiles of eight rows, every other fetches the next ones, those between them the result's.
+    Of the tiles of ROWS rows, every other fetches the next ones, those between them the result's.
     """
     (a, a_step), (at, step) = left, c
-    half, lines = (count_panels(columns) + 1) // 2, (steps + LANES - 1) // LANES
+    half, lines = (count_panels(columns) + 1) // 2, (steps + LINE - 1) // LINE
     plan, plan_of_sums = plan_ahead(ROWS, lines, a_step, half, steps), plan_ahead(ROWS, 2 * WIDTH, step, 1, steps)
     for row in range(0, rows, ROWS):
         source = a + row * a_step
@@ -189,7 +187,7 @@ def _sum_rows(work, rows, columns, steps, left, c, beta):
 def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c, beta):
     """All rows of one panel of columns. While they are multiplied, the next panel is fetched and packed, tile by tile.
 
-    Only the first panel is not packed yet: its first eight rows leave it packed.
+    Only the first panel is not packed yet: its first tile of rows leaves it packed.
     """
     (a, a_step), (b, b_step), (at, step) = left, right, c
     calls = (rows + ROWS - 1) // ROWS
@@ -331,7 +329,7 @@ class _Routine(Kernel):
 
 
 _ROUTINE = _Routine(_sgemm, "n n n n n n f n n n n f n n")
-if has_avx512():
+if has_fma():
     KERNELS.append(_ROUTINE)
 
 
@@ -345,11 +343,11 @@ def address() -> int:
     Dtype    float32
     Cost     2 m n k operations; 1.3 MB of scratch for every thread that is in a product at the same time
     Source   Goto and van de Geijn 2008, 10.1145/1356052.1356053; Van Zee and van de Geijn 2015, 10.1145/2764454
-    Errors   RuntimeError on a processor without AVX-512
+    Errors   RuntimeError on a processor without fused multiply-adds of vectors
     """
-    if not has_avx512():
+    if not has_fma():
         raise RuntimeError(
-            f"sgemm: the processor must have AVX-512; got processor={llvmlite.binding.get_host_cpu_name()}. "
+            f"sgemm: the processor must have fused multiply-adds of vectors (AVX2 and FMA, or NEON); got processor={llvmlite.binding.get_host_cpu_name()}. "
             "Set DASKGPT_BLAS=numpy, or unset it."
         )
     return _ROUTINE.address()

@@ -5,11 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.float32.registers import LANES, LINE, ROWS, VECTOR, WIDTH
 from daskgpt.kernels.float32.sgemm_tiles import (
     BY_COLUMNS,
-    ROWS,
     SLOTS,
-    WIDTH,
     allocate,
     copy_halves,
     copy_rows,
@@ -19,7 +18,6 @@ from daskgpt.kernels.float32.sgemm_tiles import (
     take_slot,
     transpose,
 )
-from daskgpt.kernels.vectors.lanes import LANES, VECTOR
 from daskgpt.kernels.vectors.operations import read_real, write_real
 
 # Steps of the summed axis that are packed at once.
@@ -89,7 +87,7 @@ def plan_ahead(rows, lines, step, calls, steps):
     A tile's rows, its lines every 16 steps, lines, step.
     """
     each = (rows + calls - 1) // calls
-    times = max(steps // LANES, 1)
+    times = max(steps // LINE, 1)
     return each, (each * lines + times - 1) // times, lines, step
 
 

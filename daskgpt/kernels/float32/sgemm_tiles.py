@@ -1,8 +1,8 @@
-"""Code of the float32 product: tiles of sums in AVX-512 registers, and a table of everything its loops call.
+"""Code of the float32 product: tiles of sums in vector registers, and a table of everything its loops call.
 
 The functions stand in a table, and what calls them gets its address: Numba compiles a helper with everything that it
-calls, and these would be compiled once more for every helper. On a processor without AVX-512 the table is empty;
-`sgemm` sees to it that it is not used.
+calls, and these would be compiled once more for every helper. On a processor without fused multiply-adds the table is
+empty; `sgemm` sees to it that it is not used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from daskgpt.kernels.float32.registers import LANES, LINE, REALS, ROWS, VECTOR
 from daskgpt.kernels.float32.sgemm_copies import copy_body, copy_halves_body, transpose_body
 from daskgpt.kernels.vectors.lanes import (
     F32,
     I8,
     I64,
     POINTER,
-    REALS,
-    VECTOR,
     VOID,
     at,
     call,
@@ -33,16 +32,12 @@ from daskgpt.kernels.vectors.lanes import (
     whole,
 )
 from daskgpt.kernels.vectors.operations import operation
-from daskgpt.kernels.vectors.processor import has_avx512
+from daskgpt.kernels.vectors.processor import has_fma
 
 # How a tile reads its left operand.
 BY_ROWS, BY_COLUMNS, BY_ROWS_PACKING = 0, 1, 2
-# Rows and vectors of the largest tile: 24 registers of sums, 3 of the right operand, 1 of the left.
-ROWS, WIDTH = 8, 3
-_ROWS = (1, 2, 4, 8)
+_ROWS = tuple(rows for rows in (1, 2, 4, 8) if rows <= ROWS)
 _WIDTHS = (1, 2, 3)
-# Steps along the summed axis between two looks ahead: a cache line of float32.
-_LINE = 16
 _UNROLL = 4
 
 _TILE_KINDS, _TRANSPOSE_KINDS = [I64] * 12 + [F32], [I64] * 8 + [F32]
@@ -64,7 +59,7 @@ def function(module: Any, name: str, kinds: list[Any], body: Callable[..., None]
 
 
 class _Tile:
-    """Code of rows x (16 width) sums, which go on from beta * what was there: + left @ right, step by step.
+    """Code of rows x (LANES width) sums, which go on from beta * what was there: + left @ right, step by step.
 
     A left operand by rows has its summed axis contiguous, one by columns its rows; left_step is the distance along the
     other axis. A tile that packs also leaves the right operand's vectors behind, one after the other.
@@ -90,9 +85,9 @@ class _Tile:
         self._start(sums, total, beta)
         with cgutils.for_range(builder, builder.lshr(steps, whole(4))):
             self._look_ahead(ahead_count, ahead_lines, ahead_step)
-            with cgutils.for_range(builder, whole(_LINE // _UNROLL)):
+            with cgutils.for_range(builder, whole(LINE // _UNROLL)):
                 self._multiply(_UNROLL)
-        with cgutils.for_range(builder, builder.and_(steps, whole(_LINE - 1))):
+        with cgutils.for_range(builder, builder.and_(steps, whole(LINE - 1))):
             self._multiply(1)
         for place, variable in self.sums.items():
             store(builder, builder.load(variable), total, sums[place])
@@ -107,10 +102,10 @@ class _Tile:
         """The sums' first values: that a sum goes on where it was is what makes its bits the same however it is cut."""
         builder, zero = self.builder, constant(REALS, 0.0)
         self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
-        scale = splat(builder, beta)
+        scale = splat(builder, beta, LANES)
         with builder.if_then(builder.fcmp_unordered("!=", beta, constant(F32, 0.0))):
             for place, variable in self.sums.items():
-                builder.store(builder.fmul(load(builder, total, sums[place]), scale), variable)
+                builder.store(builder.fmul(load(builder, total, sums[place], REALS), scale), variable)
 
     def _move(self, variable: Any, offset: Any) -> None:
         self.builder.store(at(self.builder, self.builder.load(variable), offset, I8), variable)
@@ -131,7 +126,7 @@ class _Tile:
         builder = self.builder
         for step in range(count):
             left, right = builder.load(self.left), builder.load(self.right)
-            columns = [load(builder, right, VECTOR * part) for part in range(self.width)]
+            columns = [load(builder, right, VECTOR * part, REALS) for part in range(self.width)]
             if self.packs:
                 for part in range(self.width):
                     store(builder, columns[part], builder.load(self.packed), VECTOR * part)
@@ -140,7 +135,7 @@ class _Tile:
                 offset = whole(4 * row)
                 if not self.by_columns:
                     offset = builder.add(builder.mul(self.left_step, whole(row)), whole(4 * step))
-                value = splat(builder, load(builder, left, offset, F32))
+                value = splat(builder, load(builder, left, offset, F32), LANES)
                 for part in range(self.width):
                     place = self.sums[row, part]
                     builder.store(fma(builder, value, columns[part], builder.load(place)), place)
@@ -175,7 +170,7 @@ def code(typing_context):
     """Address of the table of all functions; only what asks for it is compiled together with them."""
 
     def generate(context, builder, signature, arguments):
-        if not has_avx512():
+        if not has_fma():
             return whole(0)
         functions = dict(_functions(builder.module))
         kind = ir.ArrayType(POINTER, max(functions) + 1)
@@ -198,7 +193,7 @@ def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: Se
 def multiply(
     typing_context, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta
 ):
-    """`rows` (1, 2, 4 or 8) x 16 `width` (1, 2, 3) numbers at total = beta * those numbers + left @ right.
+    """`rows` (1, 2, 4 or 8) x LANES `width` (1, 2, 3) numbers at total = beta * those numbers + left @ right.
 
     operands: left, left_step, right, right_step, where to pack the right one, total, total_step.
     """
@@ -215,7 +210,7 @@ def multiply(
 
 @intrinsic
 def transpose(typing_context, code, operands, target, target_step, target_rows, target_columns, beta):
-    """16 x 16 numbers at target = those at source, transposed, + beta * what was there.
+    """LANES x LANES numbers at target = those at source, transposed, + beta * what was there.
 
     operands: source, its step, rows and columns; beyond them it counts as zero. Beyond its own, target is not touched.
     """
@@ -231,7 +226,7 @@ def transpose(typing_context, code, operands, target, target_step, target_rows, 
 
 @intrinsic
 def copy_rows(typing_context, code, width, source, step, rows, columns, target):
-    """`rows` rows of 16 `width` numbers, one after the other at target; beyond `columns` of source they are zero."""
+    """`rows` rows of LANES `width` numbers, one after the other at target; beyond `columns` of source they are zero."""
 
     def build(builder, code, width, *rest):
         _call(builder, code, width, _COPY_KINDS, rest)
@@ -241,7 +236,7 @@ def copy_rows(typing_context, code, width, source, step, rows, columns, target):
 
 @intrinsic
 def copy_halves(typing_context, code, source, step, rows, columns, target, distance):
-    """`rows` rows of 16 numbers, the first 8 at target, the last 8 `distance` further; past `columns` they are zero."""
+    """`rows` rows of LANES numbers, the first half at target, the last `distance` further; past `columns` they are zero."""
 
     def build(builder, code, *rest):
         _call(builder, code, whole(_COPY_HALVES), _HALVES_KINDS, rest)

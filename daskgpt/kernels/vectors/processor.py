@@ -22,6 +22,11 @@ def has_avx512() -> bool:
     return "avx512f" in features()
 
 
+def has_fma() -> bool:
+    """Whether vectors are multiplied and added with one rounding: by AVX2's companion on x86, by any 64-bit ARM."""
+    return features().issuperset(("avx2", "fma")) if X86 else platform.machine().lower() in ("aarch64", "arm64")
+
+
 def has_avx512_bfloat16() -> bool:
     """Whether code that rounds to bfloat16 and multiplies pairs of them in one instruction can be compiled here."""
     return features().issuperset(("avx512f", "avx512bw", "avx512vl", "avx512bf16"))
