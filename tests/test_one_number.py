@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import dask
 import dask.array as da
 import numpy as np
@@ -13,6 +19,7 @@ from test_layers import OPTIONS, lazy
 from daskgpt.graph.calls import SumOrder, parse
 from daskgpt.kernels.float32 import sgemm
 from daskgpt.kernels.float32.blas import gemm_address
+from daskgpt.kernels.vectors.processor import features
 from daskgpt.model.layers import LAYERS, Layer
 from daskgpt.model.tape import Tape
 
@@ -105,3 +112,39 @@ def test_rows_enter_a_sum_sequence_by_sequence():
     # A tile of 32 tokens that two chunks share is not cut.
     assert SumOrder.of((1,), (32, 32, 3), 32) == SumOrder((((0, 0),), ((0, 1),), ((0, 2),)), False)
     assert SumOrder.of((1,), (16, 16), 32) == SumOrder((((0, 0), (0, 1)),), True)
+
+
+EXPECTED = json.loads((Path(__file__).parent / "golden" / "bits.json").read_text())
+# Instruction sets as LLVM names them; NUMBA_CPU_FEATURES gives Numba these alone.
+AVX2 = {"64bit", "cmov", "cx8", "cx16", "fxsr", "mmx", "sse", "sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt"}
+AVX2 |= {"avx", "avx2", "fma", "bmi", "bmi2", "f16c", "lzcnt", "movbe", "sahf", "xsave"}
+AVX512 = AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
+OLDER = {"haswell": AVX2, "skylake-avx512": AVX512}
+
+
+@own_product
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["float32", *UNITS])
+def test_the_bits_are_those_of_every_other_machine(name, precision):
+    """Files of expected bits: float32 has one number, bfloat16 one for each unit."""
+    if precision == "float32":
+        assert bits_after_steps(MODELS[name], precision, Dials(CHUNKS[name][2]), 20) == EXPECTED[precision][name]
+        return
+    with using(precision):
+        key = f"bfloat16 {precision}"
+        if key not in EXPECTED:
+            pytest.skip(f"no machine with the unit {precision} has written its bits yet")
+        assert bits_after_steps(MODELS[name], "bfloat16", Dials(CHUNKS[name][1]), 20) == EXPECTED[key][name]
+
+
+@pytest.mark.parametrize("processor", OLDER)
+def test_code_for_an_older_processor_computes_the_same_bits(processor):
+    """In a process of its own, which compiles everything for that processor."""
+    wanted = OLDER[processor]
+    if not features().issuperset(wanted):
+        pytest.skip(f"this processor cannot run code for {processor}")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("NUMBA_", "DASKGPT_"))}
+    environment |= {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in sorted(wanted))}
+    script = Path(__file__).parent / "one_number.py"
+    found = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == EXPECTED["float32"]

@@ -347,7 +347,8 @@ def address() -> int:
     """
     if not has_fma():
         raise RuntimeError(
-            f"sgemm: the processor must have fused multiply-adds of vectors (AVX2 and FMA, or NEON); got processor={llvmlite.binding.get_host_cpu_name()}. "
+            "sgemm: the processor must have fused multiply-adds of vectors (AVX2 and FMA, or NEON); "
+            f"got processor={llvmlite.binding.get_host_cpu_name()}. "
             "Set DASKGPT_BLAS=numpy, or unset it."
         )
     return _ROUTINE.address()

@@ -236,7 +236,7 @@ def copy_rows(typing_context, code, width, source, step, rows, columns, target):
 
 @intrinsic
 def copy_halves(typing_context, code, source, step, rows, columns, target, distance):
-    """`rows` rows of LANES numbers, the first half at target, the last `distance` further; past `columns` they are zero."""
+    """`rows` rows of LANES numbers, half of each at target, half `distance` further; past `columns` zeros."""
 
     def build(builder, code, *rest):
         _call(builder, code, whole(_COPY_HALVES), _HALVES_KINDS, rest)
