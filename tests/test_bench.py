@@ -22,7 +22,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.compare.llmc_program import compare_llmc, run_program
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import check_losses, compare_torch
-from daskgpt.instruments.compare.turns import Pair, PairedTurns, alternate, block_of, undisturbed
+from daskgpt.instruments.compare.turns import Pair, PairedTurns, alternate, steps_of_a_turn, undisturbed
 from daskgpt.instruments.measure import Steps, measure, step_operations
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
@@ -357,7 +357,12 @@ def test_turns_in_which_other_programs_run_are_left_out():
 
 
 def test_a_turn_of_short_steps_has_many():
-    assert [block_of(*seconds) for seconds in ((0.01, 0.02), (0.4, 0.4), (0.01, 0.5), (3.0, 9.0))] == [50, 2, 10, 1]
+    assert [steps_of_a_turn(*seconds) for seconds in ((0.01, 0.02), (0.4, 0.4), (0.01, 0.5), (3.0, 9.0))] == [
+        50,
+        2,
+        10,
+        1,
+    ]
 
 
 def llmc_program(tmp_path, blocks=2, steps=1000):

@@ -13,8 +13,7 @@ from test_model import losses_and_parameters
 
 import daskgpt
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
-from daskgpt.graph import calls as blocks
-from daskgpt.graph import inplace
+from daskgpt.graph import calls, inplace
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, calls_of
@@ -42,7 +41,7 @@ def test_every_grain_gives_the_same_bits(chunk):
 @pytest.mark.parametrize("rows", [1, 40])
 def test_tensors_shared_by_several_update_tasks_give_the_same_bits(rows, monkeypatch):
     """Two ways to share the embedding: its two gradients in one task, or the first one on its own."""
-    monkeypatch.setattr(blocks, "ROWS_ELEMENTS", 1)  # 64 rows at a time
+    monkeypatch.setattr(calls, "ROWS_ELEMENTS", 1)  # 64 rows at a time
     monkeypatch.setattr(inplace, "TASK_ELEMENTS", 1)  # each in a task of its own
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
     random = np.random.default_rng(8)

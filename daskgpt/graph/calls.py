@@ -153,7 +153,7 @@ class ChunkSum(KernelCall):
     def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
         total = np.empty(self.shape, self.dtype) if start is None else start.copy()
         calls = self.in_order(pieces)
-        for first, last in self.blocks():
+        for first, last in self.bands():
             rows = total[first:last] if len(self.shape) > 1 else total
             self.add(calls, rows, first, last, started=start is not None)
         return total
@@ -172,9 +172,9 @@ class ChunkSum(KernelCall):
                     calls += [[_sequence(a, axes, number) for a, axes in zip(part, self.inputs)] for part in piece]
         return calls
 
-    def blocks(self) -> list[tuple[int, int]]:
+    def bands(self) -> list[tuple[int, int]]:
         """The rows that are summed at a time: so many that they stay in the cache. They decide the order of nothing,
-        but the same blocks everywhere make sure that BLAS rounds the same everywhere.
+        but the same bands everywhere make sure that BLAS rounds the same everywhere.
         """
         if len(self.shape) < 2:
             return [(0, self.shape[0] if self.shape else 1)]

@@ -1,11 +1,11 @@
-"""Updates in place: the sums that make a gradient and the update that uses it as one task, a block of rows at a time.
+"""Updates in place: the sums that make a gradient and the update that uses it as one task, a band of rows at a time.
 
 Out of place, an update writes new arrays and Dask can compute it again when a worker is lost. The local schedulers lose
 no workers, so there the arrays are written over. This module is where the two differ. It rewrites a finished graph:
 
     sum over chunks -> gradient -> update -> picks      becomes      one or several `RowUpdate` tasks
 
-A block of rows of the gradient is summed, used and forgotten while it is in the cache: the whole gradient is never
+A band of rows of the gradient is summed, used and forgotten while it is in the cache: the whole gradient is never
 written. A task may take a part of the rows, so that several threads share a large tensor.
 
 Why the results are those of updates into new arrays, bit for bit:
@@ -55,15 +55,15 @@ class RowSum:
 
     axes = ""
 
-    def __init__(self, call: Any, blocks: Sequence[tuple[int, int]], counts: Sequence[int], first_piece: int) -> None:
+    def __init__(self, call: Any, bands: Sequence[tuple[int, int]], counts: Sequence[int], first_piece: int) -> None:
         """first_piece   number of the first piece that is summed here"""
-        self.call, self.blocks, self.counts, self.first_piece = call, tuple(blocks), tuple(counts), first_piece
+        self.call, self.bands, self.counts, self.first_piece = call, tuple(bands), tuple(counts), first_piece
         self.origin = call.origin
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the rows."""
-        return (self.blocks[-1][1] - self.blocks[0][0], *self.call.shape[1:])
+        return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:])
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         pieces, position, each = [], 0, len(self.call.inputs)
@@ -74,10 +74,10 @@ class RowSum:
         return [pieces, *chunks[position:]]
 
     def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
-        base = self.blocks[0][0]
+        base = self.bands[0][0]
         total = np.empty(self.shape, self.call.dtype) if start is None else start
         calls = self.call.in_order(pieces)
-        for first, last in self.blocks:
+        for first, last in self.bands:
             self.call.add(calls, total[first - base : last - base], first, last, started=start is not None)
         return total
 
@@ -85,10 +85,10 @@ class RowSum:
 class RowUpdate:
     """Sum rows of a gradient over all chunks and update the same rows of a tensor in place.
 
-    sums     the summing calls (`blocks.ChunkSum`), each going on from the total of the one before
+    sums     the summing calls (`calls.ChunkSum`), each going on from the total of the one before
     counts   how many of a task's arguments belong to each sum
     kernel   called as kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
-    blocks   the rows that are done at a time
+    bands   the rows that are done at a time
     base     the row with which the gradient that is given begins
     """
 
@@ -100,14 +100,14 @@ class RowUpdate:
         counts: Sequence[int],
         kernel: Callable[..., Any],
         options: dict[str, Any],
-        blocks: Sequence[tuple[int, int]],
+        bands: Sequence[tuple[int, int]],
         base: int,
         fused: Callable[..., Any] | None,
         origin: Any,
     ) -> None:
         """fused   does sum and update of rows in one pass where there is only one sum; None where no kernel does"""
         self.sums, self.counts, self.kernel, self.options = tuple(sums), tuple(counts), kernel, options
-        self.blocks, self.base, self.fused, self.origin = tuple(blocks), base, fused, origin
+        self.bands, self.base, self.fused, self.origin = tuple(bands), base, fused, origin
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """Each sum's pieces, what the first one starts from, and weight, moments and hyper."""
@@ -124,11 +124,11 @@ class RowUpdate:
     def run(self, pieces: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
         calls = [call.in_order(own) for call, own in zip(self.sums, pieces)]
         if self.fused is not None:
-            first, last = self.blocks[0][0], self.blocks[-1][1]
+            first, last = self.bands[0][0], self.bands[-1][1]
             self.fused(calls[0], start[0] if start else None, state, first, last, **self.options)
             return
         *tensors, hyper = state
-        for first, last in self.blocks:
+        for first, last in self.bands:
             weight, *moments = (tensor[first:last] for tensor in tensors)
             if start:
                 gradient = start[0][first - self.base : last - self.base]
@@ -170,17 +170,17 @@ def update_in_place(
         before = _start(graph, sums[0]) if sums else last
         for key in [update, *dependents[update], *sums, *([] if shared else _starts(graph, before))]:
             del new[key]
-        for number, blocks in enumerate(_shares(graph[last].func)):
+        for number, bands in enumerate(_shares(graph[last].func)):
             first = []
             if before is not None:
-                first = [reference(before if shared else _row_sum(graph, new, before, number, blocks, summed))]
+                first = [reference(before if shared else _row_sum(graph, new, before, number, bands, summed))]
             if arguments and before:
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
-            base = 0 if shared else blocks[0][0]
+            base = 0 if shared else bands[0][0]
             one_pass = fused.get(calls[0].kernel) if len(calls) == 1 else None
             program = RowUpdate(
-                calls, [len(own) for own in arguments], kernel, call.options, blocks, base, one_pass, call.origin
+                calls, [len(own) for own in arguments], kernel, call.options, bands, base, one_pass, call.origin
             )
             key = (update[0], number)
             new[key] = combined(key, program, [*given, weight, *moments, hyper])
@@ -189,7 +189,7 @@ def update_in_place(
     return InPlace(new, done, after)
 
 
-def _row_sum(graph: Graph, new: Graph, key: Key, number: int, blocks: Sequence[tuple[int, int]], summed: int) -> Key:
+def _row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[tuple[int, int]], summed: int) -> Key:
     """Add the tasks that sum some rows of a gradient, and the ones they go on from; return the last one's key.
 
     Where the parts of all pieces are larger than the total, each piece has a task of its own, that adds its parts and
@@ -197,13 +197,13 @@ def _row_sum(graph: Graph, new: Graph, key: Key, number: int, blocks: Sequence[t
     """
     call, before = graph[key].func, _start(graph, key)
     pieces, *_ = call.arrange([nested(argument) for argument in graph[key].args])
-    start = [] if before is None else [reference(_row_sum(graph, new, before, number, blocks, summed))]
+    start = [] if before is None else [reference(_row_sum(graph, new, before, number, bands, summed))]
     together = len(pieces) if summed < call.shape[-1] else 1
     for first in range(0, len(pieces), together):
         own = pieces[first : first + together]
         task_key = (f"{key[0]}.rows", number, first)
         references = [reference(item) for piece in own for part in piece for item in part]
-        program = RowSum(call, blocks, [len(piece) for piece in own], first)
+        program = RowSum(call, bands, [len(piece) for piece in own], first)
         new[task_key] = combined(task_key, program, references + start)
         start = [reference(task_key)]
     return task_key
@@ -235,13 +235,13 @@ def _start(graph: Graph, key: Key) -> Key | None:
 
 
 def _shares(call: Any) -> list[list[tuple[int, int]]]:
-    """The row blocks of a tensor in shares of at most TASK_ELEMENTS."""
-    blocks = call.blocks()
-    elements = math.prod(call.shape[1:]) * (blocks[0][1] - blocks[0][0])
+    """The bands of rows of a tensor in shares of at most TASK_ELEMENTS."""
+    bands = call.bands()
+    elements = math.prod(call.shape[1:]) * (bands[0][1] - bands[0][0])
     per_task = max(1, TASK_ELEMENTS // max(elements, 1))
-    tasks = -(-len(blocks) // per_task)
-    ends = [len(blocks) * number // tasks for number in range(tasks + 1)]
-    return [blocks[first:last] for first, last in pairwise(ends)]
+    tasks = -(-len(bands) // per_task)
+    ends = [len(bands) * number // tasks for number in range(tasks + 1)]
+    return [bands[first:last] for first, last in pairwise(ends)]
 
 
 def _dependents(graph: Graph) -> dict[Key, set[Key]]:

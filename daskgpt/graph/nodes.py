@@ -80,7 +80,7 @@ def nested(argument: Any) -> Any:
         return argument.key
     if isinstance(argument, List):
         return [nested(item) for item in argument.args]
-    raise TypeError(f"nested: a task takes chunks and lists of them; got argument={argument!r}. Use blocks.apply.")
+    raise TypeError(f"nested: a task takes chunks and lists of them; got argument={argument!r}. Use calls.apply.")
 
 
 def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:

@@ -40,7 +40,7 @@ RECORDER = Recorder()
 
 @contextmanager
 def recorded_spans() -> Iterator[list[Span]]:
-    """The spans of every call that programs of this process make inside the `with` block."""
+    """The spans of every call that programs of this process make inside the `with` statement."""
     before, RECORDER.spans = RECORDER.spans, []
     try:
         yield RECORDER.spans
@@ -50,7 +50,7 @@ def recorded_spans() -> Iterator[list[Span]]:
 
 @contextmanager
 def counting_from(first_run: int) -> Iterator[None]:
-    """The number of the run that the programs of this process begin with, inside the `with` block."""
+    """The number of the run that the programs of this process begin with, inside the `with` statement."""
     before, RECORDER.first_run = RECORDER.first_run, first_run
     try:
         yield

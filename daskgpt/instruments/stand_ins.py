@@ -148,8 +148,8 @@ class Trial:
         return StandIn(self.account, name, math.prod(result.shape) * result.dtype.itemsize)
 
     def _update(self, function: RowUpdate) -> None:
-        """In place: a block of the gradient's rows at a time is all that is made, where the gradient is not given."""
-        for first, last in function.blocks if function.sums else ():
+        """In place: a band of the gradient's rows at a time is all that is made, where the gradient is not given."""
+        for first, last in function.bands if function.sums else ():
             call = function.sums[0]
             self._array("gradients", Result((last - first, *call.shape[1:]), call.dtype))
 

@@ -1,6 +1,6 @@
 """Tell glibc to keep the memory it is given back.
 
-By default it returns each block of 32 MiB or more to the kernel when it is freed, and the next array of that size costs
+By default it returns each piece of 32 MiB or more to the kernel when it is freed, and the next array of that size costs
 a page fault every 4 KiB: more than the kernel that fills it, for layers that are bound by memory.
 """
 
@@ -16,7 +16,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 def keep_memory() -> bool:
     """Serve every allocation of this process from one heap that only grows; whether the C library does so.
 
-    One heap, because glibc's heaps of other threads hold no block above 64 MiB. It cannot be undone.
+    One heap, because glibc's heaps of other threads hold no piece above 64 MiB. It cannot be undone.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -61,7 +61,7 @@ class Scheduler(Protocol):
         ...
 
     def record(self) -> AbstractContextManager[list[ProcessSpans]]:
-        """Record every kernel call inside the `with` block; the list is filled when it ends."""
+        """Record every kernel call inside the `with` statement; the list is filled when it ends."""
         ...
 
 

@@ -106,11 +106,11 @@ def compare_torch(steps: Steps, options: TorchOptions, warmup: int, turns: int) 
         torch.run(1)
         first = steps.losses[0], torch.losses[0]
         check_losses(first, "bfloat16" if options.bf16 else steps.job.precision.name)
-        pairs, block = compare(steps, torch, warmup, turns)
+        pairs, steps_a_turn = compare(steps, torch, warmup, turns)
         used = undisturbed(pairs, turns)
         kinds = ["bfloat16 autocast" if options.bf16 else "float32"] + ["compiled"] * options.compiled
         name = f"PyTorch {torch.version}, {', '.join(kinds)}"
-        return PairedTurns(name, used, block, len(pairs), (steps.peak(), torch.peak()), first, threads)
+        return PairedTurns(name, used, steps_a_turn, len(pairs), (steps.peak(), torch.peak()), first, threads)
 
 
 def check_losses(first: tuple[float, float], precision: str) -> None:

@@ -65,7 +65,7 @@ class PairedTurns:
 
     name         the other program, as it is printed
     pairs        the turns that count
-    block        steps of a turn
+    steps        of a turn
     tried        turns with those in which other programs ran, where there were enough without
     peaks        bytes, ours and theirs
     first_losses ours and theirs, before any update
@@ -73,7 +73,7 @@ class PairedTurns:
 
     name: str
     pairs: Sequence[Pair]
-    block: int
+    steps: int
     tried: int
     peaks: tuple[int, int]
     first_losses: tuple[float, float]
@@ -99,7 +99,7 @@ class PairedTurns:
 
     def record(self) -> dict[str, Any]:
         """For a machine to read."""
-        found: dict[str, Any] = {"against": self.name, "turns": len(self.pairs), "steps_a_turn": self.block}
+        found: dict[str, Any] = {"against": self.name, "turns": len(self.pairs), "steps_a_turn": self.steps}
         found |= {"disturbed_turns": self.disturbed, "left_out_turns": self.tried - len(self.pairs)}
         for name, spread, digits in (("ours_ms", self.ours, 3), ("theirs_ms", self.theirs, 3)):
             found |= spread.fields(name, 1e3, digits)
@@ -110,7 +110,7 @@ class PairedTurns:
 
     def describe(self) -> str:
         """For a person to read."""
-        lines = [f"{len(self.pairs)} turns of {self.block} steps each, {self.threads} threads"]
+        lines = [f"{len(self.pairs)} turns of {self.steps} steps each, {self.threads} threads"]
         if self.tried > len(self.pairs):
             lines[0] += f"; {self.tried - len(self.pairs)} more left out, in which other programs ran"
         if self.disturbed:
@@ -127,12 +127,12 @@ class PairedTurns:
         return "\n".join(lines)
 
 
-def block_of(faster: float, slower: float) -> int:
+def steps_of_a_turn(faster: float, slower: float) -> int:
     """How many steps make a turn, from the seconds that one takes on each side."""
     return max(1, min(math.ceil(TURN_SECONDS / faster), int(LONGEST_TURN / slower)))
 
 
-def alternate(ours: Side, theirs: Side, turns: int, block: int) -> list[Pair]:
+def alternate(ours: Side, theirs: Side, turns: int, steps: int) -> list[Pair]:
     """Turns of both, until so many were undisturbed by other programs; who begins changes from turn to turn.
 
     Threads that wait for each other by spinning, as OpenMP's do, become many times slower beside another program than
@@ -144,7 +144,7 @@ def alternate(ours: Side, theirs: Side, turns: int, block: int) -> list[Pair]:
         busy, start = _others_seconds(ours, theirs), time.perf_counter()
         for side in (ours, theirs) if len(pairs) % 2 == 0 else (theirs, ours):
             time.sleep(PAUSE_SECONDS)
-            seconds[side] = fmean(side.run(block))
+            seconds[side] = fmean(side.run(steps))
         others = (_others_seconds(ours, theirs) - busy) / (time.perf_counter() - start)
         pairs.append(Pair(seconds[ours], seconds[theirs], others))
     return pairs
@@ -167,8 +167,8 @@ def compare(ours: Side, theirs: Side, warmup: int, turns: int) -> tuple[list[Pai
     fastest = [min(side.run(warmup)) for side in (ours, theirs)]
     for side in (ours, theirs):
         side.reset_peak()
-    block = block_of(min(fastest), max(fastest))
-    return alternate(ours, theirs, turns, block), block
+    steps = steps_of_a_turn(min(fastest), max(fastest))
+    return alternate(ours, theirs, turns, steps), steps
 
 
 def require_published_model(job: Job) -> None:
