@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.encodings import encode, get_encoding
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sample
@@ -16,14 +16,14 @@ from daskgpt.training.run_folder import load, trained_with
 
 @documented
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(Checked):
     """What to write."""
 
     prompt: str = setting("\n", "text to go on from")
-    tokens: int = setting(200, "length of the text", unit="tokens")
-    temperature: float = setting(0.8, "0 takes the likeliest token, 1 the model's own probabilities")
-    top_k: int = setting(0, "choose among so many likeliest tokens, 0 = all")
-    seed: int = setting(0, "seed of the choices")
+    tokens: int = setting(200, "length of the text", unit="tokens", least=0)
+    temperature: float = setting(0.8, "0 takes the likeliest token, 1 the model's own probabilities", least=0)
+    top_k: int = setting(0, "choose among so many likeliest tokens, 0 = all", least=0)
+    seed: int = setting(0, "seed of the choices", least=0)
     encoding: str = setting("", "bytes or gpt2; empty = the run's own")
 
 

@@ -440,7 +440,7 @@ BAD = {
         ["--torch-bf16"],
         "bench: --torch-compile and --torch-bf16 must come with --against torch; got against=none. Add it.",
     ),
-    "steps": (["--steps", "0"], "BenchConfig: steps must be at least 1; got steps=0. Give a larger number."),
+    "steps": (["--steps", "0"], "BenchConfig: steps must be at least 1; got steps=0. Give 1 or more."),
     "positions": (["--positions", "8"], "a sequence must not be longer than the model's positions"),
 }
 

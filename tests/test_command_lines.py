@@ -128,7 +128,7 @@ BAD = {
     ),
     "flag": (["--batchsize", 3], "daskgpt.train: --batchsize must be a known flag. Did you mean --batch-size?"),
     "type": (["--steps", "many"], "daskgpt.train: argument --steps: invalid int value: 'many'"),
-    "steps": (["--steps", 0], "RunConfig: steps must be at least 1; got steps=0. Give a larger number."),
+    "steps": (["--steps", 0], "RunConfig: steps must be at least 1; got steps=0. Give 1 or more."),
     "scheduler": (["--scheduler", "thread"], "open_scheduler: the scheduler must be known; got scheduler=thread."),
     "data": (["--data", "nowhere.txt"], "nowhere.txt"),
     "init": (["--init", "nowhere.bin"], "nowhere.bin"),

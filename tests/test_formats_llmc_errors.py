@@ -138,8 +138,8 @@ def test_debug_state_of_another_model() -> None:
     ("numbers", "reason"),
     [
         ({5: 5}, "GPT2Config: channels must be a multiple of heads; got channels=64, heads=5. Try heads=4."),
-        ({4: 0}, "GPT2Config: blocks must be at least 1; got blocks=0. Give a positive number."),
-        ({2: -64}, "GPT2Config: positions must be at least 1; got positions=-64. Give a positive number."),
+        ({4: 0}, "GPT2Config: blocks must be at least 1; got blocks=0. Give 1 or more."),
+        ({2: -64}, "GPT2Config: positions must be at least 1; got positions=-64. Give 1 or more."),
         (
             {7: 508},
             "GPT2Config: padded_vocabulary must be at least vocabulary; got padded_vocabulary=508, vocabulary=509. "

@@ -464,6 +464,6 @@ def test_a_run_without_a_step_to_record_says_so(text, tmp_path):
 
 
 def test_a_timeline_shows_at_least_one_step():
-    message = "TimelineConfig: timeline_steps must be at least 1; got timeline_steps=0. Give a larger number."
+    message = "TimelineConfig: timeline_steps must be at least 1; got timeline_steps=0. Give 1 or more."
     with pytest.raises(ValueError, match=re.escape(message)):
         TimelineConfig(timeline_steps=0)

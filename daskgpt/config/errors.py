@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=Exception)
 
 
-def require(holds: bool, where: str, rule: str, got: dict[str, Any], advice: str) -> None:
-    """Raise ValueError in the one form that all errors share, unless `holds`."""
+def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, Any] | str, advice: str) -> E:
+    """An error in the one form that all share, `{where}: {rule}; got {name}={value}. {advice}`, to be raised.
+
+    kind   ValueError for input, TypeError for its type, RuntimeError for state, or what OSError says of files
+    got    values by name, or what was found, in words
+    """
+    found = got if isinstance(got, str) else ", ".join(f"{name}={value}" for name, value in got.items())
+    return kind(f"{where}: {rule}; got {found}. {advice}")
+
+
+def require(
+    holds: bool,
+    where: str,
+    rule: str,
+    got: Mapping[str, Any] | str,
+    advice: str,
+    kind: type[Exception] = ValueError,
+) -> None:
+    """Raise the `refusal` of these words unless `holds`."""
     if not holds:
-        values = ", ".join(f"{name}={value}" for name, value in got.items())
-        raise ValueError(f"{where}: {rule}; got {values}. {advice}")
+        raise refusal(kind, where, rule, got, advice)
 
 
 def nearest(name: str, known: list[str]) -> str:

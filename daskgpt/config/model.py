@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from daskgpt.config.errors import nearest, nearest_divisor, require
-from daskgpt.config.settings import documented, one_of, setting
+from daskgpt.config.settings import Checked, documented, setting
 
 
 @documented
 @dataclass(frozen=True)
-class GPT2Config:
+class GPT2Config(Checked):
     """The size of a GPT-2 model.
 
-    Errors   ValueError where a number is below 1, heads does not divide channels, or padding is below the vocabulary
+    Errors   ValueError where a number is below 1, heads does not divide channels, or padding is below the vocabulary;
+             TypeError for what is no whole number
     Source   Radford et al. 2019, table 2 (names of the published sizes)
     """
 
-    blocks: int = setting(4, "transformer blocks")
-    heads: int = setting(4, "attention heads")
-    channels: int = setting(128, "channels of an activation")
-    vocabulary: int = setting(257, "token ids that can occur")
+    blocks: int = setting(4, "transformer blocks", least=1)
+    heads: int = setting(4, "attention heads", least=1)
+    channels: int = setting(128, "channels of an activation", least=1)
+    vocabulary: int = setting(257, "token ids that can occur", least=1)
     padded_vocabulary: int = setting(
-        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0"
+        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", least=0
     )
-    positions: int = setting(64, "longest sequence", unit="tokens")
+    positions: int = setting(64, "longest sequence", unit="tokens", least=1)
     norm: str = setting("layernorm", "normalisation of a block's inputs", choices=("layernorm", "rmsnorm"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.padded_vocabulary == 0:
             object.__setattr__(self, "padded_vocabulary", self.vocabulary)
-        one_of(self, "norm")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, int):
-                continue
-            require(
-                value >= 1, "GPT2Config", f"{f.name} must be at least 1", {f.name: value}, "Give a positive number."
-            )
         require(
             self.channels % self.heads == 0,
             "GPT2Config",

@@ -1,13 +1,16 @@
-"""Fields of configurations, from which command-line flags and docstrings derive."""
+"""Fields of configurations, from which checks, command-line flags and docstrings derive."""
 
 from __future__ import annotations
 
-from dataclasses import Field, field, fields
+import math
+import os
+from dataclasses import Field, dataclass, field, fields
 from inspect import cleandoc
+from numbers import Integral, Real
 from textwrap import indent, wrap
 from typing import Any, TypeVar
 
-from daskgpt.config.errors import nearest, require
+from daskgpt.config.errors import nearest, refusal, require
 
 DOC_WIDTH = 67  # with the indentation and what `help` puts before it, 80 columns
 FIELDS = "Fields   "
@@ -15,17 +18,93 @@ FIELDS = "Fields   "
 Config = TypeVar("Config", bound=type)
 
 
-def setting(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that can be a flag, with its help text, unit and allowed values."""
-    return field(default=default, metadata={"help": help, "unit": unit, "choices": choices})
+@dataclass(frozen=True)
+class Bounds:
+    """What a number may be: `least` itself and more, above `above`, below `below`; None where nothing bounds it."""
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def hold(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def rule(self) -> str:
+        """What must hold, after the name of the number."""
+        if self.below is not None:
+            return (
+                f"must lie between {self.above} and {self.below}"
+                if self.least is None
+                else f"must lie in [{self.least}, {self.below})"
+            )
+        return "must not be negative" if self.least == 0 else f"must be at least {self.least}"
+
+    def advice(self, default: Any) -> str:
+        return f"Try {default}." if self.least is None or self.below is not None else f"Give {self.least} or more."
 
 
-def one_of(config: Any, name: str) -> None:
-    choices = next(f for f in fields(config) if f.name == name).metadata["choices"]
-    value = getattr(config, name)
-    require(
-        value in choices, type(config).__name__, f"{name} must be known", {name: value}, nearest(value, list(choices))
-    )
+def setting(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that can be a flag, with its help text, unit and allowed values. The default tells its type.
+
+    choices                the texts that are allowed, all if none is named
+    least, above, below    the numbers that are allowed, see Bounds
+    """
+    known = {"help": help, "unit": unit, "choices": choices, "bounds": Bounds(least, above, below)}
+    return field(default=default, metadata=known)
+
+
+class Checked:
+    """A configuration of fields that `setting` made: it holds only values of their types, within their bounds.
+
+    Errors   TypeError for a value of another type, ValueError for one that is not allowed, both naming the field
+    """
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        for f in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = _of_type(where, f, getattr(self, f.name))
+            object.__setattr__(self, f.name, value)
+            _check(where, f, value)
+
+
+def _of_type(where: str, f: Field[Any], value: Any) -> Any:
+    """The value as the type of the field: NumPy's whole numbers are, and a path is a text."""
+    wanted = type(f.default)
+    if wanted is int and isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if wanted is float and isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    if wanted is str and isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    kinds = {int: ("a whole number", "an int"), float: ("a number", "a float"), str: ("a text", "a str")}
+    kind, python = kinds[wanted]
+    raise refusal(TypeError, where, f"{f.name} must be {kind}", {f.name: repr(value)}, f"Give {python}.")
+
+
+def _check(where: str, f: Field[Any], value: Any) -> None:
+    got = {f.name: value}
+    if choices := f.metadata["choices"]:
+        require(value in choices, where, f"{f.name} must be known", got, nearest(value, list(choices)))
+    if isinstance(value, str):
+        return
+    bounds: Bounds = f.metadata["bounds"]
+    # A whole number is finite, and may be too large for a float.
+    require(isinstance(value, int) or math.isfinite(value), where, f"{f.name} must be finite", got, f"Try {f.default}.")
+    require(bounds.hold(value), where, f"{f.name} {bounds.rule}", got, bounds.advice(f.default))
 
 
 def help_of(f: Field[Any], default: str = "") -> str:

@@ -6,29 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.training.job import Job
 
 
 @documented
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Checked):
     """What is timed."""
 
-    steps: int = setting(10, "timed steps; with --against, turns", unit="steps")
-    warmup: int = setting(3, "steps before them", unit="steps")
-    recorded: int = setting(3, "steps after them in which every kernel call is recorded", unit="steps")
-    batch_size: int = setting(12, "B, sequences a step")
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens")
-    seed: int = setting(0, "seed of initial values and tokens")
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "warmup", "recorded"):
-            value = getattr(self, name)
-            require(value >= 1, "BenchConfig", f"{name} must be at least 1", {name: value}, "Give a larger number.")
+    steps: int = setting(10, "timed steps; with --against, turns", unit="steps", least=1)
+    warmup: int = setting(3, "steps before them", unit="steps", least=1)
+    recorded: int = setting(3, "steps after them in which every kernel call is recorded", unit="steps", least=1)
+    batch_size: int = setting(12, "B, sequences a step", least=1)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
+    seed: int = setting(0, "seed of initial values and tokens", least=0)
 
 
 def job_of(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Job:

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.instruments.study.dials import BARRIERS, DIALS
 from daskgpt.schedulers.addresses import check_address
@@ -23,31 +22,23 @@ LARGEST_POWER = 10  # of two, of threads that the default grid tries
 
 @documented
 @dataclass(frozen=True)
-class StudyConfig:
+class StudyConfig(Checked):
     """What all runs of a study share."""
 
-    batch_size: int = setting(12, "B, sequences a step")
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens")
+    batch_size: int = setting(12, "B, sequences a step", least=1)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
     precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
-    window: int = setting(4, "steps in flight with barrier none", unit="steps")
-    steps: int = setting(5, "least number of timed steps of a run", unit="steps")
-    seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds")
-    warmup: int = setting(2, "steps before them", unit="steps")
-    recorded: int = setting(2, "steps after them in which every kernel call is recorded", unit="steps")
-    repetitions: int = setting(3, "how often every point is run")
+    window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1)
+    steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1)
+    seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds", least=0)
+    warmup: int = setting(2, "steps before them", unit="steps", least=1)
+    recorded: int = setting(2, "steps after them in which every kernel call is recorded", unit="steps", least=1)
+    repetitions: int = setting(3, "how often every point is run", least=1)
     minutes: float = setting(
-        28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes"
+        28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
     )
-    seed: int = setting(0, "seed of initial values, tokens and of the order of the runs")
+    seed: int = setting(0, "seed of initial values, tokens and of the order of the runs", least=0)
     out: str = setting("", "folder of the study, an earlier one to go on with; empty = studies/DATE-TIME")
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "warmup", "recorded", "repetitions"):
-            value = getattr(self, name)
-            require(value >= 1, "StudyConfig", f"{name} must be at least 1", {name: value}, "Give a larger number.")
-        for name in ("seconds", "minutes"):
-            value = getattr(self, name)
-            require(value >= 0, "StudyConfig", f"{name} must not be negative", {name: value}, "Give 0 or more.")
 
 
 @dataclass(frozen=True, order=True)

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from daskgpt.config.errors import require
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.instruments.timeline.writing import check_timeline_path, is_bare, write_timeline
@@ -19,7 +18,7 @@ from daskgpt.training.step import TrainingStep
 
 @documented
 @dataclass(frozen=True)
-class TimelineConfig:
+class TimelineConfig(Checked):
     """A timeline of the last steps."""
 
     timeline: str = setting(
@@ -27,16 +26,10 @@ class TimelineConfig:
         "write what the last steps ran when to FILE.json and FILE.html, in the run's folder if FILE names none",
         unit="file",
     )
-    timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps")
+    timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps", least=1)
 
     def __post_init__(self) -> None:
-        require(
-            self.timeline_steps >= 1,
-            "TimelineConfig",
-            "timeline_steps must be at least 1",
-            {"timeline_steps": self.timeline_steps},
-            "Give a larger number.",
-        )
+        super().__post_init__()
         if self.timeline:
             check_timeline_path(self.timeline)
 
