@@ -153,7 +153,7 @@ def test_bad_input_is_refused_before_anything_runs(arguments, message, tmp_path)
     ("arguments", "message"),
     [
         (["--threads", "two"], "daskgpt.study: argument --threads: invalid list of int value: 'two'"),
-        (["--barriers", "step"], "daskgpt.study: --barriers must be a known flag. Did you mean --barrier?"),
+        (["--barriers", "step"], "daskgpt.study: --barriers must be a known flag. It is called --barrier here."),
     ],
 )
 def test_bad_flags_are_one_line_and_exit_code_2(arguments, message, tmp_path, capsys):

@@ -52,7 +52,7 @@ _CHECKPOINTS = "A run writes its model once, at its end or when it is stopped wi
 _ACCUMULATION = "Gradients are not accumulated over steps: --batch-chunk cuts a large batch into pieces."
 _COMPILING = "Kernels are always compiled, at the first start on a machine."
 _LOGGING = "Losses are written to metrics.jsonl in the folder of --out, a line a step."
-_OPTIMIZER = "The optimizer is AdamW: --learning-rate, --beta1, --beta2, --eps and --weight-decay are its numbers."
+_OPTIMIZER = "--optimizer says how parameters are updated, AdamW where nothing is said."
 _BIASES = "The layers are GPT-2's and have biases."
 
 MISSING = {
@@ -67,7 +67,7 @@ MISSING = {
         "gradient-accumulation-steps grad-accum accumulate accumulation-steps accum": _ACCUMULATION,
         "compile jit": _COMPILING,
         "wandb tensorboard log-interval log-every log wandb-log logging": _LOGGING,
-        "optimizer optim momentum sgd adam": _OPTIMIZER,
+        "optim momentum sgd adam": _OPTIMIZER,
         "bias no-bias": _BIASES,
     }.items()
     for name in names.split()
