@@ -6,9 +6,12 @@ import gc
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from conftest import SMALL, random_batch, random_parameters
+from distributed.scheduler import TaskGroup
 
+from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.step import TrainingStep
@@ -40,3 +43,42 @@ def test_a_thousand_overlapping_steps_keep_tasks_and_memory_flat():
     assert {tasks for _, tasks, _ in found} == {found[0][1]}
     # The heap may still take a few pages; a single leaked activation a step would be 3 MB.
     assert found[-1][2] - found[settled][2] < 2_000_000
+
+
+def kept_by_worker(dask_worker):
+    """Tasks that a worker knows, and its memory."""
+    gc.collect()
+    return len(dask_worker.state.tasks), psutil.Process().memory_info().rss
+
+
+def kept_by_scheduler(dask_scheduler):
+    """Tasks, task groups and spans in the scheduler's process, whoever holds them."""
+    gc.collect()
+    groups = sum(isinstance(thing, TaskGroup) for thing in gc.get_objects())
+    return len(dask_scheduler.tasks), groups, len(dask_scheduler.extensions["spans"].spans)
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="resident memory is read from /proc")
+def test_a_thousand_steps_on_a_cluster_keep_tasks_and_memory_flat():
+    config = GPT2Config(blocks=1, heads=1, channels=4, vocabulary=5, padded_vocabulary=8, positions=4)
+    random = np.random.default_rng(5)
+    step = TrainingStep(config, (1, 4), (1, 4), OptimizerConfig(), grain="chunk")
+    state = step.initial(random_parameters(config, random))
+    data = random_batch(config, random, (1, 4))
+    tasks = len(step.recording.graph)
+    with open_scheduler("local", 2) as scheduler:
+        for number in range(1000):
+            _, state = step(scheduler, state, *data, 1000)
+            if number == 500:
+                half = resident(), scheduler.client.run(kept_by_worker)
+        known, groups, spans = scheduler.client.run_on_scheduler(kept_by_scheduler)
+        workers = scheduler.client.run(kept_by_worker)
+        grown = resident() - half[0]
+    assert known < 3 * tasks
+    assert groups < 10 * tasks, "those of the last steps"
+    assert spans <= 2, "ours, and Dask's own"
+    for address, (kept, memory) in workers.items():
+        assert kept < 3 * tasks
+        assert memory - half[1][address][1] < 3_000_000
+    # Keeping the tasks of each step takes several times as much.
+    assert grown < 3_000_000

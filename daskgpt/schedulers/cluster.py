@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 from distributed import Client, Future, KilledWorker, LocalCluster, wait
 
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
+from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
 from daskgpt.schedulers.protocol import ProcessSpans
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -34,7 +36,7 @@ class ClusterScheduler:
 
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
-        self.runs = 0
+        self.runs, self.annotation = 0, span_annotation()
 
     @property
     def threads(self) -> int:
@@ -49,7 +51,8 @@ class ClusterScheduler:
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         numbered = {key: in_run(node, number) for key, node in renamed(data, new).items()}
-        return list(self.client.get(numbered, [new[key] for key in keys], sync=False))
+        with dask.annotate(**self.annotation):
+            return list(self.client.get(numbered, [new[key] for key in keys], sync=False))
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         try:
@@ -161,5 +164,6 @@ def _client(shown: str, **arguments: str) -> Client:
 def _ready(client: Any, description: str) -> ClusterScheduler:
     from daskgpt.schedulers.workers import PrepareWorker
 
-    client.register_plugin(PrepareWorker())
+    for plugin in (ForgetGroups(), ForgetDependencies(), PrepareWorker()):
+        client.register_plugin(plugin)
     return ClusterScheduler(client, description)
