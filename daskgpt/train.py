@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from argparse import Namespace
@@ -94,7 +95,8 @@ def report(job: Job, result: Result, seconds: float) -> None:
         print(sample_text(job, result))
         print("-" * 71)
     first, last = result.losses[0], result.losses[-1]
-    print(f"loss {first:.3f} -> {last:.3f}, validation {result.validation_loss:.3f} nats a token")
+    validation = "" if math.isnan(result.validation_loss) else f", validation {result.validation_loss:.3f}"
+    print(f"loss {first:.3f} -> {last:.3f}{validation} nats a token")
     print(f"{len(result.losses)} steps in {result.seconds:.1f} s, {seconds:.1f} s in all")
     if result.model:
         folder = str(result.model.parent)

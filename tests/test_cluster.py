@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from chromium import PATH, visit
 from distributed import Client, get_task_stream, performance_report
 
 from daskgpt.kernels.compilation import compile_all
@@ -155,7 +156,7 @@ def test_readme_starts_a_scheduler_a_worker_and_a_run():
     assert scheduler[:2] == ["dask", "scheduler"]
     assert worker[:3] == ["dask", "worker", "tcp://127.0.0.1:8786"]
     assert worker[worker.index("--nthreads") + 1] == "1"
-    assert train == ["python", "-m", "daskgpt.train", "--scheduler", "tcp://127.0.0.1:8786"]
+    assert train == ["python", "-m", "daskgpt.train", "--scheduler", "tcp://127.0.0.1:8786", "--steps", "100"]
 
 
 def test_two_workers_give_the_bits_of_the_threaded_scheduler(by_hand, threads, text, environment, tmp_path):
@@ -166,14 +167,29 @@ def test_two_workers_give_the_bits_of_the_threaded_scheduler(by_hand, threads, t
     assert len(set(threads)) == 20
 
 
+REPORTED = """(() => {
+    const names = Bokeh.documents.flatMap((d) => [...d._all_models.values()])
+        .filter((m) => m.type === "ColumnDataSource" && m.data.name).flatMap((m) => [...m.data.name])
+    return [...new Set(names)].join(" ")
+})()"""
+
+
 def test_dasks_own_report_speaks_of_layers_and_passes(by_hand, text, environment, tmp_path):
     address, _ = by_hand
     report = tmp_path / "report.html"
-    with Client(address), performance_report(str(report)):
+    assert 'performance_report("report.html", mode="inline")' in README.read_text()
+    with Client(address), performance_report(str(report), mode="inline"):
         losses(text, address, tmp_path / "run", 2, environment, "--grain", "kernel")
     page = report.read_text()
     for name in ("embedding.forward", "linear.forward", "attention.backward", "crossentropy.backward", "adamw.update"):
         assert name in page
+    assert not re.search(r"<script[^>]+src=", page), "a page without network shows all of it"
+    if PATH:
+        found = visit(report, tmp_path / "profile", "!!(window.Bokeh && Bokeh.documents.length)", (REPORTED,))
+        asked = [url for url in found.requests if url.startswith("http")]
+        assert all(url.endswith("favicon.ico") for url in asked), "nothing that the page needs"
+        assert "attention.backward" in found.values[0]
+        assert len(found.picture) > 20_000
 
 
 def test_a_scheduler_file_names_the_cluster(by_hand, threads, text, environment, tmp_path):

@@ -65,7 +65,7 @@ def test_a_thousand_steps_on_a_cluster_keep_tasks_and_memory_flat():
     step = TrainingStep(config, (1, 4), (1, 4), OptimizerConfig(), grain="chunk")
     state = step.initial(random_parameters(config, random))
     data = random_batch(config, random, (1, 4))
-    tasks = len(step.recording.graph)
+    tasks = step.runnable.tasks
     with open_scheduler("local", 2) as scheduler:
         for number in range(1000):
             _, state = step(scheduler, state, *data, 1000)
@@ -79,6 +79,6 @@ def test_a_thousand_steps_on_a_cluster_keep_tasks_and_memory_flat():
     assert spans <= 2, "ours, and Dask's own"
     for address, (kept, memory) in workers.items():
         assert kept < 3 * tasks
-        assert memory - half[1][address][1] < 3_000_000
-    # Keeping the tasks of each step takes several times as much.
-    assert grown < 3_000_000
+        assert memory - half[1][address][1] < 8_000_000
+    # Dask's logs of the last thousand events still fill (5 MB here); 500 steps' groups of tasks would be 14 MB.
+    assert grown < 8_000_000

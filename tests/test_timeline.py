@@ -169,6 +169,26 @@ def test_a_cluster_records_in_its_workers_on_one_clock():
     assert {"adamw", "linear"} <= {layer for layer, _ in found.kernels}
 
 
+def test_a_cluster_shows_what_its_workers_got_from_each_other(tmp_path):
+    _, timeline = recorded("step", [(3,), (4,)], scheduler="local", grain="segment")
+    assert timeline.transfers, "two workers share a step"
+    for transfer in timeline.transfers:
+        assert 0 <= transfer.start <= transfer.end <= timeline.windows[-1].end
+        assert transfer.bytes > 0
+        assert transfer.results > 0
+        assert transfer.sender == f"worker {1 - transfer.lane}"
+    trace, page = write_timeline(timeline, tmp_path / "run")
+    events = json.loads(trace.read_text())["traceEvents"]
+    written = [event for event in events if event.get("cat") == "transfer"]
+    assert [event["args"]["bytes"] for event in written] == [transfer.bytes for transfer in timeline.transfers]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {names[event["tid"]] for event in written} <= {"worker 0, transfers", "worker 1, transfers"}
+    if PATH:
+        found = visit(page, tmp_path / "profile", READY, (LEGEND,))
+        assert found.messages == []
+        assert str(found.values[0]).endswith(" transfer")
+
+
 def hand_made(windows, earlier, starts=(0.0, 10.0), awaited=("a", "b", "c")):
     """Steps of three tasks on two lanes: a 1 .. 3, then b 4 .. 8 and c 3 .. 5, which both need a."""
     keys = {name: (f"{name}.forward-{name}-token",) for name in "abc"}

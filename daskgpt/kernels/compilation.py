@@ -179,13 +179,14 @@ def _wanted(bfloat16: bool) -> Iterator[Kernel]:
     return (each for each in _all_kernels() if bfloat16 or not each.name.startswith(_BFLOAT16))
 
 
-def compile_all(dtype: Any, bfloat16: bool = True) -> None:
+def compile_all(dtype: Any, bfloat16: bool = True, after_each: Callable[[], None] = lambda: None) -> None:
     """Compile every kernel for `dtype`, or load it from the cache on disk; those of bfloat16 products only if wanted.
 
     A program calls this once before it starts other processes: they then only read the cache.
     """
     for each in _wanted(bfloat16):
         each.compile(each.kind_of(dtype))
+        after_each()
 
 
 def all_cached(dtype: Any, bfloat16: bool = True) -> bool:

@@ -57,9 +57,9 @@ class Precision:
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
         return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else 0)
 
-    def compile(self) -> None:
+    def compile(self, after_each: Callable[[], None] = lambda: None) -> None:
         """Compile every kernel that is needed, or load it from the cache on disk."""
-        compile_all(self.dtype, self.packed)
+        compile_all(self.dtype, self.packed, after_each)
 
     def is_compiled(self) -> bool:
         """Whether the cache on disk has all of them."""

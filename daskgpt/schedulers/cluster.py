@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import dask
 import numpy as np
 from distributed import Client, Future, KilledWorker, LocalCluster, wait
 
+from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
@@ -72,20 +75,22 @@ class ClusterScheduler:
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
-        from daskgpt.schedulers.workers import RecordSpans, take_spans
+        from daskgpt.schedulers.workers import RecordSpans, received, take_spans
 
         found: list[ProcessSpans] = []
         self.client.register_plugin(RecordSpans())
         try:
             yield found
         finally:
-            taken = self.client.run(take_spans)
+            taken, receipts = self.client.run(take_spans), self.client.run(received)
             self.client.unregister_worker_plugin(RecordSpans.name)
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        by_name = sorted(taken.items(), key=lambda item: str(workers[item[0]]["name"]))
+        names = {address: f"worker {worker['name']}" for address, worker in workers.items()}
         threads = self.client.nthreads()
-        for address, (offset, spans) in by_name:
-            found.append(ProcessSpans(f"worker {workers[address]['name']}", threads[address], offset, spans))
+        for address in sorted(taken, key=lambda address: names[address]):
+            own = [got._replace(sender=names.get(got.sender, got.sender)) for got in receipts[address]]
+            offset, spans = taken[address]
+            found.append(ProcessSpans(names[address], threads[address], offset, spans, own))
 
     def _held(self, value: Any) -> Any:
         """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
@@ -94,17 +99,34 @@ class ClusterScheduler:
 
 @contextmanager
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
-    with (
-        LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            processes=True,
-            host="127.0.0.1",
-            dashboard_address=f"127.0.0.1:{_dashboard_port()}",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with _cluster_of_processes(workers) as cluster, Client(cluster) as client:
         yield _ready(client, f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}")
+
+
+def _cluster_of_processes(workers: int) -> LocalCluster:
+    """A cluster that Ctrl-C in a terminal, which every process of the run gets, leaves to its client to end.
+
+    A worker imports the script that is running. If that starts a cluster outside of `__main__`, the worker would too,
+    which multiprocessing forbids; it ends here, and the client says why.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(1)
+    resource_tracker.ensure_running()  # else a worker's start does it, and that lets interrupts through again
+    try:
+        with delayed_interrupts():
+            return LocalCluster(
+                n_workers=workers,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address=f"127.0.0.1:{_dashboard_port()}",
+            )
+    except RuntimeError as error:
+        raise RuntimeError(
+            "open_scheduler: the worker processes of a local cluster must start; "
+            f"got {str(error).rstrip('.')}. Each of them imports the script that is running: "
+            'what it does must stand under `if __name__ == "__main__":`.'
+        ) from None
 
 
 def _dashboard_port() -> int:

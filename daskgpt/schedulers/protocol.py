@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter, time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from daskgpt.graph.recording import Submission
 from daskgpt.graph.spans import Span
+
+
+class Receipt(NamedTuple):
+    """Results that a worker got from another one: seconds of the time of day, bytes, and the sender's name."""
+
+    start: float
+    end: float
+    bytes: int
+    sender: str
+    results: int
 
 
 @dataclass(frozen=True)
 class ProcessSpans:
     """The kernel calls that one process recorded.
 
-    name     "" for this process
-    threads  in which it runs tasks
-    offset   seconds that its perf_counter lacks to the time of day, which all processes share
+    name      "" for this process
+    receipts  what it got from others, also long before
+    threads   in which it runs tasks
+    offset    seconds that its perf_counter lacks to the time of day, which all processes share
     """
 
     name: str
     threads: int
     offset: float
     spans: list[Span]
+    receipts: list[Receipt] = field(default_factory=list)
 
 
 class Scheduler(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
+from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.model.optimizer import OPTIMIZERS
@@ -123,7 +124,8 @@ def compile_kernels(precision: Precision = FLOAT32) -> None:
     """Compile what Numba has not cached yet, and say so: the first start on a machine takes longer."""
     if not precision.is_compiled():
         print("compiling kernels (first start on this machine, about half a minute) ...", file=sys.stderr, flush=True)
-    precision.compile()
+    with heeding_interrupts() as check:
+        precision.compile(after_each=check)
 
 
 def facts(job: Job) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.stopping import finishing_first
 from daskgpt.data.dataset import batch, validation_batches
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
@@ -25,7 +26,7 @@ from daskgpt.training.progress import Progress
 from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.start import Start, open_dataset, start_values
-from daskgpt.training.step import State
+from daskgpt.training.step import State, TrainingStep
 from daskgpt.training.watching import Watcher
 
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
@@ -76,14 +77,33 @@ def run_job(
     watchers: Sequence[Watcher] = (),
     quiet: bool = False,
 ) -> Result:
-    """The loop itself. Stopped by Ctrl-C, it keeps what it has learnt."""
+    """The loop itself. Ctrl-C or SIGTERM ends it after a step, and it keeps what it has learnt.
+
+    Errors   KeyboardInterrupt at the second of them: nothing is saved then
+    """
+    progress = Progress(job.run.steps, quiet=quiet)
+    with finishing_first(progress.say) as asked_to_stop:
+        return _run(job, scheduler, parameters, folder, on_step, watchers, progress, asked_to_stop)
+
+
+def _run(
+    job: Job,
+    scheduler: Scheduler,
+    parameters: Mapping[str, np.ndarray],
+    folder: RunFolder | None,
+    on_step: Any,
+    watchers: Sequence[Watcher],
+    progress: Progress,
+    asked_to_stop: Callable[[], bool],
+) -> Result:
     losses: list[float] = []
     validation = math.nan
-    progress = Progress(job.run.steps, quiet=quiet)
     steps = JobSteps(job, scheduler, progress.say)
     if folder:
         folder.create(job.resolved(scheduler, steps.grain))
     progress.say(describe(job, scheduler))
+    if not steps.choice.open:  # else it is said when it is known
+        progress.say(f"grain      {_tasks(steps.step)}")
     state = steps.initial(parameters)
     watching = [(watcher.begin(job, steps.step, scheduler), watcher) for watcher in watchers]
     start = time.perf_counter()
@@ -101,8 +121,10 @@ def run_job(
             if on_step:
                 on_step(metrics["step"], metrics)
             require_finite(job, scheduler, state, metrics)
-    except KeyboardInterrupt:
-        progress.say(f"stopped after {len(losses)} of {job.run.steps} steps")
+            # Of steps that overlap there is a state after the last one only.
+            if asked_to_stop() and state.step == len(losses) < job.run.steps:
+                progress.say(f"stopped after {len(losses)} of {job.run.steps} steps")
+                break
     finally:
         progress.close()
         if folder:
@@ -155,6 +177,12 @@ def _together(job: Job, steps: JobSteps, number: int, watching: Watching) -> int
         return 1
     ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
     return min(job.dataflow.window, min(ends) - number)
+
+
+def _tasks(step: TrainingStep) -> str:
+    """Size and number of a step's tasks, and what that means on a cluster."""
+    text = f"{step.grain}, {step.runnable.tasks} tasks a step"
+    return text if step.in_place else f"{text}, each costs a cluster 2 to 3 ms besides its kernels"
 
 
 def validation_loss(job: Job, scheduler: Scheduler, inference: Inference, state: State) -> float:

@@ -49,6 +49,7 @@ OTHER_COLOUR = "#d0a842"
 DARKER = 0.62  # of a forward kernel's colour: its backward kernels
 STEP_COLOURS = ("#c3ccd5", "#4f5a65")
 MEMORY_COLOUR, LAYERS_COLOUR, MEAN_COLOUR = "#4269d0", "#3ca951", "#14451d"
+TRANSFER_COLOUR = "#d6001c"
 MEANS = 150
 LANE_HEIGHT, MARGIN, LEGEND_HEIGHT, CURVE_HEIGHT, LEFT = 84, 155, 80, 180, 100  # pixels
 LEGEND_COLUMNS = 5  # narrow enough for half a screen
@@ -62,6 +63,13 @@ TOOLTIPS = """
 step @step, chunk @chunk<br>
 @ms ms, from @from to @to ms<br>
 returned @bytes, in task @task, @lane
+</div>
+"""
+
+TRANSFER_TOOLTIPS = """
+<div style="font: 12px sans-serif">
+<b>transfer</b> &nbsp; from @sender to @lane<br>
+@bytes, results: @results, @ms ms
 </div>
 """
 
@@ -116,6 +124,10 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
                 own.append(_bars(plot, timeline, events, _colour(layer, backward)))
         items.append(LegendItem(label=layer, renderers=own))
         renderers += own
+    if timeline.transfers:
+        transfers = _transfers(plot, timeline)
+        items.append(LegendItem(label="transfer", renderers=[transfers]))
+        plot.add_tools(HoverTool(renderers=[transfers], tooltips=TRANSFER_TOOLTIPS, point_policy="follow_mouse"))
     _steps(plot, timeline)
     plot.add_tools(HoverTool(renderers=renderers, tooltips=TOOLTIPS, point_policy="follow_mouse"))
     if legend:
@@ -123,6 +135,26 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
         names.border_line_color, names.location, names.padding = None, "top_left", 2
         plot.add_layout(names, "above")
     return plot
+
+
+def _transfers(plot: Any, timeline: Timeline) -> Any:
+    """A strip above the lane of the worker that waits for results of another."""
+    top = len(timeline.lanes) - 1
+    source = ColumnDataSource(
+        {
+            "left": [transfer.start * 1e3 for transfer in timeline.transfers],
+            "right": [transfer.end * 1e3 for transfer in timeline.transfers],
+            "bottom": [top - transfer.lane + 0.43 for transfer in timeline.transfers],
+            "top": [top - transfer.lane + 0.53 for transfer in timeline.transfers],
+            "sender": [transfer.sender for transfer in timeline.transfers],
+            "lane": [timeline.lanes[transfer.lane] for transfer in timeline.transfers],
+            "bytes": [_bytes(transfer.bytes) for transfer in timeline.transfers],
+            "results": [transfer.results for transfer in timeline.transfers],
+            "ms": [f"{(transfer.end - transfer.start) * 1e3:,.3f}" for transfer in timeline.transfers],
+        }
+    )
+    sides = {side: side for side in ("left", "right", "bottom", "top")}
+    return plot.quad(**sides, source=source, fill_color=TRANSFER_COLOUR, line_color=TRANSFER_COLOUR, line_width=0.5)
 
 
 def _bars(plot: Any, timeline: Timeline, events: Sequence[Event], colour: str) -> Any:

@@ -1,0 +1,80 @@
+"""Ctrl-C and SIGTERM: what is asked to stop stops where nothing is lost, and is never overheard."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+@contextmanager
+def heeding_interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C ends what runs inside; yields a check to be called now and then.
+
+    A KeyboardInterrupt that falls into a callback from C (LLVM calls back when it has compiled a function, and that is
+    the first moment at which Python can look at a signal) is printed and forgotten: the check raises it again.
+    """
+    heard = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if heard:
+            raise KeyboardInterrupt
+
+    with _handled(interrupt, signal.SIGINT):
+        yield check
+    check()
+
+
+@contextmanager
+def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C or SIGTERM inside asks to stop; yields whether somebody has asked. The second one interrupts at once.
+
+    say   prints a line, for the one who waits
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        with suppress(RuntimeError):  # the signal came in the middle of a line to the same stream
+            say("stopping after this step, and saving; once more stops at once and saves nothing")
+
+    with _handled(ask, signal.SIGINT, signal.SIGTERM):
+        yield lambda: asked
+
+
+@contextmanager
+def delayed_interrupts() -> Iterator[None]:
+    """Ctrl-C comes when this is over, and never to threads and processes that are started inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _handled(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
+    """These signals, unless they are ignored; only Python's main thread may say who handles them."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {each: signal.getsignal(each) for each in signals if main}
+    try:
+        for each, former in before.items():
+            if former is not signal.SIG_IGN:
+                signal.signal(each, handler)
+        yield
+    finally:
+        for each, former in before.items():
+            signal.signal(each, former)
