@@ -67,6 +67,7 @@ def setting(
     return field(default=default, metadata=known)
 
 
+@dataclass(frozen=True)
 class Checked:
     """A configuration of fields that `setting` made: it holds only values of their types, within their bounds.
 
@@ -75,7 +76,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         where = type(self).__name__
-        for f in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+        for f in fields(self):
             value = _of_type(where, f, getattr(self, f.name))
             object.__setattr__(self, f.name, value)
             _check(where, f, value)

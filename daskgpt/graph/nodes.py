@@ -46,7 +46,8 @@ def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
 
 def graph_of(arrays: Iterable[da.Array]) -> Graph:
     """The tasks behind the arrays, none merged or changed."""
-    return HighLevelGraph.merge(*(array.__dask_graph__() for array in arrays)).to_dict()
+    graph: Graph = HighLevelGraph.merge(*(array.__dask_graph__() for array in arrays)).to_dict()
+    return graph
 
 
 def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:
@@ -100,6 +101,7 @@ def reference(key: Key) -> Any:
 
 def only(argument: Any) -> Key:
     """The one task that an argument names, however deep in lists."""
+    key: Key
     (key,) = (argument.key,) if isinstance(argument, TaskRef) else argument.dependencies
     return key
 

@@ -99,7 +99,7 @@ class Steps:
 
     def cpu(self) -> float:
         """Seconds of processor time that this process and the workers have used."""
-        return sum(self.scheduler.everywhere(process_time, here=True))
+        return float(sum(self.scheduler.everywhere(process_time, here=True)))
 
     @property
     def tasks(self) -> int:

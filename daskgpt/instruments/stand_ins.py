@@ -118,7 +118,7 @@ class Trial:
             return StandIn(self.account, "parameters", precision.held_bytes(tensor))
         return StandIn(self.account, "optimizer", math.prod(tensor.shape) * precision.dtype.itemsize)
 
-    def _without_data(self, key: Key, program: Any) -> Callable[..., Any]:
+    def _without_data(self, key: Key, program: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(program, Program):  # a barrier
             return program
         without_data = copy(program)

@@ -67,5 +67,5 @@ def mean_seconds(step: TrainingStep, spans: Iterable[Span], grains: Iterable[str
     means: dict[str, float] = {}
     for grain in grains:
         group_of = groups_of(step.recorded.unmerged, grain, updates=True, apart=step.apart)
-        means[grain] = sum(seconds.values()) / len({group_of(key) or key for key in seconds})
+        means[grain] = sum(seconds.values(), 0.0) / len({group_of(key) or key for key in seconds})
     return means

@@ -137,7 +137,8 @@ class _Line(tqdm):
         words = self.progress.live_words(width - len(count) - 1)
         text = f"{count} {words}".rstrip()
         bar = "|{bar}| " if width - len(text) - len("|| ") >= LEAST_BAR else ""
-        return super().format_dict | {"ncols": width, "bar_format": f"{count} {bar}{words}"}
+        known: dict[str, Any] = super().format_dict
+        return known | {"ncols": width, "bar_format": f"{count} {bar}{words}"}
 
 
 def in_notebook() -> bool:

@@ -63,7 +63,8 @@ def run_one(order: Order) -> dict[str, Any]:
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["nothing was written"])[-1]
         raise RuntimeError(f"the run must end; got exit code {result.returncode}, {last}")
-    return json.loads(result.stdout.splitlines()[-1])
+    row: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return row
 
 
 def _order(points: Sequence[Point], study: StudyConfig, repetition: int) -> list[Point]:

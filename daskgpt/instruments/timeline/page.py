@@ -86,9 +86,8 @@ def page_of(timeline: Timeline) -> str:
     layers.line(*_means(at_once), line_color=MEAN_COLOUR, line_width=2)
     heading = Div(text=f"<h2 style='margin: 4px 0'>{escape(timeline.title)}</h2>{HELP}")
     numbers = Div(text=f"<pre style='font-size: 13px'>{escape(describe_summary(summarise(timeline)))}</pre>")
-    return file_html(
-        column(heading, lanes, memory, layers, numbers, sizing_mode="stretch_width"), INLINE, timeline.title
-    )
+    parts = column(heading, lanes, memory, layers, numbers, sizing_mode="stretch_width")
+    return str(file_html(parts, INLINE, timeline.title))
 
 
 def time_axis(timelines: Sequence[Timeline]) -> Range1d:

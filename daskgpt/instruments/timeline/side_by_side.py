@@ -29,7 +29,7 @@ def page_of_several(timelines: Mapping[str, Timeline], title: str) -> str:
     parts: list[Any] = [_text(f"<h2 style='margin: 4px 0'>{escape(title)}</h2>{HELP}")]
     for plot, (name, timeline) in zip(plots, timelines.items()):
         parts += [_text(f"<b>{escape(name)}</b>: {escape(in_brief(timeline))}"), plot]
-    return file_html(column(*parts, sizing_mode="stretch_width"), INLINE, title)
+    return str(file_html(column(*parts, sizing_mode="stretch_width"), INLINE, title))
 
 
 def in_brief(timeline: Timeline) -> str:

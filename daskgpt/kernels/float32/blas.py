@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32 import sgemm
 from daskgpt.kernels.vectors.operations import address_of, read, write
+from daskgpt.kernels.vectors.processor import has_fma
 
 # What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
 # 32-bit ones.
@@ -73,7 +74,7 @@ def gemm_address(dtype: np.dtype) -> int:
     Errors   ValueError when the environment variable DASKGPT_BLAS says anything but own, numpy or portable;
              RuntimeError when it says own and the processor has no fused multiply-adds of vectors
     """
-    choice = os.environ.get(VARIABLE) or ("own" if sgemm.has_fma() else "numpy")
+    choice = os.environ.get(VARIABLE) or ("own" if has_fma() else "numpy")
     if choice not in ("own", "numpy", "portable"):
         raise ValueError(
             f"blas: {VARIABLE} must be own, numpy or portable; got {VARIABLE}={choice}. "
