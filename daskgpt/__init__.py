@@ -4,6 +4,8 @@ import daskgpt
 config, parameters = daskgpt.load("runs/first")
 loss, gradients = daskgpt.loss_and_gradients(config, parameters, tokens, targets)   # lazy dask arrays
 result = daskgpt.fit(daskgpt.preset("tiny"))
+tokens = daskgpt.sample(result.config, result.parameters, prompt=[10], count=100)                   # one by one
+daskgpt.save("model.safetensors", result.config, result.parameters)
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ _PUBLIC = {
     "loss_and_gradients": "training.inference",
     "open_scheduler": "schedulers.addresses",
     "preset": "config.model",
+    "sample": "generation.sampling",
+    "save": "formats.models",
 }
 
 __all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "OptimizerConfig", "RunConfig", "TimelineConfig"]
 __all__ += ["TimelineWatcher", "fit", "initial_parameters", "load", "loss_and_gradients", "open_scheduler", "preset"]
+__all__ += ["sample", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,8 @@ from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.encodings import encode, get_encoding
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sample
-from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import compile_kernels
-from daskgpt.training.run_folder import load, trained_with
+from daskgpt.training.run_folder import read_model_of, trained_with
 
 
 @documented
@@ -24,36 +23,34 @@ class GenerateConfig(Checked):
     temperature: float = setting(0.8, "0 takes the likeliest token, 1 the model's own probabilities", least=0)
     top_k: int = setting(0, "choose among so many likeliest tokens, 0 = all", least=0)
     seed: int = setting(0, "seed of the choices", least=0)
-    encoding: str = setting("", "bytes or gpt2; empty = the run's own")
+    encoding: str = setting("", "bytes or gpt2; empty = the model's own")
 
 
 def main(arguments: list[str]) -> int:
     """Print the prompt and what follows it, a token at a time."""
     flags = Parser(prog="daskgpt.generate", description="Write text with a trained model.", allow_abbrev=False)
-    flags.add_argument("model", metavar="MODEL", help="run folder, or llm.c model file")
+    flags.add_argument("model", metavar="MODEL", help="run folder, or model file (.safetensors, or llm.c's .bin)")
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)
     options: GenerateConfig = from_flags(GenerateConfig, values)
-    config, parameters = load(values.model)
-    encoding_name, context = trained_with(values.model, config)
+    model = read_model_of(values.model)
+    encoding_name, context = trained_with(values.model, model)
     encoding = get_encoding(options.encoding or encoding_name)
     prompt = encode(encoding, options.prompt).tolist()
     compile_kernels()
-    with open_scheduler("sync") as scheduler:
-        print(options.prompt, end="", flush=True)
-        tokens = sample(
-            config,
-            parameters,
-            scheduler,
-            prompt,
-            options.tokens,
-            context=context,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            seed=options.seed,
-        )
-        for text in readable(encoding, tokens):
-            print(text, end="", flush=True)
+    tokens = sample(
+        model.config,
+        model.parameters,
+        prompt,
+        options.tokens,
+        context=context,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    print(options.prompt, end="", flush=True)
+    for text in readable(encoding, tokens):
+        print(text, end="", flush=True)
     print()
     return 0
 

@@ -108,18 +108,16 @@ def report(job: Job, result: Result, seconds: float) -> None:
 def sample_text(job: Job, result: Result) -> str:
     """Text that the trained model writes."""
     encoding = get_encoding(job.tokens.encoding_name)
-    with open_scheduler("sync") as scheduler:
-        tokens = sample(
-            result.config,
-            result.parameters,
-            scheduler,
-            encoding.encode("\n"),
-            job.run.sample_tokens,
-            context=job.data.sequence_length,
-            temperature=0.8,
-            seed=job.run.seed,
-        )
-        return "".join(readable(encoding, tokens))
+    tokens = sample(
+        result.config,
+        result.parameters,
+        encoding.encode("\n"),
+        job.run.sample_tokens,
+        context=job.data.sequence_length,
+        temperature=0.8,
+        seed=job.run.seed,
+    )
+    return "".join(readable(encoding, tokens))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""Compare logits, loss and gradients with a llm.c debug state: `python -m daskgpt.verify MODEL.bin DEBUG_STATE.bin`."""
+"""Compare logits, loss and gradients with an llm.c debug state: `python -m daskgpt.verify MODEL DEBUG_STATE.bin`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.run import DataConfig, DataflowConfig, chunk_sizes
-from daskgpt.formats.llmc import FilePath, read_debug_state, read_model
+from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import Inference
+from daskgpt.training.run_folder import load
 from daskgpt.training.step import State
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
@@ -34,9 +36,9 @@ class Comparison:
 def main(arguments: list[str]) -> int:
     """Print a table; 0 if everything agrees, 1 if not."""
     flags = Parser(
-        prog="daskgpt.verify", description="Compare a model's gradients with a llm.c debug state.", allow_abbrev=False
+        prog="daskgpt.verify", description="Compare a model's gradients with an llm.c debug state.", allow_abbrev=False
     )
-    flags.add_argument("model", metavar="MODEL.bin", help="llm.c model file")
+    flags.add_argument("model", metavar="MODEL", help="model file (.safetensors, or llm.c's .bin) or run folder")
     flags.add_argument("debug_state", metavar="DEBUG_STATE.bin", help="llm.c debug state of that model")
     add_flags(flags, DataflowConfig)
     values = flags.parse_args(arguments)
@@ -45,9 +47,9 @@ def main(arguments: list[str]) -> int:
     return print_table(comparisons, TOLERANCE[dataflow.precision])
 
 
-def compare(model: FilePath, debug_state: FilePath, dataflow: DataflowConfig) -> list[Comparison]:
+def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig) -> list[Comparison]:
     """Largest difference of each tensor, computed in the given chunks by the given scheduler."""
-    config, parameters = read_model(model)
+    config, parameters = load(model)
     name = dataflow.precision
     rule, advice = "the precision must be given", nearest(name, list(TOLERANCE))
     require(name in TOLERANCE, "verify", rule, {"precision": name}, advice)

@@ -13,6 +13,8 @@ import pytest
 from command_lines import SMALL, run, write_text
 from conftest import GOLDEN
 
+import daskgpt
+
 MODEL, STATE = str(GOLDEN / "gpt2_small.bin"), str(GOLDEN / "gpt2_small_debug_state.bin")
 
 
@@ -74,7 +76,7 @@ def test_generate_from_a_run_folder_and_from_its_file(trained):
     first, again, file = (
         run("generate", out, *arguments),
         run("generate", out, *arguments),
-        run("generate", out / "model.bin", *arguments),
+        run("generate", out / "model.safetensors", *arguments),
     )
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("line 1")
@@ -93,6 +95,13 @@ def test_verify_agrees_with_the_golden_state(precision):
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "all agree"
     assert result.stdout.count(" ok") == 18
+
+
+def test_verify_reads_the_runs_own_format(tmp_path):
+    daskgpt.save(tmp_path / "model.safetensors", *daskgpt.load(MODEL))
+    result, other = (run("verify", path, STATE) for path in (tmp_path / "model.safetensors", MODEL))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout == other.stdout
 
 
 def test_verify_finds_a_wrong_gradient(tmp_path):
@@ -231,5 +240,5 @@ def test_ctrl_c_keeps_what_was_learnt(text, tmp_path):
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert "stopped after" in stdout + stderr
-    assert (out / "model.bin").exists()
+    assert (out / "model.safetensors").exists()
     assert run("generate", out, "--tokens", 5).returncode == 0

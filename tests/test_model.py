@@ -188,6 +188,8 @@ def test_gradients_of_a_recording_are_those_of_the_lazy_arrays(random):
 def test_public_names():
     assert callable(daskgpt.fit)
     assert callable(daskgpt.load)
+    assert callable(daskgpt.save)
+    assert callable(daskgpt.sample)
     for name in daskgpt.__all__:
         assert getattr(daskgpt, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -33,8 +33,8 @@ def test_a_folder_that_is_named_is_written_and_none_otherwise(text, tmp_path, mo
     assert fit(text).model is None
     assert list(tmp_path.iterdir()) == []
     result = fit(text, out="named")
-    assert result.model == Path("named/model.bin")
-    assert {path.name for path in Path("named").iterdir()} == {"config.toml", "metrics.jsonl", "model.bin"}
+    assert result.model == Path("named/model.safetensors")
+    assert {path.name for path in Path("named").iterdir()} == {"config.toml", "metrics.jsonl", "model.safetensors"}
     with pytest.raises(FileExistsError, match="RunFolder: the folder must not hold a run already; got out=named"):
         fit(text, out="named")
 

@@ -62,12 +62,41 @@ def model_of(path, **numbers):
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_run_that_goes_on_takes_everything_from_the_first(first, tmp_path, kind):
     out = tmp_path / "second"
-    result = run("train", "--init", first if kind == "folder" else first / "model.bin", *SHORT, "--out", out)
+    result = run("train", "--init", first if kind == "folder" else first / "model.safetensors", *SHORT, "--out", out)
     assert result.returncode == 0, result.stderr
     old, new = config_of(first), config_of(out)
     assert new["model"] == old["model"]
     assert new["data"] == old["data"]
     assert losses_of(out)[0] < np.mean(losses_of(first)[-3:]) + 0.3 < losses_of(first)[0]
+
+
+def test_a_model_file_alone_knows_its_encoding_and_length(first, text, tmp_path):
+    alone = shutil.copy(first / "model.safetensors", tmp_path / "alone.safetensors")
+    line = refused(run("train", "--init", alone, "--data", text, "--encoding", "gpt2", "--out", tmp_path / "out"))
+    assert "; got encoding=gpt2, init=" in line
+    result = run("train", "--init", alone, "--data", text, *SHORT, "--out", tmp_path / "second")
+    assert result.returncode == 0, result.stderr
+    data = config_of(tmp_path / "second")["data"]
+    assert (data["encoding"], data["sequence_length"]) == ("bytes", 32)
+    assert losses_of(tmp_path / "second")[0] < losses_of(first)[0] - 0.3
+
+
+def test_a_run_folder_of_an_older_version_still_loads(first, tmp_path):
+    copy = shutil.copytree(first, tmp_path / "copy")
+    daskgpt.save(copy / "model.bin", *daskgpt.load(first))
+    (copy / "model.safetensors").unlink()
+    (config, parameters), (other, same) = daskgpt.load(first), daskgpt.load(copy)
+    assert config == other
+    assert all(values.tobytes() == same[name].tobytes() for name, values in parameters.items())
+    line = refused(run("train", "--out", copy))
+    assert line.startswith("RunFolder: the folder must not hold a run already")
+    arguments = ("--prompt", "line 1", "--tokens", 20)
+    new, old, file = (run("generate", path, *arguments) for path in (first, copy, copy / "model.bin"))
+    assert new.returncode == 0, new.stderr
+    assert new.stdout == old.stdout == file.stdout
+    result = run("train", "--init", copy, *SHORT, "--out", tmp_path / "second")
+    assert result.returncode == 0, result.stderr
+    assert config_of(tmp_path / "second")["data"] == config_of(first)["data"]
 
 
 def test_a_flag_that_was_given_counts_although_it_is_the_default(first, tmp_path):
@@ -113,7 +142,10 @@ def test_a_run_of_gpt2_tokens_goes_on_with_gpt2_tokens(vocabulary, text, tmp_pat
     size = ["--encoding", "gpt2", "--blocks", "1", "--heads", "2", "--channels", "8", "--sequence-length", "32"]
     result = run("train", "--data", text, *size, *SHORT, "--out", tmp_path / "first")
     assert result.returncode == 0, result.stderr
-    for init in (tmp_path / "first", shutil.copy(tmp_path / "first" / "model.bin", tmp_path / "alone.bin")):
+    for init in (
+        tmp_path / "first",
+        shutil.copy(tmp_path / "first" / "model.safetensors", tmp_path / "alone.safetensors"),
+    ):
         out = tmp_path / f"second-{init.stem if init.suffix else 'run'}"
         result = run("train", "--init", init, "--data", text, *SHORT[:-1], 20, "--out", out)
         assert result.returncode == 0, result.stderr

@@ -39,6 +39,10 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    # Looked for near what is wanted only: the number may come from a broken file and be huge.
-    divisors = [n for n in range(1, min(number, 2 * wanted) + 1) if number % n == 0]
-    return min(divisors, key=lambda n: (abs(n - wanted), -n))
+    """The divisor nearest to what is wanted, the larger of two; 1 where none is near."""
+    # Both may come from a broken file and be huge: looked for outwards, and not for ever.
+    for distance in range(min(wanted, 100_000)):
+        for n in (wanted + distance, wanted - distance):
+            if n <= number and number % n == 0:
+                return n
+    return 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +14,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.model.parameters import check_parameters, parameter_shapes
+from daskgpt.model.parameters import check_dtypes, check_parameters, parameter_shapes, value_count
 
 HEADER_BYTES = 256 * 4
 MODEL_MAGIC = 20240326
@@ -21,12 +22,13 @@ DEBUG_STATE_MAGIC = 20240327
 DEBUG_STATE_VERSION = 2
 FLOAT32_VERSION = 3
 BFLOAT16_VERSION = 5
+SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
 BYTES_PER_VALUE = {FLOAT32_VERSION: 4, BFLOAT16_VERSION: 2}
 
 FilePath = str | os.PathLike[str]
 
-# What to say about a file of another kind.
-_KINDS = {
+# llm.c's kinds of files by their first number, and what to say where another one is looked for.
+KINDS = {
     MODEL_MAGIC: "It is an llm.c model: read it with read_model.",
     DEBUG_STATE_MAGIC: "It is an llm.c debug state: read it with read_debug_state.",
     20240328: "It is an llm.c tokenizer.",
@@ -73,20 +75,19 @@ def read_model(path: FilePath) -> tuple[GPT2Config, dict[str, np.ndarray]]:
             "Write the file again with a newer llm.c (train_gpt2.py): the layout differs.",
         )
         config = _config_of(header, path, where)
-        values = sum(math.prod(shape) for shape in parameter_shapes(config).values())
-        _check_size(file, path, where, HEADER_BYTES + BYTES_PER_VALUE[version] * values, "")
+        _check_size(file, path, where, HEADER_BYTES + BYTES_PER_VALUE[version] * value_count(config), "")
         return config, _read_tensors(file, config, version)
 
 
 def write_model(
-    path: FilePath, config: GPT2Config, parameters: dict[str, np.ndarray], version: int = FLOAT32_VERSION
+    path: FilePath, config: GPT2Config, parameters: Mapping[str, np.ndarray], version: int = FLOAT32_VERSION
 ) -> None:
     """Write an llm.c model file; it appears under its name only when it is whole.
 
     Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
     Cost     version 3 no copy; version 5 about twice the largest tensor
-    Errors   ValueError for an unknown version, missing or unknown names, wrong shapes; TypeError unless float32;
-             FileNotFoundError where the folder is missing
+    Errors   ValueError for an unknown version, a configuration that the header cannot hold, missing or unknown names,
+             wrong shapes; TypeError unless float32; FileNotFoundError where the folder is missing
     """
     where = "write_model"
     require(
@@ -96,10 +97,11 @@ def write_model(
         {"version": version},
         "Use 3 where llm.c's C program is to read the file.",
     )
+    sizes = _sizes_of(config, where)
     check_parameters(config, parameters)
-    _check_dtypes(where, parameters, np.float32)
+    check_dtypes(where, parameters, np.float32)
     with replacing(path, where) as file:
-        _write_header(file, [MODEL_MAGIC, version, *_sizes_of(config)])
+        _write_header(file, [MODEL_MAGIC, version, *sizes])
         _write_tensors(file, config, parameters, version)
 
 
@@ -126,7 +128,7 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
         _check_batch(path, where, config, batch, length)
         logits = (batch, length, config.vocabulary)
         values = 2 * batch * length + math.prod(logits) + 1
-        values += sum(math.prod(shape) for shape in parameter_shapes(config).values())
+        values += value_count(config)
         _check_size(file, path, where, HEADER_BYTES + 4 * values, " Or give the config of the debug state's own model.")
         return DebugState(
             tokens=_read(file, "<i4", (batch, length)),
@@ -157,8 +159,8 @@ def write_debug_state(path: FilePath, config: GPT2Config, state: DebugState) -> 
         )
     _check_batch(path, where, config, *shape)
     check_parameters(config, state.gradients)
-    _check_dtypes(where, {"tokens": state.tokens, "targets": state.targets}, np.int32)
-    _check_dtypes(where, {"logits": state.logits, **state.gradients}, np.float32)
+    check_dtypes(where, {"tokens": state.tokens, "targets": state.targets}, np.int32)
+    check_dtypes(where, {"logits": state.logits, **state.gradients}, np.float32)
     with replacing(path, where) as file:
         _write_header(file, [DEBUG_STATE_MAGIC, DEBUG_STATE_VERSION, *shape])
         for values in (state.tokens, state.targets, state.logits, np.array([state.loss], np.float32)):
@@ -219,29 +221,40 @@ def _read_header(file: BinaryIO, path: FilePath, where: str, magic: int) -> list
         where,
         f"the file must be an llm.c {kind} (magic {magic})",
         {"path": path, "magic": header[0]},
-        _KINDS.get(header[0], "It is no llm.c file."),
+        KINDS.get(header[0], "It is no llm.c file."),
     )
     return header
 
 
-def _sizes_of(config: GPT2Config) -> list[int]:
-    """Header numbers 2 to 7."""
-    c = config
-    return [c.positions, c.vocabulary, c.blocks, c.heads, c.channels, c.padded_vocabulary]
+def _sizes_of(config: GPT2Config, where: str) -> list[int]:
+    """Header numbers 2 to 7.
+
+    Errors   ValueError for a configuration of which these are not all: a reader would take it for another model
+    """
+    for f in fields(config):
+        value = getattr(config, f.name)
+        require(
+            f.name in SIZES or value == f.default,
+            where,
+            f"llm.c's header has no {f.name}, which must be {f.default}",
+            {f.name: value},
+            "Write a .safetensors file, which holds every configuration.",
+        )
+    return [getattr(config, name) for name in SIZES]
 
 
 def _config_of(header: list[int], path: FilePath, where: str) -> GPT2Config:
-    positions, vocabulary, blocks, heads, channels, padded_vocabulary = header[2:8]
+    sizes = dict(zip(SIZES, header[2:8]))
     # GPT2Config reads 0 as "no padding"; in a file it is a layout without the padded size.
     require(
-        padded_vocabulary >= 1,
+        sizes["padded_vocabulary"] >= 1,
         where,
         "the header must describe a GPT-2",
-        {"path": path, "padded_vocabulary": padded_vocabulary},
+        {"path": path, "padded_vocabulary": sizes["padded_vocabulary"]},
         "Write the file again.",
     )
     try:
-        return GPT2Config(blocks, heads, channels, vocabulary, padded_vocabulary, positions)
+        return GPT2Config(**sizes)
     except ValueError as error:
         raise ValueError(f"{where}: the header must describe a GPT-2; got path={path}. {error}") from error
 
@@ -283,15 +296,6 @@ def _read_tensors(file: BinaryIO, config: GPT2Config, version: int) -> dict[str,
     return tensors
 
 
-def _check_dtypes(where: str, arrays: dict[str, np.ndarray], dtype: type[np.generic]) -> None:
-    for name, values in arrays.items():
-        if values.dtype != dtype:
-            needed = np.dtype(dtype).name
-            raise TypeError(
-                f"{where}: {name} must be {needed}; got dtype={values.dtype}. Convert it with .astype(np.{needed})."
-            )
-
-
 def _write_header(file: BinaryIO, numbers: list[int]) -> None:
     header = np.zeros(256, "<i4")
     header[: len(numbers)] = numbers
@@ -303,6 +307,6 @@ def _write(file: BinaryIO, values: np.ndarray) -> None:
     file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
 
 
-def _write_tensors(file: BinaryIO, config: GPT2Config, tensors: dict[str, np.ndarray], version: int) -> None:
+def _write_tensors(file: BinaryIO, config: GPT2Config, tensors: Mapping[str, np.ndarray], version: int) -> None:
     for name in parameter_shapes(config):
         _write(file, to_bfloat16(tensors[name]) if version == BFLOAT16_VERSION else tensors[name])

@@ -41,6 +41,11 @@ class Parameter:
         """Whether `--decay matrices` decays it."""
         return len(self.axes) == 2
 
+    @property
+    def is_conv1d(self) -> bool:
+        """Whether Hugging Face's GPT-2 files hold its transpose (in, out)."""
+        return self.is_matrix and self.per_block
+
     def shape(self, config: GPT2Config) -> tuple[int, ...]:
         """Shape in a model of this size; matrices are (out, in)."""
         sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels}
@@ -121,9 +126,14 @@ def parameter_count(config: GPT2Config, *, multiplied: bool = False) -> int:
 
     multiplied   only of the tensors that activations are multiplied with
     """
-    counted = [tensor for tensor in tensors(config).values() if tensor.row.multiplied or not multiplied]
     padding = (config.padded_vocabulary - config.vocabulary) * config.channels
-    return sum(math.prod(tensor.shape) for tensor in counted) - padding
+    return value_count(config, multiplied=multiplied) - padding
+
+
+def value_count(config: GPT2Config, *, multiplied: bool = False) -> int:
+    """Number of values in all tensors, padding included; counted by rows, since a broken file may say any size."""
+    rows = [row for row in PARAMETERS if row.exists(config) and (row.multiplied or not multiplied)]
+    return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
 
 def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
@@ -160,4 +170,17 @@ def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -
             got = tuple(parameters[name].shape)
             raise ValueError(
                 f"check_parameters: {name} must have shape {shapes[name]}; got shape={got}. Compare the config."
+            )
+
+
+def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:
+    """Every array must have this dtype.
+
+    Errors   TypeError naming the first that has another
+    """
+    for name, values in arrays.items():
+        if values.dtype != dtype:
+            needed = np.dtype(dtype).name
+            raise TypeError(
+                f"{where}: {name} must be {needed}; got dtype={values.dtype}. Convert it with .astype(np.{needed})."
             )

@@ -15,6 +15,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import finishing_first
 from daskgpt.data.dataset import batch, validation_batches
+from daskgpt.formats.run_model import StoredModel
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
@@ -134,7 +135,8 @@ def _run(
     for watcher in watchers:
         watcher.end()
     if folder:
-        result.model = folder.save(result.config, result.parameters)
+        stored = StoredModel(result.config, result.parameters, job.tokens.encoding_name, job.data.sequence_length)
+        result.model = folder.save(stored)
     return result
 
 

@@ -19,10 +19,12 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
-from daskgpt.data.encodings import encoding_of, vocabulary_size
-from daskgpt.formats.llmc import read_model, write_model
+from daskgpt.data.encodings import VOCABULARY, encoding_of, vocabulary_size
+from daskgpt.formats.models import read_model_file
+from daskgpt.formats.run_model import StoredModel, write_run_model
 
-CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.bin"
+CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
+MODELS = (MODEL, "model.bin")  # the second is what older versions wrote
 
 
 def new_folder() -> str:
@@ -40,7 +42,7 @@ class RunFolder:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        if any((self.path / name).exists() for name in (CONFIG, METRICS, MODEL)):
+        if any((self.path / name).exists() for name in (CONFIG, METRICS, *MODELS)):
             raise self._taken()
         parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         where, got = "RunFolder", {"out": self.path}
@@ -79,9 +81,9 @@ class RunFolder:
         }
         self.metrics.write(json.dumps(valid, allow_nan=False) + "\n")
 
-    def save(self, config: GPT2Config, parameters: dict[str, np.ndarray]) -> Path:
+    def save(self, model: StoredModel) -> Path:
         """Write the model file."""
-        write_model(self.path / MODEL, config, parameters)
+        write_run_model(self.path / MODEL, model)
         return self.path / MODEL
 
     def close(self) -> None:
@@ -100,18 +102,39 @@ def _toml(value: Any) -> str:
 
 
 def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """A model from a run folder or a llm.c model file.
+    """A model: from a run folder, or from a model file of this program (.safetensors) or of llm.c (.bin).
+
+    Shapes   those of the table, wte.weight with the rows of the padded vocabulary
+    Dtype    float32
+    Errors   FileNotFoundError, or ValueError where the file is not such a model
+    """
+    model = read_model_of(path)
+    return model.config, dict(model.parameters)
+
+
+def read_model_of(path: str | Path) -> StoredModel:
+    """What a run folder or a model file holds.
 
     Errors   FileNotFoundError, or ValueError where the file is not such a model
     """
     path = Path(path)
-    return read_model(path / MODEL if path.is_dir() else path)
+    if path.is_dir():
+        found = [path / name for name in MODELS if (path / name).exists()]
+        if not found:
+            advice = "A run writes it at its end: wait for that, or name another run."
+            raise FileNotFoundError(f"load: the run folder must hold a {MODEL}; got path={path}. {advice}")
+        path = found[0]
+    model = read_model_file(path)
+    rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
+    require(model.encoding in ("", *VOCABULARY), "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
+    return model
 
 
-def trained_with(path: str | Path, config: GPT2Config) -> tuple[str, int]:
-    """Encoding and sequence length of a model: what its run folder says, else what the model itself tells."""
+def trained_with(path: str | Path, model: StoredModel) -> tuple[str, int]:
+    """Encoding and sequence length of a model: what its run folder says, else its file, else what its sizes tell."""
     data = data_of(path)
-    return (data.encoding, data.sequence_length) if data else (encoding_of(config.vocabulary), config.positions)
+    known = (data.encoding, data.sequence_length) if data else (model.encoding, model.sequence_length)
+    return known[0] or encoding_of(model.config.vocabulary), known[1] or model.config.positions
 
 
 def data_of(path: str | Path) -> DataConfig | None:
@@ -131,7 +154,7 @@ def data_of(path: str | Path) -> DataConfig | None:
         vocabulary_size(data.encoding)
         return data
     except (KeyError, TypeError, ValueError) as error:
-        if path.is_file() and path.name != MODEL:
+        if path.is_file() and path.name not in MODELS:
             return None  # a model file that lies beside somebody else's file of that name
         raise ValueError(
             f"load: {CONFIG} must be that of a run; got path={written} ({type(error).__name__}). "

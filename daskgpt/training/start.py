@@ -13,9 +13,10 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
 from daskgpt.data.encodings import encoding_of
+from daskgpt.formats.run_model import StoredModel
 from daskgpt.model.parameters import check_parameters, initial_parameters
 from daskgpt.training.job import Job
-from daskgpt.training.run_folder import data_of, load
+from daskgpt.training.run_folder import data_of, read_model_of
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,18 @@ class Start:
     """A model to go on from, and the data of the run that made it; None for a model file alone."""
 
     init: str
-    config: GPT2Config
-    parameters: dict[str, np.ndarray]
+    model: StoredModel
     data: DataConfig | None
 
     @classmethod
     def read(cls, init: str) -> Start:
         """Errors   FileNotFoundError; ValueError where it is no model, or its run's configuration cannot be read"""
-        config, parameters = load(init)
-        return cls(init, config, parameters, data_of(init))
+        return cls(init, read_model_of(init), data_of(init))
+
+    @property
+    def config(self) -> GPT2Config:
+        """The size of the model."""
+        return self.model.config
 
     def check_size(self, given: Mapping[str, int], rule: str, advice: str) -> None:
         """Numbers of a model, of which each must be this one's.
@@ -50,7 +54,7 @@ class Start:
         Errors   ValueError where another encoding is given than that of the run
         """
         if self.data is None:
-            length = min(DataConfig().sequence_length, self.config.positions)
+            length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
             return DataConfig(**{"sequence_length": length} | dict(given))
         kept = ("data", "encoding", "validation_fraction", "sequence_length")
         known = asdict(self.data)
@@ -58,10 +62,10 @@ class Start:
         return replace(chosen, encoding=self.encoding(chosen.encoding))
 
     def encoding(self, wanted: str) -> str:
-        """The run's encoding, or for a model file alone the one that its vocabulary means."""
-        if self.data is None:
+        """The run's encoding; for a model file alone the one that it says, or that its vocabulary means."""
+        own = self.data.encoding if self.data else self.model.encoding
+        if not own:
             return encoding_of(self.config.vocabulary) if wanted == "auto" else wanted
-        own = self.data.encoding
         require(
             wanted in ("auto", own),
             "train",
@@ -98,4 +102,4 @@ def start_values(
     if parameters is not None:
         check_parameters(job.config, dict(parameters))
         return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
-    return start.parameters if start else initial_parameters(job.config, job.run.seed)
+    return start.model.parameters if start else initial_parameters(job.config, job.run.seed)
