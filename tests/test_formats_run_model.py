@@ -305,7 +305,7 @@ def test_metadata_that_is_missing_or_no_configuration(path):
             {"norm": "batchnorm"},
             "the metadata must describe a GPT-2",
             ".",
-            "GPT2Config: norm must be known; got norm=batchnorm. Choose from layernorm, rmsnorm.",
+            "GPT2Config: norm must be known; got norm=batchnorm. Did you mean layernorm?",
         ),
         (
             {"norm": "rmsnorm"},

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -244,7 +244,7 @@ def _sizes_of(config: GPT2Config, where: str) -> list[int]:
 
 
 def _config_of(header: list[int], path: FilePath, where: str) -> GPT2Config:
-    sizes = dict(zip(SIZES, header[2:8]))
+    sizes: dict[str, Any] = dict(zip(SIZES, header[2:8]))
     # GPT2Config reads 0 as "no padding"; in a file it is a layout without the padded size.
     require(
         sizes["padded_vocabulary"] >= 1,
