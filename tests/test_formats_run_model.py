@@ -217,7 +217,7 @@ def test_a_truncated_file(path, size):
     with pytest.raises(ValueError, match="^read_run_model: the file must be a whole safetensors file; ") as error:
         daskgpt.load(path)
     assert whole in str(error.value)
-    assert str(error.value).endswith("). It is of another kind, or was cut short: copy or write it again.")
+    assert str(error.value).endswith("). It is of another kind, or damaged: write it again.")
 
 
 @pytest.mark.parametrize(

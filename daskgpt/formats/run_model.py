@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from daskgpt import __version__
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.published import DESCRIPTION, from_published, published_shapes, to_published
@@ -99,8 +99,8 @@ def read_run_model(path: str | os.PathLike[str]) -> StoredModel:
              dtype
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{READ}: the file must exist; got path={path}. Check the spelling and the folder.")
+    advice = "Check the spelling and the folder."
+    require(path.is_file(), READ, "the file must exist", {"path": path}, advice, FileNotFoundError)
     with open(path, "rb"):  # says in words, with the path, why the system refuses
         pass
     try:
@@ -112,10 +112,9 @@ def read_run_model(path: str | os.PathLike[str]) -> StoredModel:
                 name: from_published(config, tensor, file.get_tensor(name)) for name, tensor in tensors(config).items()
             }
     except SafetensorError as error:
-        raise ValueError(
-            f"{READ}: the file must be a whole safetensors file; got path={path}, bytes={path.stat().st_size} "
-            f"({_short(error, 120)}). It is of another kind, or was cut short: copy or write it again."
-        ) from error
+        rule, advice = "the file must be a whole safetensors file", "It is of another kind, or damaged: write it again."
+        got = {"path": path, "bytes": f"{path.stat().st_size} ({_short(error, 120)})"}
+        raise refusal(ValueError, READ, rule, got, advice) from error
     return StoredModel(config, values, known["encoding"], known["sequence_length"])
 
 
@@ -132,7 +131,7 @@ def _known(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         known = json.loads(metadata[ENTRY])
     except (ValueError, RecursionError) as error:
         rule = f"the metadata's entry {ENTRY} must be JSON"
-        raise ValueError(f"{READ}: {rule}; got path={path} ({type(error).__name__}). {FOREIGN}") from error
+        raise refusal(ValueError, READ, rule, {"path": f"{path} ({type(error).__name__})"}, FOREIGN) from error
     _require_kinds(path, ENTRY, known, {"version": int, "model": dict, "encoding": str, "sequence_length": int})
     rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
     require(known["version"] == VERSION, READ, rule, {"path": path, "version": _short(known["version"])}, advice)
@@ -155,7 +154,7 @@ def _config_of(path: Path, known: Mapping[str, Any]) -> GPT2Config:
     try:
         config = GPT2Config(**numbers)
     except ValueError as error:
-        raise ValueError(f"{READ}: {rule}; got path={path}. {error}") from error
+        raise refusal(ValueError, READ, rule, {"path": path}, str(error)) from error
     length = known["sequence_length"]
     rule = f"the sequence length must lie between 0 and the model's positions ({config.positions})"
     require(0 <= length <= config.positions, READ, rule, {"path": path, "sequence_length": length}, FOREIGN)

@@ -42,9 +42,8 @@ def sample(
                  by Dask's synchronous scheduler, which is opened with the first token and closed with the last one, or
                  when the iterator is closed; in between, BLAS has one thread.
     """
-    if isinstance(prompt, str | bytes):
-        kind = type(prompt).__name__
-        raise TypeError(f"sample: the prompt must be token ids; got prompt={kind}. Encode it: list(b'text') for bytes.")
+    text, advice = isinstance(prompt, str | bytes), "Encode it: list(b'text') for bytes."
+    require(not text, "sample", "the prompt must be token ids", {"prompt": type(prompt).__name__}, advice, TypeError)
     prompt = [int(token) for token in prompt]
     numbers = {"count": count, "context": context, "temperature": temperature, "top_k": top_k, "seed": seed}
     _check(config, prompt, numbers)

@@ -120,9 +120,11 @@ def read_model_of(path: str | Path) -> StoredModel:
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in MODELS if (path / name).exists()]
-        if not found:
-            advice = "A run writes it at its end: wait for that, or name another run."
-            raise FileNotFoundError(f"load: the run folder must hold a {MODEL}; got path={path}. {advice}")
+        rule, advice = (
+            f"the run folder must hold a {MODEL}",
+            "A run writes it at its end: wait for that, or name another.",
+        )
+        require(bool(found), "load", rule, {"path": path}, advice, FileNotFoundError)
         path = found[0]
     model = read_model_file(path)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
