@@ -12,20 +12,17 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from one_number import MODELS, Dials, bits_after_steps, random_dials, seed
+from one_number import MODELS, Dials, bits_after_steps, own_product, random_dials, seed
 from product_cases import UNITS, using
 from test_layers import OPTIONS, lazy
 
 from daskgpt.graph.calls import SumOrder, parse
-from daskgpt.kernels.float32 import sgemm
-from daskgpt.kernels.float32.blas import gemm_address
 from daskgpt.kernels.vectors.processor import features
 from daskgpt.model.layers import LAYERS, Layer
 from daskgpt.model.tape import Tape
 
-own_product = pytest.mark.skipif(
-    not sgemm.has_fma() or gemm_address(np.dtype("f4")) != sgemm.address(),
-    reason="float32 products are a library's here, whose order of summation depends on the shapes",
+needs_own_product = pytest.mark.skipif(
+    not own_product(), reason="float32 products are a library's here, whose order of summation depends on the shapes"
 )
 CHUNKS = {
     "tiny": [(12, 64), (4, 64), (1, 64), (12, 32), (6, 16)],
@@ -35,7 +32,7 @@ CHUNKS = {
 SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
 
 
-@own_product
+@needs_own_product
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["float32", *UNITS])
 def test_no_chunk_changes_a_bit(name, precision):
@@ -50,7 +47,7 @@ def test_no_chunk_changes_a_bit(name, precision):
     assert set(found.values()) == {found[CHUNKS[name][0]]}, found
 
 
-@own_product
+@needs_own_product
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_no_combination_of_dials_changes_a_bit(precision):
     """A sample at random; DASKGPT_TEST_SEED repeats one."""
@@ -63,7 +60,7 @@ def test_no_combination_of_dials_changes_a_bit(precision):
             assert bits_after_steps(model, precision, dials) == expected, f"{name} {dials}"
 
 
-@own_product
+@needs_own_product
 @pytest.mark.parametrize(("workers", "chunk", "grain"), [(2, (2, 20), "block"), (3, (3, 5), "chunk")])
 def test_no_number_of_workers_changes_a_bit(workers, chunk, grain):
     model = MODELS["odd"]
@@ -84,7 +81,7 @@ def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
     return values
 
 
-@own_product
+@needs_own_product
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer):
     """Forward and gradients: no row depends on its company, no sum on where a chunk ends."""
@@ -122,7 +119,7 @@ AVX512 = AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 OLDER = {"haswell": AVX2, "skylake-avx512": AVX512}
 
 
-@own_product
+@needs_own_product
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["float32", *UNITS])
 def test_the_bits_are_those_of_every_other_machine(name, precision):

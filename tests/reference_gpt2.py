@@ -1,0 +1,148 @@
+"""GPT-2 in plain NumPy float64, written after the textbook: forward, and every derivative by hand.
+
+An independent program to compare with: it shares nothing with the package but the tensors' published names, keeps
+every intermediate result (the attention matrix and the logits too), and knows neither chunks nor tasks.
+
+Sources  Radford et al. 2019 (the model); Vaswani et al. 2017 (attention); Ba et al. 2016 (layernorm); Hendrycks and
+         Gimpel 2016 (GELU, its tanh form)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+EPSILON = 1e-5  # of layernorm
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Logits (B, T, V) of the whole padded vocabulary, mean loss in nats, a gradient a tensor; float64."""
+
+    logits: np.ndarray
+    loss: float
+    gradients: Arrays
+
+
+def expected(
+    parameters: Mapping[str, np.ndarray], tokens: np.ndarray, targets: np.ndarray, heads: int, vocabulary: int
+) -> Expected:
+    """What a model makes of a batch.
+
+    vocabulary   ids that can occur: rows of wte from there on are padding, without probability
+
+    Shapes       tokens, targets (B, T); matrices are (out, in)
+    """
+    p = {name: value.astype(np.float64) for name, value in parameters.items()}
+    length = tokens.shape[1]
+    blocks = sum(name.endswith(".ln_1.weight") for name in p)
+    x = p["wte.weight"][tokens] + p["wpe.weight"][:length]
+    kept = []
+    for number in range(blocks):
+        x, saved = _block(p, f"h.{number}", x, heads)
+        kept.append(saved)
+    last, normed = _layernorm(x, p["ln_f.weight"], p["ln_f.bias"])
+    logits = last @ p["wte.weight"].T
+
+    shown = logits[..., :vocabulary]
+    shifted = shown - shown.max(-1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    chosen = targets[..., None].astype(int)
+    loss = -np.take_along_axis(log_probabilities, chosen, -1).mean()
+
+    # Back from the loss: probabilities minus the one that was right, shared by all tokens.
+    d_logits = np.zeros_like(logits)
+    d_logits[..., :vocabulary] = np.exp(log_probabilities)
+    np.put_along_axis(d_logits, chosen, np.take_along_axis(d_logits, chosen, -1) - 1, -1)
+    d_logits /= tokens.size
+    g: Arrays = {"wte.weight": np.einsum("btv,btc->vc", d_logits, last)}
+    dx = _layernorm_backward(g, "ln_f", d_logits @ p["wte.weight"], normed, p["ln_f.weight"])
+    for number in reversed(range(blocks)):
+        dx = _block_backward(g, p, f"h.{number}", dx, kept[number], heads)
+    np.add.at(g["wte.weight"], tokens, dx)
+    g["wpe.weight"] = np.zeros_like(p["wpe.weight"])
+    g["wpe.weight"][:length] = dx.sum(0)
+    return Expected(logits, float(loss), g)
+
+
+def _block(p: Arrays, at: str, x: np.ndarray, heads: int) -> tuple[np.ndarray, dict[str, Any]]:
+    s: dict[str, Any] = {}
+    s["y1"], s["normed1"] = _layernorm(x, p[f"{at}.ln_1.weight"], p[f"{at}.ln_1.bias"])
+    qkv = s["y1"] @ p[f"{at}.attn.c_attn.weight"].T + p[f"{at}.attn.c_attn.bias"]
+    s["mixed"], s["attention"] = _attention(qkv, heads)
+    x = x + s["mixed"] @ p[f"{at}.attn.c_proj.weight"].T + p[f"{at}.attn.c_proj.bias"]
+    s["y2"], s["normed2"] = _layernorm(x, p[f"{at}.ln_2.weight"], p[f"{at}.ln_2.bias"])
+    s["hidden"] = s["y2"] @ p[f"{at}.mlp.c_fc.weight"].T + p[f"{at}.mlp.c_fc.bias"]
+    s["active"] = _gelu(s["hidden"])
+    x = x + s["active"] @ p[f"{at}.mlp.c_proj.weight"].T + p[f"{at}.mlp.c_proj.bias"]
+    return x, s
+
+
+def _block_backward(g: Arrays, p: Arrays, at: str, dx: np.ndarray, s: dict[str, Any], heads: int) -> np.ndarray:
+    """The gradient of the block's input; those of its tensors go into g."""
+    d_active = _linear_backward(g, p, f"{at}.mlp.c_proj", dx, s["active"])
+    d_y2 = _linear_backward(g, p, f"{at}.mlp.c_fc", d_active * _gelu_slope(s["hidden"]), s["y2"])
+    dx = dx + _layernorm_backward(g, f"{at}.ln_2", d_y2, s["normed2"], p[f"{at}.ln_2.weight"])
+    d_mixed = _linear_backward(g, p, f"{at}.attn.c_proj", dx, s["mixed"])
+    d_y1 = _linear_backward(g, p, f"{at}.attn.c_attn", _attention_backward(d_mixed, s["attention"], heads), s["y1"])
+    return dx + _layernorm_backward(g, f"{at}.ln_1", d_y1, s["normed1"], p[f"{at}.ln_1.weight"])
+
+
+def _linear_backward(g: Arrays, p: Arrays, name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+    g[f"{name}.weight"] = np.einsum("bto,btc->oc", dy, x)
+    g[f"{name}.bias"] = dy.sum((0, 1))
+    return dy @ p[f"{name}.weight"]
+
+
+def _layernorm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    centred = x - x.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
+    return centred * rstd * weight + bias, (centred * rstd, rstd)
+
+
+def _layernorm_backward(
+    g: Arrays, name: str, dy: np.ndarray, normed: tuple[np.ndarray, ...], weight: np.ndarray
+) -> np.ndarray:
+    unit, rstd = normed
+    g[f"{name}.weight"], g[f"{name}.bias"] = (dy * unit).sum((0, 1)), dy.sum((0, 1))
+    d_unit = dy * weight
+    along = (d_unit * unit).mean(-1, keepdims=True)
+    return rstd * (d_unit - d_unit.mean(-1, keepdims=True) - unit * along)
+
+
+def _attention(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    batch, length, width = qkv.shape
+    # (3, B, heads, T, head size)
+    q, k, v = qkv.reshape(batch, length, 3, heads, width // 3 // heads).transpose(2, 0, 3, 1, 4)
+    scores = np.einsum("bhqc,bhkc->bhqk", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.arange(length)[:, None] >= np.arange(length), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    mixed = np.einsum("bhqk,bhkc->bqhc", weights, v)
+    return mixed.reshape(batch, length, -1), (q, k, v, weights)
+
+
+def _attention_backward(dy: np.ndarray, kept: tuple[np.ndarray, ...], heads: int) -> np.ndarray:
+    q, k, v, weights = kept
+    batch, length, _ = dy.shape
+    d_mixed = dy.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
+    d_weights = np.einsum("bhqc,bhkc->bhqk", d_mixed, v)
+    d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
+    d_q = np.einsum("bhqk,bhkc->bhqc", d_scores, k)
+    d_k = np.einsum("bhqk,bhqc->bhkc", d_scores, q)
+    d_v = np.einsum("bhqk,bhqc->bhkc", weights, d_mixed)
+    return np.stack([d_q, d_k, d_v]).transpose(1, 3, 0, 2, 4).reshape(batch, length, -1)
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _gelu_slope(x: np.ndarray) -> np.ndarray:
+    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    d_inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    return 0.5 * (1 + np.tanh(inner)) + 0.5 * x * (1 - np.tanh(inner) ** 2) * d_inner
