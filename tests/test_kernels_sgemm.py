@@ -5,17 +5,21 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
+from llvmlite import ir
 
 from daskgpt.kernels import linear
-from daskgpt.kernels.float32 import blas, sgemm
+from daskgpt.kernels.float32 import blas, sgemm, sgemm_tiles
 from daskgpt.kernels.float32.blas import PORTABLE, VARIABLE, find_gemm, gemm_address
+from daskgpt.kernels.float32.registers import LANES, ROWS, WIDTH
 
 needs_fma = pytest.mark.skipif(not sgemm.has_fma(), reason="the processor has no FMA")
 
@@ -255,3 +259,21 @@ def test_a_processor_without_fma_takes_numpy_and_refuses_ours(monkeypatch):
         r"got processor=\S+\. Set DASKGPT_BLAS=numpy, or unset it\.$",
     ):
         gemm_address(np.dtype("f4"))
+
+
+def test_on_arm_every_step_is_one_fused_instruction():
+    """Compiled for another processor, and looked at: as many fused multiply-adds as steps unrolled, and no call."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    module.triple = "aarch64-unknown-linux-gnu"
+    tile = sgemm_tiles._Tile(sgemm_tiles.BY_ROWS, ROWS, WIDTH).function(module)
+    tile.linkage = "external"
+    parsed = llvm.parse_assembly(str(module))
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(cpu="neoverse-n1", opt=3)
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    assembly = machine.emit_assembly(parsed)
+    unrolled = sgemm_tiles._UNROLL + 1  # and the rest, step by step
+    assert len(re.findall(r"\bfmla\b", assembly)) == unrolled * ROWS * WIDTH * LANES // 4
+    assert not re.findall(r"\bbl\b", assembly)
