@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_parameters_that_no_loss_reads_are_looked_at_too(text, tmp_path, random,
 
 def test_a_run_that_is_stopped_writes_no_model_of_them_either(text, tmp_path):
     def stop(step, metrics):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     steep = daskgpt.OptimizerConfig(learning_rate=1e300, schedule="constant")  # more than float32 holds
     with pytest.raises(RuntimeError, match="parameters must stay finite; got step=0"):
