@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from daskgpt.config.errors import refusal
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.instruments.study.dials import DIALS
@@ -104,9 +105,12 @@ def require_extra() -> None:
     """
     missing = [name for name in ("matplotlib", "markdown_it") if find_spec(name) is None]
     if missing:
-        raise RuntimeError(
-            f"study: matplotlib and markdown-it-py must be installed; got missing={', '.join(missing)}. "
-            "Install them with pip install 'daskgpt[study]'."
+        raise refusal(
+            RuntimeError,
+            "study",
+            "matplotlib and markdown-it-py must be installed",
+            {"missing": ", ".join(missing)},
+            "Install them with pip install 'daskgpt[study]'.",
         )
 
 

@@ -74,7 +74,7 @@ def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
         if values.preset:
             size = preset(values.preset)
             numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
-        start.check_size(numbers, "train: --init decides the size of the model", "Leave these flags out.")
+        start.check_size(numbers, "train", "--init decides the size of the model", "Leave these flags out.")
         data, config = start.data_config(given_flags(DataConfig, values)), start.config
         dataset = open_dataset(data, config.vocabulary, start)
     return Job(config, data, optimizer, dataflow, run, dataset)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
     target = Path(path)
     require(not target.is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"{where}: the folder must exist; got path={path}. Make {target.parent} first.")
+        raise refusal(FileNotFoundError, where, "the folder must exist", {"path": path}, f"Make {target.parent} first.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:

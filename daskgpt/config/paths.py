@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 
 
 def matching_files(source: str, where: str) -> list[Path]:
@@ -18,10 +18,14 @@ def matching_files(source: str, where: str) -> list[Path]:
         return [path]
     require(not path.is_dir(), where, "the source must name a file", {"source": source}, "Give a file or a glob.")
     if not glob.has_magic(source):
-        raise FileNotFoundError(f"{where}: the file must exist; got source={source}. Check the path.")
+        raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
     found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
     if not found:
-        raise FileNotFoundError(
-            f"{where}: the glob must match at least one file; got source={source}. Check the path; ** spans folders."
+        raise refusal(
+            FileNotFoundError,
+            where,
+            "the glob must match at least one file",
+            {"source": source},
+            "Check the path; ** spans folders.",
         )
     return found

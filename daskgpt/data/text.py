@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.paths import matching_files
 
 STANDARD_LIBRARY = "stdlib"
@@ -75,8 +75,12 @@ def _standard_library(root: Path) -> list[Document]:
         if text is not None:
             documents.append(Document(name.as_posix(), text))
     if not documents:
-        raise FileNotFoundError(
-            f"read_text: the standard library must be there as source; got folder={root}. Give a text file instead."
+        raise refusal(
+            FileNotFoundError,
+            "read_text",
+            "the standard library must be there as source",
+            {"folder": root},
+            "Give a text file instead.",
         )
     return documents
 
@@ -110,9 +114,12 @@ def _content(path: Path, source: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise type(error)(
-            f"read_text: the file must be readable; got source={source}, file={path} ({error.strerror}). "
-            "Check its permissions and its disk."
+        raise refusal(
+            type(error),
+            "read_text",
+            "the file must be readable",
+            f"source={source}, file={path} ({error.strerror})",
+            "Check its permissions and its disk.",
         ) from error
 
 
@@ -128,7 +135,10 @@ def _decode_whole(path: Path, source: str) -> str:
     try:
         return _content(path, source).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"read_text: the file must be UTF-8 text; got source={source}, first wrong byte={error.start}. "
-            "Convert it, for example with iconv -t UTF-8."
+        raise refusal(
+            ValueError,
+            "read_text",
+            "the file must be UTF-8 text",
+            {"source": source, "first wrong byte": error.start},
+            "Convert it, for example with iconv -t UTF-8.",
         ) from error

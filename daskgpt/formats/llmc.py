@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.model.parameters import check_dtypes, check_parameters, parameter_shapes, value_count
@@ -200,7 +200,9 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 def _open(path: FilePath, where: str) -> BinaryIO:
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{where}: the file must exist; got path={path}. Check the spelling and the folder.")
+        raise refusal(
+            FileNotFoundError, where, "the file must exist", {"path": path}, "Check the spelling and the folder."
+        )
     return open(path, "rb")
 
 
@@ -256,7 +258,7 @@ def _config_of(header: list[int], path: FilePath, where: str) -> GPT2Config:
     try:
         return GPT2Config(**sizes)
     except ValueError as error:
-        raise ValueError(f"{where}: the header must describe a GPT-2; got path={path}. {error}") from error
+        raise refusal(ValueError, where, "the header must describe a GPT-2", {"path": path}, str(error)) from error
 
 
 def _check_batch(path: FilePath, where: str, config: GPT2Config, batch: int, length: int) -> None:

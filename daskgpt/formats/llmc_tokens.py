@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.paths import matching_files
 
@@ -41,7 +41,9 @@ def _check_writable(tokens: np.ndarray) -> None:
     require(count > 0, where, "there must be at least one token", {"count": count}, "Give a text that is not empty.")
     require(count <= LARGEST_COUNT, where, "the count must fit int32", {"count": count}, "Write several files.")
     if tokens.dtype.kind not in "iu":
-        raise TypeError(f"write_tokens: tokens must be integers; got dtype={tokens.dtype}. Convert them first.")
+        raise refusal(
+            TypeError, "write_tokens", "tokens must be integers", {"dtype": tokens.dtype}, "Convert them first."
+        )
     advice = "A file holds 2 bytes a token."
     require(tokens.min() >= 0, where, "ids must not be negative", {"id": tokens.min()}, advice)
     require(tokens.max() <= LARGEST_ID, where, "ids must fit uint16", {"id": tokens.max()}, advice)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from graphlib import CycleError, TopologicalSorter
 
+from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 
 
@@ -54,6 +55,10 @@ def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable
     try:
         return list(TopologicalSorter(needs).static_order())
     except CycleError as error:
-        raise RuntimeError(
-            f"with_barriers: stages must follow one another; got a circle of {error.args[1]}. Use a finer grain."
+        raise refusal(
+            RuntimeError,
+            "with_barriers",
+            "stages must follow one another",
+            f"a circle of {error.args[1]}",
+            "Use a finer grain.",
         ) from None

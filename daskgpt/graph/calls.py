@@ -13,6 +13,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, GraphNode, Key, is_leaf
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
@@ -225,13 +226,17 @@ def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -
     chunks: dict[str, tuple[int, ...]] = {}
     for array, axes in zip(arrays, inputs, strict=True):
         if array.ndim != len(axes):
-            raise ValueError(f"{where}: an array must have axes {axes}; got shape={array.shape}. Reshape it.")
+            raise refusal(ValueError, where, f"an array must have axes {axes}", {"shape": array.shape}, "Reshape it.")
         for axis, own in zip(axes, array.chunks):
             if axis.isupper() and len(own) > 1:
-                raise ValueError(f"{where}: axis {axis} must be one chunk; got chunks={own}. Gather it first.")
+                raise refusal(ValueError, where, f"axis {axis} must be one chunk", {"chunks": own}, "Gather it first.")
             if chunks.setdefault(axis, own) != own:
-                raise ValueError(
-                    f"{where}: arrays must share the chunks of axis {axis}; got {chunks[axis]} and {own}. Rechunk one."
+                raise refusal(
+                    ValueError,
+                    where,
+                    f"arrays must share the chunks of axis {axis}",
+                    f"{chunks[axis]} and {own}",
+                    "Rechunk one.",
                 )
     return chunks
 

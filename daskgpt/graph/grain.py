@@ -25,6 +25,7 @@ from typing import Any
 
 from dask.order import order
 
+from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import is_pick
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task
 from daskgpt.graph.program import Place, program_of
@@ -134,8 +135,8 @@ def _check_circle(graph: Graph) -> None:
         TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
     except CycleError as error:
         circle = " -> ".join(str(key[0]) for key in reversed(error.args[1]))
-        raise RuntimeError(
-            f"merge: merged tasks must not wait for each other in a circle; got {circle}. Use a finer grain."
+        raise refusal(
+            RuntimeError, "merge", "merged tasks must not wait for each other in a circle", circle, "Use a finer grain."
         ) from None
 
 

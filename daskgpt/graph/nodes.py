@@ -12,6 +12,8 @@ from dask._task_spec import DataNode, GraphNode, List, Task, TaskRef
 from dask.array.core import slices_from_chunks
 from dask.highlevelgraph import HighLevelGraph
 
+from daskgpt.config.errors import refusal
+
 Key = tuple[Any, ...]
 Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
@@ -81,7 +83,9 @@ def nested(argument: Any) -> Any:
         return argument.key
     if isinstance(argument, List):
         return [nested(item) for item in argument.args]
-    raise TypeError(f"nested: a task takes chunks and lists of them; got argument={argument!r}. Use calls.apply.")
+    raise refusal(
+        TypeError, "nested", "a task takes chunks and lists of them", {"argument": repr(argument)}, "Use calls.apply."
+    )
 
 
 def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:

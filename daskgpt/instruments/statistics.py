@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import quantiles
 
+from daskgpt.config.errors import refusal
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -18,7 +20,7 @@ class Spread:
 
     def __post_init__(self) -> None:
         if not self.values:
-            raise ValueError("Spread: there must be a value; got values=(). Measure at least once.")
+            raise refusal(ValueError, "Spread", "there must be a value", "values=()", "Measure at least once.")
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:

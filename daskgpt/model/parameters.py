@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.config.model import GPT2Config
 
 
@@ -163,13 +164,21 @@ def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -
     for name in [*shapes, *parameters]:
         if name not in parameters or name not in shapes:
             problem = "is missing" if name not in parameters else "is unknown"
-            raise ValueError(
-                f"check_parameters: names must be the table's; got {name}, which {problem}. Compare PARAMETERS."
+            raise refusal(
+                ValueError,
+                "check_parameters",
+                "names must be the table's",
+                f"{name}, which {problem}",
+                "Compare PARAMETERS.",
             )
         if tuple(parameters[name].shape) != shapes[name]:
             got = tuple(parameters[name].shape)
-            raise ValueError(
-                f"check_parameters: {name} must have shape {shapes[name]}; got shape={got}. Compare the config."
+            raise refusal(
+                ValueError,
+                "check_parameters",
+                f"{name} must have shape {shapes[name]}",
+                {"shape": got},
+                "Compare the config.",
             )
 
 
@@ -181,6 +190,10 @@ def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.ge
     for name, values in arrays.items():
         if values.dtype != dtype:
             needed = np.dtype(dtype).name
-            raise TypeError(
-                f"{where}: {name} must be {needed}; got dtype={values.dtype}. Convert it with .astype(np.{needed})."
+            raise refusal(
+                TypeError,
+                where,
+                f"{name} must be {needed}",
+                {"dtype": values.dtype},
+                f"Convert it with .astype(np.{needed}).",
             )

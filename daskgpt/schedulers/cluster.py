@@ -16,6 +16,7 @@ import dask
 import numpy as np
 from distributed import Client, Future, KilledWorker, LocalCluster, wait
 
+from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
@@ -61,9 +62,12 @@ class ClusterScheduler:
         try:
             return list(self.client.gather(handles))
         except (CancelledError, KilledWorker) as error:
-            raise RuntimeError(
-                f"ClusterScheduler: every worker must live until the end of a run; got {type(error).__name__}, "
-                "a worker lost with its part of the parameters. Start again, from an earlier model file with --init."
+            raise refusal(
+                RuntimeError,
+                "ClusterScheduler",
+                "every worker must live until the end of a run",
+                f"{type(error).__name__}, a worker lost with its part of the parameters",
+                "Start again, from an earlier model file with --init.",
             ) from None
 
     def settle(self, handles: list[Any]) -> None:
@@ -122,10 +126,13 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
                 dashboard_address=f"127.0.0.1:{_dashboard_port()}",
             )
     except RuntimeError as error:
-        raise RuntimeError(
-            "open_scheduler: the worker processes of a local cluster must start; "
-            f"got {str(error).rstrip('.')}. Each of them imports the script that is running: "
-            'what it does must stand under `if __name__ == "__main__":`.'
+        raise refusal(
+            RuntimeError,
+            "open_scheduler",
+            "the worker processes of a local cluster must start",
+            str(error).rstrip("."),
+            "Each of them imports the script that is running: what it does must stand under "
+            '`if __name__ == "__main__":`.',
         ) from None
 
 
@@ -149,9 +156,12 @@ def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
         try:
             client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
         except TimeoutError:
-            raise RuntimeError(
-                f"open_scheduler: the cluster must have a worker; got none at scheduler={address} "
-                f"in {WORKERS_TIMEOUT} seconds. Start one with `dask worker {address}`."
+            raise refusal(
+                RuntimeError,
+                "open_scheduler",
+                "the cluster must have a worker",
+                f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds",
+                f"Start one with `dask worker {address}`.",
             ) from None
         workers = len(client.scheduler_info(n_workers=-1)["workers"])
         yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
@@ -163,9 +173,12 @@ def _scheduler_file(address: str) -> str:
     deadline = time.monotonic() + CONNECT_TIMEOUT
     while not path.exists():
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"open_scheduler: the scheduler file must exist; got none at scheduler={address} in {CONNECT_TIMEOUT} "
-                "seconds. Start one with `dask scheduler --scheduler-file FILE`."
+            raise refusal(
+                RuntimeError,
+                "open_scheduler",
+                "the scheduler file must exist",
+                f"none at scheduler={address} in {CONNECT_TIMEOUT} seconds",
+                "Start one with `dask scheduler --scheduler-file FILE`.",
             )
         time.sleep(0.1)
     return str(path)
@@ -177,9 +190,12 @@ def _client(shown: str, **arguments: str) -> Client:
     except (OSError, TimeoutError, TypeError, ValueError) as error:
         # TypeError: tls:// without certificates; ValueError: an address or a scheduler file that is none.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RuntimeError(
-            f"open_scheduler: a Dask scheduler must answer; got scheduler={shown} ({reason}). "
-            "Start one with `dask scheduler` and check the address."
+        raise refusal(
+            RuntimeError,
+            "open_scheduler",
+            "a Dask scheduler must answer",
+            f"scheduler={shown} ({reason})",
+            "Start one with `dask scheduler` and check the address.",
         ) from None
 
 

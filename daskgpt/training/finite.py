@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Submission
 from daskgpt.model.optimizer import learning_rate
@@ -79,7 +80,10 @@ def _require_finite_parameters(job: Job, step: int, names: list[str]) -> None:
 def _diverged(job: Job, step: int, rule: str, got: str) -> RuntimeError:
     rate = learning_rate(job.optimizer, step, job.run.steps)
     losses = f"; the losses are in {Path(job.run.out) / METRICS}" if job.run.out else ""
-    return RuntimeError(
-        f"train: {rule} must stay finite; got step={step}, {got}, learning_rate={rate:g}. "
-        f"Lower --learning-rate or give more --warmup. No model is written{losses}."
+    return refusal(
+        RuntimeError,
+        "train",
+        f"{rule} must stay finite",
+        f"step={step}, {got}, learning_rate={rate:g}",
+        f"Lower --learning-rate or give more --warmup. No model is written{losses}.",
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.errors import nearest, require
+from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
 from daskgpt.config.stopping import heeding_interrupts
@@ -77,7 +77,7 @@ class Job:
         Errors   RuntimeError for a job of steps on tokens from elsewhere
         """
         if self.dataset is None:
-            raise RuntimeError("Job: training needs a dataset; got dataset=None. Make the job with one.")
+            raise refusal(RuntimeError, "Job", "training needs a dataset", "dataset=None", "Make the job with one.")
         return self.dataset
 
     def resolved(self, scheduler: Scheduler, grain: str) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def fit(
     data, run = data or DataConfig(), run or RunConfig()
     origin = Start.read(run.init) if run.init else None
     if origin:
-        rule = "fit: the model's numbers must be those of the model to start from"
-        origin.check_size(asdict(config), rule, "Take them from daskgpt.load.")
+        rule = "the model's numbers must be those of the model to start from"
+        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
     dataset = open_dataset(data, config.vocabulary, origin)
     job = Job(config, data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run, dataset)
     folder = RunFolder(run.out) if run.out else None

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
@@ -91,8 +91,12 @@ class RunFolder:
         self.metrics.close()
 
     def _taken(self) -> FileExistsError:
-        return FileExistsError(
-            f"RunFolder: the folder must not hold a run already; got out={self.path}. Give another --out."
+        return refusal(
+            FileExistsError,
+            "RunFolder",
+            "the folder must not hold a run already",
+            {"out": self.path},
+            "Give another --out.",
         )
 
 
@@ -158,7 +162,10 @@ def data_of(path: str | Path) -> DataConfig | None:
     except (KeyError, TypeError, ValueError) as error:
         if path.is_file() and path.name not in MODELS:
             return None  # a model file that lies beside somebody else's file of that name
-        raise ValueError(
-            f"load: {CONFIG} must be that of a run; got path={written} ({type(error).__name__}). "
-            f"Name the model file by another path than a run's: copy {MODEL} to a folder of its own."
+        raise refusal(
+            ValueError,
+            "load",
+            f"{CONFIG} must be that of a run",
+            f"path={written} ({type(error).__name__})",
+            f"Name the model file by another path than a run's: copy {MODEL} to a folder of its own.",
         ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
@@ -37,7 +37,7 @@ class Start:
         """The size of the model."""
         return self.model.config
 
-    def check_size(self, given: Mapping[str, int], rule: str, advice: str) -> None:
+    def check_size(self, given: Mapping[str, int], where: str, rule: str, advice: str) -> None:
         """Numbers of a model, of which each must be this one's.
 
         Errors   ValueError naming those that are not
@@ -46,7 +46,7 @@ class Start:
         if own:
             got = ", ".join(f"{name}={given[name]}" for name in own)
             theirs = ", ".join(f"{name}={value}" for name, value in own.items())
-            raise ValueError(f"{rule}; got {got}, init={self.init} ({theirs}). {advice}")
+            raise refusal(ValueError, where, rule, f"{got}, init={self.init} ({theirs})", advice)
 
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
         """The data of this model's run, but for what is given. The encoding is always the run's own.

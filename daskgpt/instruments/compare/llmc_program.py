@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.instruments.compare.turns import Pair, PairedTurns, require_published_model
 from daskgpt.instruments.measure import Steps
@@ -31,8 +31,12 @@ def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Paired
              RuntimeError where it ends before it has printed enough steps
     """
     if not program.is_file():
-        raise FileNotFoundError(
-            f"bench: llm.c's program must be a file; got path={program}. Compile train_gpt2 and give its path."
+        raise refusal(
+            FileNotFoundError,
+            "bench",
+            "llm.c's program must be a file",
+            {"path": program},
+            "Compile train_gpt2 and give its path.",
         )
     require_published_model(steps.job)
     threads = steps.scheduler.threads
@@ -65,9 +69,12 @@ def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> 
         process.returncode = os.waitstatus_to_exitcode(status)
         process.stdout.close()
     if len(found) < steps:
-        raise RuntimeError(
-            f"bench: llm.c's program must print {steps} steps; got steps={len(found)}. "
-            "Start it by hand in its folder and see what is missing."
+        raise refusal(
+            RuntimeError,
+            "bench",
+            f"llm.c's program must print {steps} steps",
+            {"steps": len(found)},
+            "Start it by hand in its folder and see what is missing.",
         )
     return found, usage.ru_maxrss * 1024
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Any
 
+from daskgpt.config.errors import refusal
 from daskgpt.instruments.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, TorchOptions, receive, send
 from daskgpt.instruments.compare.turns import PairedTurns, compare, require_published_model, undisturbed
 from daskgpt.instruments.measure import Steps
@@ -28,8 +29,12 @@ LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 def require_torch() -> None:
     """Errors   RuntimeError where PyTorch is not installed"""
     if importlib.util.find_spec("torch") is None:
-        raise RuntimeError(
-            "bench: --against torch needs PyTorch; got torch=not installed. Install it: pip install 'daskgpt[compare]'."
+        raise refusal(
+            RuntimeError,
+            "bench",
+            "--against torch needs PyTorch",
+            "torch=not installed",
+            "Install it: pip install 'daskgpt[compare]'.",
         )
 
 
@@ -83,8 +88,12 @@ class TorchProcess:
             return receive(answers)
         except (EOFError, BrokenPipeError):
             code = self.process.wait()
-            raise RuntimeError(
-                f"bench: the PyTorch process must answer; got exit code={code}. See what it printed above."
+            raise refusal(
+                RuntimeError,
+                "bench",
+                "the PyTorch process must answer",
+                {"exit code": code},
+                "See what it printed above.",
             ) from None
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
@@ -118,7 +127,10 @@ def check_losses(first: tuple[float, float], precision: str) -> None:
     ours, theirs = first
     allowed = LOSS_TOLERANCE[precision]
     if not abs(ours - theirs) <= allowed:
-        raise RuntimeError(
-            f"bench: both programs must find the same first loss, to {allowed:g}; got daskgpt={ours:.6f}, "
-            f"torch={theirs:.6f}. One of them computes another model; compare with `python -m daskgpt.verify`."
+        raise refusal(
+            RuntimeError,
+            "bench",
+            f"both programs must find the same first loss, to {allowed:g}",
+            f"daskgpt={ours:.6f}, torch={theirs:.6f}",
+            "One of them computes another model; compare with `python -m daskgpt.verify`.",
         )

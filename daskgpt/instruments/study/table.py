@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from daskgpt.config.errors import refusal
 from daskgpt.config.model import GPT2Config
 from daskgpt.instruments.study.dials import DIALS
 from daskgpt.instruments.study.grid import Point, StudyConfig
@@ -55,17 +56,24 @@ class Table:
         with self.path.open(newline="") as file:
             reader = csv.DictReader(file)
             if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise ValueError(
-                    f"study: the table must have the columns of this version; got file={self.path}. Give another --out."
+                raise refusal(
+                    ValueError,
+                    "study",
+                    "the table must have the columns of this version",
+                    {"file": self.path},
+                    "Give another --out.",
                 )
             for texts in reader:
                 row = {name: _value(name, text) for name, text in texts.items()}
                 different = {name: row[name] for name, value in self.shared.items() if row[name] != value}
                 if different:
                     name, value = next(iter(different.items()))
-                    raise ValueError(
-                        f"study: a folder must hold one study; got {name}={self.shared[name]}, and {name}={value} in "
-                        f"{self.path}. Give another --out."
+                    raise refusal(
+                        ValueError,
+                        "study",
+                        "a folder must hold one study",
+                        f"{name}={self.shared[name]}, and {name}={value} in {self.path}",
+                        "Give another --out.",
                     )
                 yield row
 

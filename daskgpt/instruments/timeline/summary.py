@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from daskgpt.config.errors import refusal
 from daskgpt.instruments.timeline.events import Event, Task, Timeline, different_at_once
 
 PHASES = ("forward", "backward", "update")
@@ -60,7 +61,7 @@ def summarise(timeline: Timeline) -> Summary:
     """
     events = timeline.events
     if not events:
-        raise ValueError("summarise: a timeline must have events; got events=0. Record at least one step.")
+        raise refusal(ValueError, "summarise", "a timeline must have events", "events=0", "Record at least one step.")
     wall = sum(window.end - window.start for window in timeline.windows)
     kernels: dict[tuple[str, str], tuple[float, int]] = {}
     busy = [0.0] * len(timeline.lanes)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from daskgpt.config.errors import refusal
 from daskgpt.instruments.timeline.events import Timeline
 from daskgpt.instruments.timeline.trace import trace_of
 
@@ -34,7 +35,9 @@ def check_timeline_path(path: str | Path) -> None:
         return
     parents = [parent for parent in Path(path).absolute().parents if parent.exists()]
     if Path(path).is_dir() or not parents[0].is_dir() or any(file.is_dir() for file in timeline_paths(path)):
-        raise ValueError(f"timeline: the path must be that of a file in a folder; got timeline={path}. Give another.")
+        raise refusal(
+            ValueError, "timeline", "the path must be that of a file in a folder", {"timeline": path}, "Give another."
+        )
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
