@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tree import in_design, tree
+
 import daskgpt
 
 PACKAGE = Path(daskgpt.__file__).parent
@@ -24,3 +26,7 @@ def test_errors_are_made_in_one_place():
     made_by_hand = re.compile(r"\b(?:Value|Type|Runtime|FileNotFound|FileExists)Error\(\s*f?\"[^\"]*: ")
     rooms = [path for path in PACKAGE.rglob("*.py") if "kernels" not in path.parts]
     assert [path.relative_to(PACKAGE).as_posix() for path in rooms if made_by_hand.search(path.read_text())] == []
+
+
+def test_the_tree_in_the_design_is_the_tree():
+    assert in_design() == tree(), "write it anew with: python tests/tree.py"

@@ -44,6 +44,8 @@ class KernelCall:
     unwrapped. A cut axis that the output has whole is gathered: the kernel gets the list.
     """
 
+    KEPT_HERE: tuple[str, ...] = ("origin", "outputs", "chunks")
+
     def __init__(
         self,
         kernel: Callable[..., Any],
@@ -62,6 +64,10 @@ class KernelCall:
         """
         self.kernel, self.inputs, self.axes, self.options = kernel, tuple(inputs), axes, dict(options)
         self.outputs, self.chunks, self.origin = tuple(outputs), dict(chunks), origin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker needs to run it: who looks at graphs has them here, and each step sends every call again."""
+        return {name: value for name, value in self.__dict__.items() if name not in self.KEPT_HERE}
 
     def results(self, key: Key) -> list[Result]:
         """Shape and dtype of each value that the task of this key returns."""
@@ -129,6 +135,8 @@ class ChunkSum(KernelCall):
 
     order   of the rows of all chunks
     """
+
+    KEPT_HERE = ("origin",)  # the shape of the total is needed everywhere
 
     def __init__(self, *arguments: Any, order: SumOrder, **known: Any) -> None:
         super().__init__(*arguments, **known)
@@ -207,6 +215,9 @@ class Pick:
 
     def __init__(self, number: int, axes: str, origin: Any = None):
         self.number, self.axes, self.origin = number, axes, origin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pick, (self.number, self.axes)
 
     def __call__(self, results: tuple[Any, ...]) -> Any:
         return results[self.number]
