@@ -249,7 +249,8 @@ def test_any_other_choice_is_refused(monkeypatch):
 
 def test_a_processor_without_fma_takes_numpy_and_refuses_ours(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(sgemm, "has_fma", lambda: False)
+    for module in (blas, sgemm):
+        monkeypatch.setattr(module, "has_fma", lambda: False)
     sgemm.address.cache_clear()
     assert gemm_address(np.dtype("f4")) == blas.find_gemm("s")
     monkeypatch.setenv(VARIABLE, "own")

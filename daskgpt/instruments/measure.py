@@ -13,12 +13,11 @@ from daskgpt.graph.spans import Span
 from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.statistics import Spread
+from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
-
-PASSES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Steps:
             seconds = perf_counter() - start
         ran = len(self.losses) - done
         busy = busy_by_pass(self.step.recorded, [span for process in processes for span in process.spans])
-        return {name: busy[name] / ran for name in PASSES}, seconds / ran
+        return {name: busy[name] / ran for name in PHASES}, seconds / ran
 
     def reset_peak(self) -> None:
         """Let `peak` count from now on."""
@@ -148,7 +147,7 @@ def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -
 
 def busy_by_pass(recorded: Recorded, spans: Iterable[Span]) -> dict[str, float]:
     """Seconds in which kernels of each pass of a recorded step ran."""
-    busy = dict.fromkeys(PASSES, 0.0)
+    busy = dict.fromkeys(PHASES, 0.0)
     for span in spans:
         origin = recorded.origin(span.key)
         if origin is not None:

@@ -1,7 +1,7 @@
 """Causal self-attention of whole sequences, and its gradient.
 
-Both walk over blocks of query rows. A block's scores against all keys up to its diagonal are one matrix product, the
-mask is where the loops over a row end, and the scratch for a block of scores is all that is held beside the arrays:
+Both walk over bands of query rows. A band's scores against all keys up to its diagonal are one matrix product, the
+mask is where the loops over a row end, and the scratch for a band of scores is all that is held beside the arrays:
 O(T), never (T, T). The forward keeps one number a row, the logarithm of the sum of exponentials, from which the
 backward computes the probabilities again.
 """
@@ -35,7 +35,7 @@ def _transpose(x, sequence, column, out):
 def _softmax(scores, row, limit, last, scale):
     """exp(scale (score - maximum)) of one row up to `limit`, then zeros; returns scale * maximum and the sum.
 
-    The exponentials run on to `last`, the end of the block: no remainder for the vector code, and cheaper than
+    The exponentials run on to `last`, the end of the band: no remainder for the vector code, and cheaper than
     stopping in time.
     """
     top = scale * maximum(scores[row, :limit])
@@ -55,14 +55,14 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses):
     hs = channels // heads
     ld, lds, size = 3 * channels, scores.shape[1], y.itemsize
     scale = one / real(math.sqrt(hs))
-    block, s, kt = scores.shape[0], address_of(scores), address_of(k_transposed)
+    band, s, kt = scores.shape[0], address_of(scores), address_of(k_transposed)
     for sequence in range(y.shape[0]):
         for column in range(0, channels, hs):
             q = address_of(qkv) + (sequence * tokens * ld + column) * size
             v = q + 2 * channels * size
             _transpose(qkv, sequence, channels + column, k_transposed)
-            for first in range(0, tokens, block):
-                last = min(first + block, tokens)
+            for first in range(0, tokens, band):
+                last = min(first + band, tokens)
                 n = last - first
                 gemm(blas, 0, 0, n, last, hs, q + first * ld * size, ld, kt, lds, zero, s, lds)
                 for i in range(n):
@@ -100,7 +100,7 @@ def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
 
 @kernel("n r3 r3 r3 n w3 w2 w2 w2 w2")
 def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed):
-    """The last block of queries comes first: it meets every key, so its products start the sums of dk and dv."""
+    """The last band of queries comes first: it meets every key, so its products start the sums of dk and dv."""
     wide_vectors()
     real = dy.dtype.type
     one, zero = real(1), real(0)
@@ -108,7 +108,7 @@ def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transp
     hs = channels // heads
     ld, lds, size = 3 * channels, scores.shape[1], dy.itemsize
     scale = one / real(math.sqrt(hs))
-    block, s, ds = scores.shape[0], address_of(scores), address_of(gradients)
+    band, s, ds = scores.shape[0], address_of(scores), address_of(gradients)
     kt, vt = address_of(k_transposed), address_of(v_transposed)
     for sequence in range(dy.shape[0]):
         for column in range(0, channels, hs):
@@ -117,8 +117,8 @@ def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transp
             k, dk, dv = q + channels * size, dq + channels * size, dq + 2 * channels * size
             _transpose(qkv, sequence, channels + column, k_transposed)
             _transpose(qkv, sequence, 2 * channels + column, v_transposed)
-            for first in range((tokens - 1) // block * block, -1, -block):
-                last = min(first + block, tokens)
+            for first in range((tokens - 1) // band * band, -1, -band):
+                last = min(first + band, tokens)
                 n = last - first
                 down = first * ld * size
                 d_out = address_of(dy) + ((sequence * tokens + first) * channels + column) * size
@@ -144,8 +144,8 @@ def _check_heads(where: str, qkv: np.ndarray, heads: int) -> int:
     return channels
 
 
-def _block(tokens: int) -> int:
-    """Query rows of a block: more make better matrix products, fewer compute less beyond the diagonal."""
+def _band(tokens: int) -> int:
+    """Query rows of a band: more make better matrix products, fewer compute less beyond the diagonal."""
     return max(1, min(32 if tokens <= 256 else 64, tokens))
 
 
@@ -168,8 +168,8 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     channels = _check_heads("attention.forward", qkv, heads)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), qkv.dtype), np.empty((sequences, heads, tokens), qkv.dtype)
-    block, size = _block(tokens), channels // heads
-    scratch = _scratch(block, tokens, qkv.dtype), _scratch(size, tokens, qkv.dtype), np.empty(block, qkv.dtype)
+    band, size = _band(tokens), channels // heads
+    scratch = _scratch(band, tokens, qkv.dtype), _scratch(size, tokens, qkv.dtype), np.empty(band, qkv.dtype)
     _forward(gemm_address(qkv.dtype), np.ascontiguousarray(qkv), heads, y, logsumexp, *scratch)
     return y, logsumexp
 
@@ -196,7 +196,7 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
     dqkv = np.empty(qkv.shape, qkv.dtype)
     dy, qkv, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, logsumexp))
-    block, size = _block(tokens), channels // heads
-    scratch = [_scratch(count, tokens, qkv.dtype) for count in (block, block, size, size)]
+    band, size = _band(tokens), channels // heads
+    scratch = [_scratch(count, tokens, qkv.dtype) for count in (band, band, size, size)]
     _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch)
     return dqkv

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PHASES = ("forward", "backward", "update")
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The call that a task, or a part of one, belongs to.
 
     layer      name of the layer's row, or of the optimizer
-    phase      forward, backward or update
+    phase      one of PHASES
     where      in the model, by GPT-2's published names: `h.0.attn.c_attn`
     block      number of the transformer block, None outside of them
     argument   in backward: the argument whose gradient it is

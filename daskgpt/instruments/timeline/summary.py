@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from daskgpt.config.errors import refusal
 from daskgpt.instruments.timeline.events import Event, Task, Timeline, different_at_once
-
-PHASES = ("forward", "backward", "update")
+from daskgpt.model.origins import PHASES
 
 
 @dataclass(frozen=True)

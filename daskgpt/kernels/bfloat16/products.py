@@ -13,15 +13,15 @@ from daskgpt.kernels.bfloat16.packing import pack_rows
 from daskgpt.kernels.bfloat16.rounding import FLOAT32
 from daskgpt.kernels.bfloat16.scratch import scratch
 from daskgpt.kernels.bfloat16.tiles import (
-    BLOCK,
     CONFIGURATION,
     DEPTH,
+    PATCH,
     ROW,
     STEP,
     ZEROS,
     close_unit,
     fetch,
-    multiply_block,
+    multiply_patch,
     open_unit,
 )
 from daskgpt.kernels.bfloat16.units import unit
@@ -32,29 +32,29 @@ from daskgpt.kernels.vectors.operations import address_of, store_columns
 _ROWS_BYTES = 1 << 20
 # A summed axis longer than this is cut into pieces of half the length, for so many rows, to read the weight less often.
 _LONGEST, _DEEP_ROWS = 2048, 256
-# Fewer blocks of rows than this use a panel up faster than it can be fetched ahead.
-_BLOCKS_TO_FETCH = 3
+# Fewer bands of rows than this use a panel up faster than it can be fetched ahead.
+_PATCHES_TO_FETCH = 3
 
 
 @helper
-def _store_block(block, rows, columns, target, row_bytes):
-    """Copy a block of sums to rows x columns of a matrix."""
+def _store_patch(patch, rows, columns, target, row_bytes):
+    """Copy a patch of sums to rows x columns of a matrix."""
     for row in range(rows):
-        store_columns(block + row * ROW, target + row * row_bytes, columns)
+        store_columns(patch + row * ROW, target + row * row_bytes, columns)
 
 
 @kernel("h1 h1 h1 H1 n n n n n n n n n n n")
 def _multiply(
-    x, weight, start, y, unit, configuration, rows, depth, width, start_step, left, sums, block_step, chunk_rows,
+    x, weight, start, y, unit, configuration, rows, depth, width, start_step, left, sums, patch_step, chunk_rows,
     chunk_depth,
 ):  # fmt: skip
-    """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, blocks of rows."""
+    """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, bands of rows."""
     wide_vectors()
     open_unit(unit, configuration)
     panel = (depth + 31) // 32 * STEP
     for row0 in range(0, rows, chunk_rows):
         chunk = min(chunk_rows, rows - row0)
-        blocks = (chunk + 31) // 32
+        patches = (chunk + 31) // 32
         for depth0 in range(0, depth, chunk_depth):
             deep = min(chunk_depth, depth - depth0)
             steps = (deep + 31) // 32
@@ -66,34 +66,34 @@ def _multiply(
                     count = min(DEPTH, steps - step)
                     fresh = step == 0 and depth0 == 0
                     done = step + count == steps and depth0 + deep == depth
-                    for i in range(blocks):
-                        block = sums + column // 32 * block_step + i * BLOCK
-                        begin = address_of(start) + column // 32 * start_step if fresh else block
-                        if blocks >= _BLOCKS_TO_FETCH:
-                            fetch(right + panel + step * STEP, count, i, blocks)
-                        multiply_block(
+                    for i in range(patches):
+                        patch = sums + column // 32 * patch_step + i * PATCH
+                        begin = address_of(start) + column // 32 * start_step if fresh else patch
+                        if patches >= _PATCHES_TO_FETCH:
+                            fetch(right + panel + step * STEP, count, i, patches)
+                        multiply_patch(
                             unit, left + (i * steps + step) * STEP, right + step * STEP, count,
-                            begin, 0 if fresh else ROW, block, ROW,
+                            begin, 0 if fresh else ROW, patch, ROW,
                         )  # fmt: skip
                         if done:
                             row = row0 + i * 32
                             target = address_of(y) + (row * width + column) * 4
-                            _store_block(block, min(32, rows - row), min(32, width - column), target, width * 4)
+                            _store_patch(patch, min(32, rows - row), min(32, width - column), target, width * 4)
     close_unit(unit)
 
 
 @functools.lru_cache(1024)
 def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
-    """Rows and depth of a chunk, bytes of its left panels and its sums, bytes from a column of blocks to the next."""
+    """Rows and depth of a chunk, bytes of its left panels and its sums, bytes from a column of patches to the next."""
     if depth > _LONGEST:
         chunk_rows, chunk_depth = max(32, min(_DEEP_ROWS, ceiling(rows, 32))), _LONGEST // 2
-        block_step = chunk_rows // 32 * BLOCK
-        return chunk_rows, chunk_depth, chunk_rows * chunk_depth * 2, ceiling(width, 32) // 32 * block_step, block_step
+        patch_step = chunk_rows // 32 * PATCH
+        return chunk_rows, chunk_depth, chunk_rows * chunk_depth * 2, ceiling(width, 32) // 32 * patch_step, patch_step
     chunk_depth = ceiling(depth, 32)
     most = max(32, _ROWS_BYTES // (2 * chunk_depth) // 32 * 32)
     chunks = max(1, -(-rows // most))
     chunk_rows = max(32, ceiling(-(-rows // chunks), 32))
-    return chunk_rows, chunk_depth, chunk_rows * chunk_depth * 2, chunk_rows // 32 * BLOCK, 0
+    return chunk_rows, chunk_depth, chunk_rows * chunk_depth * 2, chunk_rows // 32 * PATCH, 0
 
 
 def _starts(bias: np.ndarray | None, width: int) -> tuple[np.ndarray, int]:
@@ -121,12 +121,12 @@ def _product(where: str, name: str, x: Any, weight: PackedWeight, backward: bool
     y = np.empty((*x.shape[:-1], width), FLOAT32)
     start, start_step = _starts(bias, width)
     rows = x.size // depth
-    chunk_rows, chunk_depth, left_bytes, sums_bytes, block_step = _plan(rows, depth, width)
+    chunk_rows, chunk_depth, left_bytes, sums_bytes, patch_step = _plan(rows, depth, width)
     left, sums = scratch(left_bytes, sums_bytes)
     packed = weight.backward if backward else weight.forward
     _multiply(
         words(np.ascontiguousarray(x)), packed, start, words(y), unit(), CONFIGURATION, rows, depth, width, start_step,
-        left, sums, block_step, chunk_rows, chunk_depth,
+        left, sums, patch_step, chunk_rows, chunk_depth,
     )  # fmt: skip
     return y
 

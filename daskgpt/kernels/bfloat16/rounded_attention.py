@@ -1,6 +1,6 @@
 """Causal self-attention whose products run in bfloat16: `attention` with rounded operands and float32 sums.
 
-All products are blocks of 32 x 32 sums. The forward walks over 32 queries at a time and keeps their scores against the
+All products are patches of 32 x 32 sums. The forward walks over 32 queries at a time and keeps their scores against the
 keys up to the diagonal. The backward walks over 32 keys at a time and computes the scores transposed, a row a key:
 rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q as they stand,
 and with the rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once a head. What lies beyond the
@@ -20,14 +20,14 @@ from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, rounded
 from daskgpt.kernels.bfloat16.scratch import scratch
 from daskgpt.kernels.bfloat16.tiles import (
-    BLOCK,
     CONFIGURATION,
+    PATCH,
     ROW,
     STEP,
     TILE,
     ZEROS,
     close_unit,
-    multiply_block,
+    multiply_patch,
     open_unit,
 )
 from daskgpt.kernels.bfloat16.units import Unit, unit
@@ -63,7 +63,7 @@ from daskgpt.kernels.vectors.operations import (
 from daskgpt.kernels.vectors.sums import dot_at, folded
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
-# Queries that two keys before the diagonal's block must not be seen by: none.
+# Queries that two keys before the diagonal's patch must not be seen by: none.
 _NONE = -2
 
 
@@ -120,7 +120,7 @@ def _exponentials(typing_context, scores, target, totals, count, scale, top):
 
 
 def _key_gradients(builder, place, first, hidden, scale):
-    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the block."""
+    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
     scores, gradients, logsumexp, deltas = (load(builder, address, first * 4) for address in place)
     score = builder.fmul(scores, scale)
     p = exp(builder, builder.fsub(score, logsumexp))
@@ -132,7 +132,7 @@ def _key_gradients(builder, place, first, hidden, scale):
 
 @intrinsic
 def _score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
-    """Two keys' rows of a transposed block of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
+    """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
 
     p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
     """
@@ -155,29 +155,29 @@ def _score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds
 
 
 @helper
-def _score_queries(unit, q, keys, steps, block, zeros, scores, tops):
-    """Scores of 32 queries against the keys up to block `block`, the diagonal's, and their partial maxima."""
+def _score_queries(unit, q, keys, steps, patch, zeros, scores, tops):
+    """Scores of 32 queries against the keys up to patch `patch`, the diagonal's, and their partial maxima."""
     for i in range(512):
         write_real(tops, i, _LEAST)
-    for j in range(block + 1):
-        place = scores + j * BLOCK
-        multiply_block(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
+    for j in range(patch + 1):
+        place = scores + j * PATCH
+        multiply_patch(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
         for row in range(32):
-            _raise_columns(tops + row * VECTOR, place + row * ROW, row + 1 if j == block else 32)
+            _raise_columns(tops + row * VECTOR, place + row * ROW, row + 1 if j == patch else 32)
 
 
 @helper
-def _softmax(scores, block, scale, tops, totals, p):
+def _softmax(scores, patch, scale, tops, totals, p):
     """exp(scale (score - maximum)) of 32 queries as a left panel; tops and totals begin with a number a query."""
     for i in range(512):
         write_real(totals, i, _ZERO)
     for row in range(32):
         write_real(tops, row * 16, scale * _maximum(tops + row * VECTOR))
-    for j in range(block + 1):
+    for j in range(patch + 1):
         for row in range(32):
             _exponentials(
-                scores + j * BLOCK + row * ROW, p + j * STEP + row * 64, totals + row * VECTOR,
-                row + 1 if j == block else 32, scale, read_real(tops, row * 16),
+                scores + j * PATCH + row * ROW, p + j * STEP + row * 64, totals + row * VECTOR,
+                row + 1 if j == patch else 32, scale, read_real(tops, row * 16),
             )  # fmt: skip
     for row in range(32):
         write_real(totals, row * 16, _sum(totals + row * VECTOR))
@@ -197,30 +197,30 @@ def _store_output(sums, totals, rows, size, target, target_step):
 @kernel("h1 H1 H1 h1 n n n n n n n n n n n n n n n")
 def _forward(
     qkv, y, logsumexp, zeros, unit, configuration, sequences, tokens, heads, size, q, keys, values, scores, p, sums,
-    tops, totals, block_steps,
+    tops, totals, patch_steps,
 ):  # fmt: skip
-    """block_steps: steps of the summed axis of q kᵀ, ceil(HS / 32)."""
+    """patch_steps: steps of the summed axis of q kᵀ, ceil(HS / 32)."""
     wide_vectors()
     open_unit(unit, configuration)
     channels, nothing = heads * size, address_of(zeros)
-    row_bytes, blocks = 12 * channels, (tokens + 31) // 32
-    panel, scale = block_steps * STEP, _ONE / np.float32(math.sqrt(size))
+    row_bytes, patches = 12 * channels, (tokens + 31) // 32
+    panel, scale = patch_steps * STEP, _ONE / np.float32(math.sqrt(size))
     for head in range(sequences * heads):
         sequence, column = head // heads, head % heads * size
         source = address_of(qkv) + (sequence * tokens * 3 * channels + column) * 4
         pack_rows(source + channels * 4, row_bytes, tokens, size, True, keys, panel)
-        pack_pairs(source + channels * 8, row_bytes, tokens, size, False, values, blocks * STEP)
-        for block in range(blocks):
-            first = block * 32
+        pack_pairs(source + channels * 8, row_bytes, tokens, size, False, values, patches * STEP)
+        for patch in range(patches):
+            first = patch * 32
             rows = min(32, tokens - first)
             pack_rows(source + first * row_bytes, row_bytes, rows, size, False, q, panel)
-            _score_queries(unit, q, keys, block_steps, block, nothing, scores, tops)
-            _softmax(scores, block, scale, tops, totals, p)
+            _score_queries(unit, q, keys, patch_steps, patch, nothing, scores, tops)
+            _softmax(scores, patch, scale, tops, totals, p)
             for row in range(rows):
                 value = read_real(tops, row * 16) + log(read_real(totals, row * 16))
                 write_real(address_of(logsumexp), head * tokens + first + row, value)
-            width = block_steps * ROW
-            sum_rows(unit, p, values, blocks * STEP, block + 1, block_steps * 32, nothing, 0, sums, width)
+            width = patch_steps * ROW
+            sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
             target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
             _store_output(sums, totals, rows, size, target, channels * 4)
     close_unit(unit)
@@ -228,7 +228,7 @@ def _forward(
 
 @helper
 def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, deltas):
-    """Of each query the logarithm of the sum and delta = sum(dy y); zeros for queries that only fill a block."""
+    """Of each query the logarithm of the sum and delta = sum(dy y); zeros for queries that only fill a patch."""
     for i in range((tokens + 31) // 32 * 32):
         offset, delta = _ZERO, _ZERO
         if i < tokens:
@@ -239,12 +239,12 @@ def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, delta
 
 
 @helper
-def _transpose_block(block, spare, rows, columns, target, target_step):
-    """rows x columns at target = the transpose of the columns x rows in a block."""
+def _transpose_patch(patch, spare, rows, columns, target, target_step):
+    """rows x columns at target = the transpose of the columns x rows in a patch."""
     for corner in range(4):
         row, column = corner // 2 * 16, corner % 2 * 16
         for i in range(16):
-            copy_row(block + (column + i) * ROW + row * 4, spare + i * 64, 16)
+            copy_row(patch + (column + i) * ROW + row * 4, spare + i * 64, 16)
         transpose_tile(spare)
         for i in range(min(16, rows - row)):
             place = target + (row + i) * target_step + column * 4
@@ -265,14 +265,14 @@ def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, pa
 
 
 @helper
-def _differentiate_block(unit, left, right, v, dy, steps, zeros, work, offsets, deltas, p, ds, diagonal, scale):
-    """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two blocks at `work`."""
-    multiply_block(unit, left, right, steps, zeros, 0, work, ROW)
-    multiply_block(unit, v, dy, steps, zeros, 0, work + BLOCK, ROW)
+def _differentiate_patch(unit, left, right, v, dy, steps, zeros, work, offsets, deltas, p, ds, diagonal, scale):
+    """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two patches at `work`."""
+    multiply_patch(unit, left, right, steps, zeros, 0, work, ROW)
+    multiply_patch(unit, v, dy, steps, zeros, 0, work + PATCH, ROW)
     for row in range(0, 32, 2):
         place = work + row * ROW
         _score_gradients(
-            place, place + BLOCK, offsets, deltas, p + row * 64, ds + row * 64, work + 2 * BLOCK + row * 32,
+            place, place + PATCH, offsets, deltas, p + row * 64, ds + row * 64, work + 2 * PATCH + row * 32,
             row if diagonal else _NONE, scale,
         )  # fmt: skip
 
@@ -285,9 +285,9 @@ def _backward(
     wide_vectors()
     open_unit(unit, configuration)
     channels, nothing, scale = heads * size, address_of(zeros), _ONE / np.float32(math.sqrt(size))
-    blocks, steps = (tokens + 31) // 32, (size + 31) // 32
-    panel, long_panel, row_bytes = steps * STEP, blocks * STEP, 12 * channels
-    each, k_pairs, p, ds = blocks * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
+    patches, steps = (tokens + 31) // 32, (size + 31) // 32
+    panel, long_panel, row_bytes = steps * STEP, patches * STEP, 12 * channels
+    each, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
     for head in range(sequences * heads):
         sequence, column = head // heads, head % heads * size
         place = (sequence * tokens * channels + column) * 4
@@ -298,31 +298,31 @@ def _backward(
             d_out, address_of(y) + place, address_of(logsumexp) + head * tokens * 4, channels, tokens, size, offsets,
             deltas,
         )  # fmt: skip
-        for j in range(blocks):
-            for i in range(j, blocks):
+        for j in range(patches):
+            for i in range(j, patches):
                 key, query = rows + j * panel, rows + 2 * each + i * panel
-                _differentiate_block(
+                _differentiate_patch(
                     unit, key, query, key + each, query + each, steps, nothing, work, offsets + i * ROW,
                     deltas + i * ROW, p + (i - j) * STEP, ds + (i - j) * STEP, i == j, scale,
                 )  # fmt: skip
                 for c in range(steps):
-                    block = dq + (i * steps + c) * BLOCK
-                    begin, begin_step = (block, ROW) if j else (nothing, 0)
+                    patch = dq + (i * steps + c) * PATCH
+                    begin, begin_step = (patch, ROW) if j else (nothing, 0)
                     left = k_pairs + c * long_panel + j * STEP
-                    multiply_block(unit, left, work + 2 * BLOCK, 1, begin, begin_step, block, ROW)
+                    multiply_patch(unit, left, work + 2 * PATCH, 1, begin, begin_step, patch, ROW)
             for which in range(2):
                 left, right = (p, pairs + steps * long_panel) if which else (ds, pairs)
                 sum_rows(
-                    unit, left, right + j * STEP, long_panel, blocks - j, steps * 32, nothing, 0, sums, steps * ROW
+                    unit, left, right + j * STEP, long_panel, patches - j, steps * 32, nothing, 0, sums, steps * ROW
                 )
                 target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
                 for row in range(min(32, tokens - j * 32)):
                     copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
-        for i in range(blocks):
+        for i in range(patches):
             for c in range(steps):
                 target = dq_out + i * 32 * row_bytes + c * 128
-                _transpose_block(
-                    dq + (i * steps + c) * BLOCK, work, min(32, tokens - i * 32), min(32, size - c * 32), target,
+                _transpose_patch(
+                    dq + (i * steps + c) * PATCH, work, min(32, tokens - i * 32), min(32, size - c * 32), target,
                     row_bytes,
                 )  # fmt: skip
     close_unit(unit)
@@ -351,10 +351,10 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
     size = channels // heads
-    steps, blocks = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
-    panels = steps * blocks * STEP
+    steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
+    panels = steps * patches * STEP
     addresses = scratch(
-        steps * STEP, panels, panels, blocks * BLOCK, blocks * STEP, steps * BLOCK, 32 * VECTOR, 32 * VECTOR
+        steps * STEP, panels, panels, patches * PATCH, patches * STEP, steps * PATCH, 32 * VECTOR, 32 * VECTOR
     )
     _forward(
         words(np.ascontiguousarray(qkv)), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences,
@@ -388,10 +388,10 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     if unit() is Unit.PORTABLE:
         return attention.backward(rounded(dy), rounded(qkv), y, logsumexp, heads)
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
-    steps, blocks = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
-    panels, line = steps * blocks * STEP, blocks * ROW
+    steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
+    panels, line = steps * patches * STEP, patches * ROW
     addresses = scratch(
-        4 * panels, 3 * panels, 2 * BLOCK + STEP, line, line, 2 * blocks * STEP, steps * BLOCK, steps * blocks * BLOCK
+        4 * panels, 3 * panels, 2 * PATCH + STEP, line, line, 2 * patches * STEP, steps * PATCH, steps * patches * PATCH
     )
     arrays = [words(np.ascontiguousarray(array)) for array in (dy, qkv, y, logsumexp)]
     _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size, *addresses)

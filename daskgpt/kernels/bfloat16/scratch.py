@@ -28,7 +28,7 @@ _scratch = _Scratch()
 
 
 def scratch(*sizes: int) -> list[int]:
-    """Addresses of blocks of these many bytes, each at the start of a page; they hold until this thread's next call."""
+    """Addresses of pieces of these many bytes, each at the start of a page; they hold until this thread's next call."""
     rounded = [-(-size // _PAGE) * _PAGE for size in sizes]
     total = sum(rounded)
     if total > _scratch.size:

@@ -1,8 +1,8 @@
-"""The two units' instructions, as Numba intrinsics, and the one product both compute: a block of 32 x 32 sums.
+"""The two units' instructions, as Numba intrinsics, and the one product both compute: a patch of 32 x 32 sums.
 
 A *tile* is 1 KB: 16 rows of 64 bytes. Left tiles hold 16 rows of 32 bfloat16 numbers. Right tiles hold 16 pairs of rows
 of 16 columns, the two numbers of a pair side by side. A *panel* has 32 rows of the left operand (or 32 columns of the
-right one): along the summed axis, 32 numbers a step, two tiles. A *block* of sums is 32 rows of 32 float32 numbers.
+right one): along the summed axis, 32 numbers a step, two tiles. A *patch* of sums is 32 rows of 32 float32 numbers.
 
 On a processor without the unit the intrinsics generate nothing; `units` sees to it that they are not reached.
 """
@@ -35,8 +35,8 @@ from daskgpt.kernels.vectors.operations import operation
 
 TILE = 1024
 STEP = 2 * TILE
-BLOCK = 4096
-# Bytes from row to row in a block.
+PATCH = 4096
+# Bytes from row to row in a patch.
 ROW = 128
 # Steps that are multiplied before the other operand moves on: 16 KB of one panel stay in the first cache.
 DEPTH = 8
@@ -204,7 +204,7 @@ def _multiply_by_vectors(left, right, steps, start, start_step, total, total_ste
 
 
 @helper
-def multiply_block(unit, left, right, steps, start, start_step, total, total_step):
+def multiply_patch(unit, left, right, steps, start, start_step, total, total_step):
     """32 x 32 float32 sums at `total` = those at `start` + a left panel @ a right panel, over `steps`.
 
     start_step and total_step are the bytes from row to row; a start_step of 0 starts every row with the same numbers.
@@ -232,16 +232,16 @@ def fetch_step(step):
 
 
 @helper
-def touch_block(unit, block, step):
-    """Read a block that is about to be written, rows `step` bytes apart.
+def touch_patch(unit, patch, step):
+    """Read a patch that is about to be written, rows `step` bytes apart.
 
     Writes alone keep fewer cache lines on their way: with few tokens this makes a weight's gradient a third faster.
     """
     if unit == AMX:
-        load_tile(4, block, step)
-        load_tile(5, block + 64, step)
-        load_tile(6, block + 16 * step, step)
-        load_tile(7, block + 16 * step + 64, step)
+        load_tile(4, patch, step)
+        load_tile(5, patch + 64, step)
+        load_tile(6, patch + 16 * step, step)
+        load_tile(7, patch + 16 * step + 64, step)
 
 
 @helper

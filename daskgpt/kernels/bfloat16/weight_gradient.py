@@ -16,9 +16,9 @@ from daskgpt.kernels.bfloat16.tiles import (
     STEP,
     ZEROS,
     close_unit,
-    multiply_block,
+    multiply_patch,
     open_unit,
-    touch_block,
+    touch_patch,
 )
 from daskgpt.kernels.bfloat16.units import Unit, unit
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
@@ -32,7 +32,7 @@ _LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256
 def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
     """32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
 
-    A start_step of 0 starts every block with the same 32 numbers.
+    A start_step of 0 starts every patch with the same 32 numbers.
     """
     for step in range(0, steps, DEPTH):
         count = min(DEPTH, steps - step)
@@ -41,8 +41,8 @@ def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target
             if step == 0:
                 begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
                 if start_step == 0:
-                    touch_block(unit, target + column * 4, target_step)
-            multiply_block(
+                    touch_patch(unit, target + column * 4, target_step)
+            multiply_patch(
                 unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
                 begin, begin_step, target + column * 4, target_step,
             )  # fmt: skip
@@ -65,19 +65,19 @@ def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, pan
 @kernel("h1 h1 H1 h1 n n n n n n n n n n n n n n")
 def _multiply(
     dy, x, total, zeros, unit, configuration, runs, tokens, outputs, channels, first, last, accumulate,
-    left, right, sums, block_rows, block_columns,
+    left, right, sums, band_rows, band_columns,
 ):  # fmt: skip
-    """The loops, from outside: blocks of rows, blocks of columns, 32 rows."""
+    """The loops, from outside: bands of rows, bands of columns, 32 rows."""
     wide_vectors()
     open_unit(unit, configuration)
     steps = (tokens + 31) // 32 * runs
-    panel, row_bytes, sums_step = steps * STEP, channels * 4, block_columns * 4 + 64
+    panel, row_bytes, sums_step = steps * STEP, channels * 4, band_columns * 4 + 64
     _pack_runs(address_of(x), row_bytes, runs, tokens, channels, False, right, panel)
-    for row0 in range(first, last, block_rows):
-        rows = min(block_rows, last - row0)
+    for row0 in range(first, last, band_rows):
+        rows = min(band_rows, last - row0)
         _pack_runs(address_of(dy) + row0 * 4, outputs * 4, runs, tokens, rows, True, left, panel)
-        for column in range(0, channels, block_columns):
-            columns = min(block_columns, channels - column)
+        for column in range(0, channels, band_columns):
+            columns = min(band_columns, channels - column)
             for i in range(0, rows, 32):
                 high = min(32, rows - i)
                 place = address_of(total) + (row0 - first + i) * row_bytes + column * 4
@@ -108,7 +108,7 @@ def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
 
 @functools.lru_cache(1024)
 def _plan(steps: int, channels: int) -> tuple[int, int]:
-    """Rows and columns of a block, for so many steps of 32 tokens."""
+    """Rows and columns of a patch, for so many steps of 32 tokens."""
     step_bytes = steps * STEP
     rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
@@ -159,13 +159,13 @@ def backward_weight(
         return portable.gradient(dy, x, total, accumulate, first, last)
     runs, tokens = runs_of_tokens(dy)
     steps = ceiling(tokens, 32) // 32 * runs
-    block_rows, block_columns = _plan(steps, channels)
+    band_rows, band_columns = _plan(steps, channels)
     left, right, sums = scratch(
-        block_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (block_columns * 4 + 64)
+        band_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (band_columns * 4 + 64)
     )
     _multiply(
         words(np.ascontiguousarray(dy)), words(np.ascontiguousarray(x)), words(total), ZEROS, unit(),
-        CONFIGURATION, runs, tokens, outputs, channels, first, last, accumulate, left, right, sums, block_rows,
-        block_columns,
+        CONFIGURATION, runs, tokens, outputs, channels, first, last, accumulate, left, right, sums, band_rows,
+        band_columns,
     )  # fmt: skip
     return total

@@ -42,7 +42,7 @@ def _pack_x(table, runs, channels, right):
 
 @helper
 def _sum_runs(
-    unit, table, runs, outputs, channels, row0, rows, fresh, zeros, left, right, sums, sums_step, block_columns
+    unit, table, runs, outputs, channels, row0, rows, fresh, zeros, left, right, sums, sums_step, band_columns
 ):
     """sums (+)= dyᵀ x for `rows` rows, run after run."""
     for run in range(runs):
@@ -50,8 +50,8 @@ def _sum_runs(
         steps = (tokens + 31) // 32
         panel = steps * STEP
         pack_pairs(dy + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
-        for column in range(0, channels, block_columns):
-            columns = min(block_columns, channels - column)
+        for column in range(0, channels, band_columns):
+            columns = min(band_columns, channels - column)
             for i in range(0, rows, 32):
                 target = sums + i * sums_step + column * 4
                 start, start_step = (zeros, 0) if fresh and run == 0 else (target, sums_step)
@@ -82,20 +82,20 @@ def _step(weight, gradient, m, v, channels, scalars):
 @kernel("h1 H1 H1 H1 h1 H1 H1 h1 h1 n n n n n n n n n n n n n")
 def _update(
     table, weight, m, v, gradient, forward, backward, scalars, zeros, unit, configuration, runs, outputs, channels,
-    first, last, left, right, sums, sums_step, block_rows, block_columns,
+    first, last, left, right, sums, sums_step, band_rows, band_columns,
 ):  # fmt: skip
     wide_vectors()
     open_unit(unit, configuration)
     row_bytes = channels * 4
     _pack_x(address_of(table), runs, channels, right)
-    for row0 in range(first, last, block_rows):
-        rows = min(block_rows, last - row0)
+    for row0 in range(first, last, band_rows):
+        rows = min(band_rows, last - row0)
         if gradient.size:
             for row in range(rows):
                 copy_row(address_of(gradient) + (row0 - first + row) * row_bytes, sums + row * sums_step, channels)
         _sum_runs(
             unit, address_of(table), runs, outputs, channels, row0, rows, gradient.size == 0, address_of(zeros),
-            left, right, sums, sums_step, block_columns,
+            left, right, sums, sums_step, band_columns,
         )  # fmt: skip
         place = row0 * row_bytes
         for row in range(rows):
@@ -112,7 +112,7 @@ def _update(
 
 @functools.lru_cache(1024)
 def _plan(longest: int, channels: int) -> tuple[int, int]:
-    """Rows and columns of a block, for runs of up to `longest` steps of 32 tokens."""
+    """Rows and columns of a patch, for runs of up to `longest` steps of 32 tokens."""
     rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4) // 32 * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
 
@@ -166,17 +166,17 @@ def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, op
     operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in zip(dys, xs)]
     table = np.array([place for dy, x in operands for place in _runs(dy, x)], np.int64)
     steps = [ceiling(count, 32) // 32 for count in table[:, 2].tolist()]
-    block_rows, block_columns = _plan(max(steps), channels)
+    band_rows, band_columns = _plan(max(steps), channels)
     sums_step = ceiling(channels, 32) * 4 + 64
     left, right, sums = scratch(
-        block_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, block_rows * sums_step
+        band_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, band_rows * sums_step
     )
     scalars = np.array(step_scalars(hyper, **options), FLOAT32)
     _update(
         words(table), words(weight), words(m), words(v),
         NOTHING if gradient is None else words(np.ascontiguousarray(gradient)), packed.forward, packed.backward,
         words(scalars), ZEROS, unit(), CONFIGURATION, len(table), outputs, channels, first, last, left, right,
-        sums, sums_step, block_rows, block_columns,
+        sums, sums_step, band_rows, band_columns,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from daskgpt.kernels.compilation import KERNELS, Kernel, helper
 from daskgpt.kernels.float32.registers import LANES, LINE, ROWS, VECTOR, WIDTH
 from daskgpt.kernels.float32.sgemm_panels import (
-    BLOCK,
+    BAND,
     COLUMNS,
     DEPTH,
     GROUP,
@@ -281,12 +281,12 @@ def _in_place(work, by_columns, m, n, k, left, right, c, beta):
 @helper
 def _by_panels(work, m, n, k, left, right, c, beta):
     (a, a_step), (b, b_step), (at, step) = left, right, c
-    for block in range(0, m, BLOCK):
-        count = min(BLOCK, m - block)
+    for band in range(0, m, BAND):
+        count = min(BAND, m - band)
         for start in range(0, max(k, 1), DEPTH):
             steps = min(DEPTH, k - start)
             scale = beta if start == 0 else np.float32(1)
-            rows, sums = (a + block * a_step + start * 4, a_step), (at + block * step, step)
+            rows, sums = (a + band * a_step + start * 4, a_step), (at + band * step, step)
             _sum_panels(work, count, n, steps, rows, (b + start * b_step, b_step), sums, scale)
 
 

@@ -46,13 +46,13 @@ def transpose_body(builder: Any, *arguments: Any) -> None:
     with builder.if_else(missing) as (edge, inside):
         with edge:
             masks, target_masks = _row_masks(builder, rows, columns), _row_masks(builder, target_rows, target_columns)
-            _transpose_block(builder, sources, targets, masks, target_masks, beta)
+            _transpose_patch(builder, sources, targets, masks, target_masks, beta)
         with inside:
             masks = [constant(MASK, 1)] * LANES
-            _transpose_block(builder, sources, targets, masks, masks, beta)
+            _transpose_patch(builder, sources, targets, masks, masks, beta)
 
 
-def _transpose_block(
+def _transpose_patch(
     builder: Any, sources: list[Any], targets: list[Any], masks: list[Any], target_masks: list[Any], beta: Any
 ) -> None:
     values = transposed(

@@ -23,7 +23,7 @@ from daskgpt.kernels.vectors.operations import read_real, write_real
 # Steps of the summed axis that are packed at once.
 DEPTH = 384
 # Columns of the right operand that are packed at once, and rows of the left one that stay in the second cache.
-COLUMNS, BLOCK = 768, 384
+COLUMNS, BAND = 768, 384
 # Rows of a transposed result that are turned at once, and the bytes from row to row.
 GROUP, GROUP_STEP = 32, (COLUMNS + LANES) * 4
 
