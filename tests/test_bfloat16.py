@@ -41,6 +41,7 @@ def test_every_way_to_run_it_gives_the_same_bits():
         assert_same_bits(found, expected, barrier)
 
 
+@pytest.mark.slow
 def test_a_cluster_of_processes_gives_the_same_bits():
     expected = losses_and_parameters("threads", 2, (2, 12), steps=2, precision=BFLOAT16)
     found = losses_and_parameters("local", 2, (2, 12), steps=2, precision=BFLOAT16)
@@ -93,6 +94,7 @@ def test_memory_that_both_directions_share_is_counted_once(name):
     assert weight.nbytes == 2 * weight.values.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_every_unit_agrees_with_the_golden_state(unit):
     available(unit)

@@ -151,6 +151,7 @@ def threads(tmp_path_factory, text, environment):
     return losses(text, "threads", tmp_path_factory.mktemp("threads") / "run", 20, environment)
 
 
+@pytest.mark.slow
 def test_readme_starts_a_scheduler_a_worker_and_a_run():
     scheduler, worker, train = commands()
     assert scheduler[:2] == ["dask", "scheduler"]
@@ -228,6 +229,7 @@ def test_where_nobody_listens_one_line_is_said_and_nothing_made(refused):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_script_starts_a_cluster_that_trains_and_leaves_nothing(threads, text, environment, tmp_path):
     file = tmp_path / "scheduler.json"
     folder = tmp_path / "temporary"

@@ -25,6 +25,7 @@ def resident() -> int:
     return int(STATUS.read_text().split()[1]) * PAGE
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="resident memory is read from /proc")
 def test_a_thousand_overlapping_steps_keep_tasks_and_memory_flat():
     window = 4
@@ -58,6 +59,7 @@ def kept_by_scheduler(dask_scheduler):
     return len(dask_scheduler.tasks), groups, len(dask_scheduler.extensions["spans"].spans)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="resident memory is read from /proc")
 def test_a_thousand_steps_on_a_cluster_keep_tasks_and_memory_flat():
     config = GPT2Config(blocks=1, heads=1, channels=4, vocabulary=5, padded_vocabulary=8, positions=4)

@@ -64,6 +64,7 @@ def test_eight_threads_at_once(name):
                 assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TILE_UNITS)
 def test_the_variable_names_the_unit_and_the_cache_serves_the_next_process(name, tmp_path):
     with using(name):

@@ -102,6 +102,7 @@ def test_a_second_process_loads_what_the_first_compiled(module, folder):
     assert start(folder).communicate()[0].strip() == "[1, 1]"
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_the_same_time_do_not_disturb_each_other(folder):
     processes = [start(folder) for _ in range(3)]
     for process in processes:
@@ -146,6 +147,7 @@ def test_importing_the_kernels_compiles_nothing_and_needs_no_dask():
     assert result.stdout.split() == ["True", "False", "False"]
 
 
+@pytest.mark.slow
 def test_compile_all_leaves_every_kernel_in_the_cache():
     compile_all(np.float32)
     assert all_cached(np.float32)

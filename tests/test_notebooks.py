@@ -49,6 +49,7 @@ def test_there_are_notebooks():
     assert {path.stem for path in NOTEBOOKS} >= FIGURES.keys()
 
 
+@pytest.mark.slow
 def test_notebook_runs_without_errors_in_this_python(executed):
     _, cells = executed
     code = [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]

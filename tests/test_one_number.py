@@ -47,6 +47,7 @@ def test_no_chunk_changes_a_bit(name, precision):
     assert set(found.values()) == {found[CHUNKS[name][0]]}, found
 
 
+@pytest.mark.slow
 @needs_own_product
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_no_combination_of_dials_changes_a_bit(precision):
@@ -60,6 +61,7 @@ def test_no_combination_of_dials_changes_a_bit(precision):
             assert bits_after_steps(model, precision, dials) == expected, f"{name} {dials}"
 
 
+@pytest.mark.slow
 @needs_own_product
 @pytest.mark.parametrize(("workers", "chunk", "grain"), [(2, (2, 20), "block"), (3, (3, 5), "chunk")])
 def test_no_number_of_workers_changes_a_bit(workers, chunk, grain):
