@@ -1,7 +1,9 @@
 """What the tests of one number share: models, a few steps under any dials, and the bits they end with.
 
-python tests/one_number.py [PRECISION]           the bits of 20 steps of every model, as golden/bits.json has them
-python tests/one_number.py PRECISION 500         so many combinations of dials at random; ends with 1 if one differs
+    python tests/one_number.py [PRECISION]
+
+prints the bits that every model ends with after 20 steps, as `golden/bits.json` has them; `campaign.py` tries
+combinations of dials at random.
 """
 
 from __future__ import annotations
@@ -146,26 +148,5 @@ def expected_bits(precision: str) -> dict[str, str]:
     return {name: bits_after_steps(model, precision, Dials(model.batch), 20) for name, model in MODELS.items()}
 
 
-def campaign(precision: str, combinations: int) -> bool:
-    """Try combinations of model and dials at random; print the seed and those that change a bit."""
-    number = seed()
-    print(f"{SEED}={number}", flush=True)
-    random = np.random.default_rng(number)
-    expected = {name: bits_after_steps(model, precision, Dials(model.batch)) for name, model in MODELS.items()}
-    held = 0
-    for _ in range(combinations):
-        name = list(MODELS)[random.integers(len(MODELS))]
-        dials = random_dials(random, MODELS[name])
-        if bits_after_steps(MODELS[name], precision, dials) == expected[name]:
-            held += 1
-        else:
-            print(f"other bits: {name} {dials}", flush=True)
-    print(f"{held} of {combinations} combinations ended with the same bits")
-    return held == combinations
-
-
 if __name__ == "__main__":
-    wanted, *count = sys.argv[1:] or ["float32"]
-    if count:
-        sys.exit(not campaign(wanted, int(count[0])))
-    print(json.dumps(expected_bits(wanted), indent=2))
+    print(json.dumps(expected_bits(sys.argv[1] if sys.argv[1:] else "float32"), indent=2))

@@ -16,7 +16,8 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
 
     where    who asks, for error messages
 
-    Errors   ValueError where path is a folder, FileNotFoundError where its folder is missing, OSError as of open
+    Errors   ValueError where path is a folder, FileNotFoundError where its folder is missing, OSError where the system
+             refuses (no room, no permission), with the path and the reason
     """
     target = Path(path)
     require(not target.is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
@@ -29,6 +30,14 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise not_written(error, where, path) from error
         raise
+
+
+def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSError:
+    """The system's refusal with the path, which it does not tell where a disk is full."""
+    got, advice = f"path={path} ({error.strerror or error})", "Make room there, or name another place."
+    return refusal(type(error), where, "all of the file must be written", got, advice)

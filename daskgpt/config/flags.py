@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from daskgpt.config.errors import nearest
+from daskgpt.config.errors import nearest, refusal
 from daskgpt.config.settings import help_of
 from daskgpt.config.synonyms import answer
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,19 +67,73 @@ def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command line: what is wrong with its input is one line and exit code 2 (DASKGPT_DEBUG=1: the traceback)."""
+    """Run a command line: what is wrong with its input is one line and exit code 2 (DASKGPT_DEBUG=1: the traceback).
+
+    Where nobody reads what is printed any more (`| head`) a command ends without a word, as other programs do.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what an ASCII terminal cannot show ends no run
+    code: Any = 0
     try:
-        sys.exit(main(sys.argv[1:]))
+        try:
+            code = main(sys.argv[1:])
+        except SystemExit as ended:  # of --help, and of flags that are wrong
+            code = ended.code
+        _flush(sys.stdout)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         if os.environ.get("DASKGPT_DEBUG"):
             raise
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        code = _failed(error)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
+        code = 130
+        _tell("stopped")
+    for stream in (sys.stdout, sys.stderr):
+        _abandon(stream)
+    sys.exit(code)
+
+
+def _failed(error: Exception) -> int:
+    """Say what ended a command, and with which code it ends."""
+    if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+        return 128 + signal.SIGPIPE
+    # A file's error comes with its path, this one from what is printed.
+    if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
+        advice = "Make room where it goes, or send it elsewhere."
+        error = refusal(OSError, "stdout", "what is printed must have somewhere to go", str(error.strerror), advice)
+    _tell(error)
+    return 2
+
+
+def _is_unread(stream: TextIO | None) -> bool:
+    """Whether a stream is a pipe whose reader has gone."""
+    if stream is None or not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _tell(what: object) -> None:
+    """A line on stderr, if anybody reads it."""
+    with suppress(OSError):
+        if sys.stderr is not None:
+            print(what, file=sys.stderr, flush=True)
+
+
+def _flush(stream: TextIO | None) -> None:
+    if stream is not None:
+        stream.flush()
+
+
+def _abandon(stream: TextIO | None) -> None:
+    """Send what a stream could not get rid of nowhere: Python would try it again, and complain, as it ends."""
+    try:
+        _flush(stream)
+    except OSError:
+        assert stream is not None
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _type(f: Field[Any]) -> Callable[[str], Any]:

@@ -12,7 +12,7 @@ from dask._task_spec import DataNode, GraphNode, List, Task, TaskRef
 from dask.array.core import slices_from_chunks
 from dask.highlevelgraph import HighLevelGraph
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 
 Key = tuple[Any, ...]
 Graph = dict[Key, GraphNode]
@@ -33,7 +33,12 @@ def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
 
 
 def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
-    """A dask array without data: a leaf of a recorded graph, given its chunks at each run by `with_leaves`."""
+    """A dask array without data: a leaf of a recorded graph, given its chunks at each run by `with_leaves`.
+
+    Errors   RuntimeError where Dask makes array expressions, which have no graph to record
+    """
+    rule, advice = "Dask's array expressions must be off", "Unset DASK_ARRAY__QUERY_PLANNING before Python starts."
+    require(not da.array_expr_enabled(), "daskgpt", rule, {"array.query-planning": True}, advice, RuntimeError)
     placeholder = da.Array({}, name, chunks, dtype=dtype, shape=shape)
     nodes = {key: DataNode(key, None) for key in keys_of(placeholder)}
     return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=dtype, shape=shape)

@@ -132,11 +132,11 @@ def _run(
             folder.close()
     result = Result(job.config, state.parameters(scheduler), losses, validation, time.perf_counter() - start)
     require_finite_parameters(job, max(len(losses) - 1, 0), result.parameters)
-    for watcher in watchers:
-        watcher.end()
     if folder:
         stored = StoredModel(result.config, result.parameters, job.tokens.encoding_name, job.data.sequence_length)
         result.model = folder.save(stored)
+    for watcher in watchers:  # whose files may not get written: the model is safe by now
+        watcher.end()
     return result
 
 

@@ -37,6 +37,7 @@ class Progress:
         self.stream = stream or (sys.stdout if notebook else sys.stderr)
         self.quiet = quiet or self.stream is None
         self.live = not self.quiet and (notebook or self.stream.isatty())
+        self.gone: set[TextIO] = set()  # streams that take nothing any more
         self.last_line = -float("inf")
         self.done, self.validation = 0, ""
         self.loss, self.rate, self.seconds = (EMA(SMOOTHING) for _ in range(3))
@@ -117,9 +118,14 @@ class Progress:
         return next((text for text in texts if len(text) <= room), "")
 
     def _keep(self, text: str, stream: TextIO) -> None:
-        if stream is not None:
+        if stream is None or stream in self.gone:
+            return
+        try:
             tqdm.write(text, file=stream)
             stream.flush()
+        except OSError:
+            # Its reader has gone, or its disk is full: what is shown may be lost, what is learnt must not.
+            self.gone.add(stream)
 
 
 class _Line(tqdm):

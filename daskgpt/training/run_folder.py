@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing
+from daskgpt.config.files import not_written, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.encodings import VOCABULARY, encoding_of, vocabulary_size
@@ -59,10 +59,15 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             # The file of metrics is what a run holds a folder by: only one of two that start at once can make it.
-            self.metrics = (self.path / METRICS).open("x", buffering=1, encoding="utf-8")
+            self.metrics = (self.path / METRICS).open("xb", buffering=0)
         except FileExistsError:
             raise self._taken() from None
-        self.configure(sections)
+        try:
+            self.configure(sections)
+        except BaseException:  # without a configuration it is no run, and holds no folder
+            self.metrics.close()
+            (self.path / METRICS).unlink()
+            raise
 
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the resolved configuration, or write it again: a TOML table a dataclass or mapping."""
@@ -74,12 +79,21 @@ class RunFolder:
             file.write("\n".join(lines).encode())
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append one step to the metrics; a number that is not finite, which JSON does not know, as null."""
+        """Append one step to the metrics; a number that is not finite, which JSON does not know, as null.
+
+        Errors   OSError where there is no room for all of the line: nothing of it is left then
+        """
         valid = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self.metrics.write(json.dumps(valid, allow_nan=False) + "\n")
+        line, before = f"{json.dumps(valid, allow_nan=False)}\n".encode(), self.metrics.tell()
+        try:
+            while line:
+                line = line[self.metrics.write(line) :]
+        except OSError as error:
+            self.metrics.truncate(before)
+            raise not_written(error, "RunFolder", self.path / METRICS) from error
 
     def save(self, model: StoredModel) -> Path:
         """Write the model file."""
@@ -159,7 +173,7 @@ def data_of(path: str | Path) -> DataConfig | None:
         data = DataConfig(**{name: type(default)(known[name]) for name, default in asdict(DataConfig()).items()})
         vocabulary_size(data.encoding)
         return data
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         if path.is_file() and path.name not in MODELS:
             return None  # a model file that lies beside somebody else's file of that name
         raise refusal(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import replacing
 from daskgpt.instruments.timeline.events import Timeline
 from daskgpt.instruments.timeline.trace import trace_of
 
@@ -29,7 +31,7 @@ def is_bare(path: str) -> bool:
 def check_timeline_path(path: str | Path) -> None:
     """Find out that a timeline cannot be written before anything runs; a bare name can, in the new folder of a run.
 
-    Errors   ValueError where the path names a folder, or a file stands where its folder should
+    Errors   ValueError where the path names a folder, a file stands where its folder should, or nothing can be written
     """
     if is_bare(str(path)):
         return
@@ -38,6 +40,8 @@ def check_timeline_path(path: str | Path) -> None:
         raise refusal(
             ValueError, "timeline", "the path must be that of a file in a folder", {"timeline": path}, "Give another."
         )
+    advice = f"Nothing can be written in {parents[0]}: give another path."
+    require(os.access(parents[0], os.W_OK), "timeline", "the folder must be writable", {"timeline": path}, advice)
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
@@ -46,8 +50,9 @@ def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
 
     trace, page = timeline_paths(path)
     trace.parent.mkdir(parents=True, exist_ok=True)
-    trace.write_text(json.dumps(trace_of(timeline)))
-    page.write_text(page_of(timeline))
+    for path, text in ((trace, json.dumps(trace_of(timeline))), (page, page_of(timeline))):
+        with replacing(path, "timeline") as file:
+            file.write(text.encode())
     return trace, page
 
 
@@ -55,5 +60,6 @@ def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str
     """Write one page of several timelines, by name, on one time scale; return its path."""
     from daskgpt.instruments.timeline.side_by_side import page_of_several
 
-    page.write_text(page_of_several(timelines, title))
+    with replacing(page, "timelines") as file:
+        file.write(page_of_several(timelines, title).encode())
     return page
