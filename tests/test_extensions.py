@@ -91,6 +91,7 @@ def test_gradients_agree_with_a_numeric_derivative(random):
     assert exact == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("extended")
 def test_it_trains_and_no_dial_changes_a_bit(tmp_path):
     text = tmp_path / "text.txt"

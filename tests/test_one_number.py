@@ -136,6 +136,7 @@ def test_the_bits_are_those_of_every_other_machine(name, precision):
         assert bits_after_steps(MODELS[name], "bfloat16", Dials(CHUNKS[name][1]), 20) == EXPECTED[key][name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processor", OLDER)
 def test_code_for_an_older_processor_computes_the_same_bits(processor):
     """In a process of its own, which compiles everything for that processor."""

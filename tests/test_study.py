@@ -76,6 +76,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_study_writes_its_table_figures_and_report(finished):
     out, result = finished
     assert result.stdout.splitlines()[-1] == f"study written to {out / 'report.html'} and report.md"
