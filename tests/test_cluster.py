@@ -230,6 +230,51 @@ def test_where_nobody_listens_one_line_is_said_and_nothing_made(refused):
 
 
 @pytest.mark.slow
+def test_a_scheduler_that_dies_ends_a_run_with_one_line(text, environment, tmp_path):
+    file, out = tmp_path / "scheduler.json", tmp_path / "run"
+    scheduler, worker, _ = commands()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    command = [*scheduler, "--port", "0", "--scheduler-file", str(file)]
+    with started(command, environment, **quiet) as killed:
+        wait_until(lambda: file.exists() and file.stat().st_size, killed)
+        address = json.loads(file.read_text())["address"]
+        worker = [address if word == "tcp://127.0.0.1:8786" else word for word in worker]
+        with (
+            started([*worker, "--local-directory", str(tmp_path / "1")], environment, **quiet),
+            started(training(text, address, out, 100_000), environment, **pipes) as process,
+        ):
+            metrics = out / "metrics.jsonl"
+            wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, process)
+            killed.kill()
+            _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2
+    assert "Traceback" not in said
+    assert re.fullmatch(
+        r"ClusterScheduler: the scheduler must live until the end of a run; got \w+, nobody who knows where the "
+        r"parameters are\. Start again, from an earlier model file with --init\.",
+        said.splitlines()[-1],
+    )
+    assert sorted(path.name for path in out.iterdir()) == ["config.toml", "metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_two_runs_share_a_cluster_and_each_has_its_own_bits(by_hand, threads, text, environment, tmp_path):
+    address, _ = by_hand
+    outs = [tmp_path / str(number) for number in range(2)]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with (
+        started(training(text, address, outs[0], 20), environment, **pipes) as first,
+        started(training(text, address, outs[1], 20), environment, **pipes) as second,
+    ):
+        for process in (first, second):
+            _, said = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 0, said
+    for out in outs:
+        assert [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()] == threads
+
+
+@pytest.mark.slow
 def test_script_starts_a_cluster_that_trains_and_leaves_nothing(threads, text, environment, tmp_path):
     file = tmp_path / "scheduler.json"
     folder = tmp_path / "temporary"

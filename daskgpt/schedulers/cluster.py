@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import socket
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import dask
 import numpy as np
 from distributed import Client, Future, KilledWorker, LocalCluster, wait
+from distributed.comm import CommClosedError
 
 from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import delayed_interrupts
@@ -55,20 +57,12 @@ class ClusterScheduler:
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         numbered = {key: in_run(node, number) for key, node in renamed(data, new).items()}
-        with dask.annotate(**self.annotation):
+        with self._explained(), dask.annotate(**self.annotation):
             return list(self.client.get(numbered, [new[key] for key in keys], sync=False))
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        try:
+        with self._explained():
             return list(self.client.gather(handles))
-        except (CancelledError, KilledWorker) as error:
-            raise refusal(
-                RuntimeError,
-                "ClusterScheduler",
-                "every worker must live until the end of a run",
-                f"{type(error).__name__}, a worker lost with its part of the parameters",
-                "Start again, from an earlier model file with --init.",
-            ) from None
 
     def settle(self, handles: list[Any]) -> None:
         wait(handles)
@@ -95,6 +89,26 @@ class ClusterScheduler:
             own = [got._replace(sender=names.get(got.sender, got.sender)) for got in receipts[address]]
             offset, spans = taken[address]
             found.append(ProcessSpans(names[address], threads[address], offset, spans, own))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say who was lost, with what it held."""
+        try:
+            yield
+        except (CancelledError, KilledWorker, CommClosedError) as error:
+            whole = self.client.status == "running"
+            raise refusal(
+                RuntimeError,
+                "ClusterScheduler",
+                f"{'every worker' if whole else 'the scheduler'} must live until the end of a run",
+                f"{type(error).__name__}, "
+                + (
+                    "a worker lost with its part of the parameters"
+                    if whole
+                    else "nobody who knows where the parameters are"
+                ),
+                "Start again, from an earlier model file with --init.",
+            ) from None
 
     def _held(self, value: Any) -> Any:
         """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
@@ -152,7 +166,7 @@ def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
         client = _client(address, scheduler_file=_scheduler_file(address))
     else:
         client = _client(address, address=address)
-    with client:
+    with _told_once(), client:
         try:
             client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
         except TimeoutError:
@@ -165,6 +179,18 @@ def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
             ) from None
         workers = len(client.scheduler_info(n_workers=-1)["workers"])
         yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """Keep Dask's client from writing a traceback when it loses its scheduler: the run says it in one line."""
+    logger = logging.getLogger("distributed.client")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _scheduler_file(address: str) -> str:
