@@ -55,7 +55,7 @@ def kept_by_worker(dask_worker):
 def kept_by_scheduler(dask_scheduler):
     """Tasks, task groups and spans in the scheduler's process, whoever holds them."""
     gc.collect()
-    groups = sum(isinstance(thing, TaskGroup) for thing in gc.get_objects())
+    groups = sum(issubclass(type(thing), TaskGroup) for thing in gc.get_objects())
     return len(dask_scheduler.tasks), groups, len(dask_scheduler.extensions["spans"].spans)
 
 
