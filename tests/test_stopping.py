@@ -197,3 +197,18 @@ def test_a_script_that_each_worker_would_start_again_is_told_so(text, tmp_path):
     script.write_text(script.read_text() + 'if __name__ == "__main__":\n    main()\n')
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["numpy", "daskgpt.config.run", "dask.array"])
+def test_ctrl_c_while_modules_are_imported_ends_the_command_without_a_word(module):
+    """Python itself says which module it has imported, at that moment."""
+    command = [sys.executable, "-X", "importtime", "-m", "daskgpt.train", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with process:
+        for line in process.stderr:
+            if line.split("|")[-1].strip() == module:
+                process.send_signal(signal.SIGINT)
+                break
+        said = process.stderr.read()
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in said

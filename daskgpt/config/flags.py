@@ -73,6 +73,8 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what an ASCII terminal cannot show ends no run
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # taken away while modules were imported
     code: Any = 0
     try:
         try:
