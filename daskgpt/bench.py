@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ memory      most bytes that were in memory in the timed steps: this process, and
 --against torch runs the same model, tokens and optimizer in PyTorch, in a process of its own, the two taking turns.
 --against llm.c PATH runs a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens.
 """
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sequences and tokens in a chunk, and how many there are and why, for people."""
+
+    size: tuple[int, int]
+    told: str
 
 
 def parser() -> Parser:
@@ -95,12 +104,12 @@ def main(arguments: list[str]) -> int:
         others = machine.busy_cores()
         if others and others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
-        found = run(job, asked, opponent, options)
-    facts = {"preset": values.preset, "others_cores": others} | setup(job)
+        found, chunks = run(job, asked, opponent, options)
+    facts = {"preset": values.preset, "others_cores": others} | setup(job, chunks)
     if isinstance(found, PairedTurns):
         print(json.dumps(found.record() | facts) if values.json else found.describe())
     else:
-        print(json.dumps(record(job, found) | facts) if values.json else describe(job, found))
+        print(json.dumps(record(job, found) | facts) if values.json else describe(job, found, chunks))
     return 0
 
 
@@ -125,17 +134,20 @@ def opponent_of(words: list[str]) -> tuple[str, Path | None]:
 
 def run(
     job: Job, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions
-) -> Measurement | PairedTurns:
-    """The measurement of a job, alone or against somebody."""
+) -> tuple[Measurement | PairedTurns, Chunks]:
+    """The measurement of a job, alone or against somebody, and the chunks of its steps."""
     name, path = opponent
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         steps = Steps(job, scheduler, asked.seed)
+        found: Measurement | PairedTurns
         if name == "torch":
-            return compare_torch(steps, options, asked.warmup, asked.steps)
-        if path is not None:
-            return compare_llmc(steps, path, asked.warmup, asked.steps)
-        return measure(steps, asked.warmup, asked.steps, asked.recorded)
+            found = compare_torch(steps, options, asked.warmup, asked.steps)
+        elif path is not None:
+            found = compare_llmc(steps, path, asked.warmup, asked.steps)
+        else:
+            found = measure(steps, asked.warmup, asked.steps, asked.recorded)
+        return found, Chunks(steps.step.chunk, steps.steps.described_chunks)
 
 
 @contextmanager
@@ -148,9 +160,9 @@ def quiet(wanted: bool) -> Iterator[None]:
         yield
 
 
-def setup(job: Job) -> dict[str, Any]:
+def setup(job: Job, chunks: Chunks) -> dict[str, Any]:
     """What was run where, for a record."""
-    (batch_size, length), (batch_chunk, sequence_chunk) = job.batch_shape, job.chunk
+    (batch_size, length), (batch_chunk, sequence_chunk) = job.batch_shape, chunks.size
     return {
         "batch_size": batch_size,
         "sequence_length": length,
@@ -181,15 +193,16 @@ def record(job: Job, found: Measurement) -> dict[str, Any]:
     }
 
 
-def describe(job: Job, found: Measurement) -> str:
+def describe(job: Job, found: Measurement, chunks: Chunks) -> str:
     """The same for a person."""
-    (batch_size, length), (batch_chunk, sequence_chunk) = job.batch_shape, job.chunk
+    batch_size, length = job.batch_shape
     step, tokens = found.step, batch_size * length
-    precision, chunks = job.precision.name, tokens // (batch_chunk * sequence_chunk)
+    precision = job.precision.name
     per = "thread" if found.threads == 1 else f"{found.threads} threads"
     lines = [
         ("model", f"{parameter_count(job.config):,} parameters"),
-        ("batch", f"{batch_size} x {length} tokens, {chunks} chunks of {batch_chunk} x {sequence_chunk}"),
+        ("batch", f"{batch_size} x {length} tokens"),
+        ("chunks", chunks.told),
         (
             "tasks",
             f"{found.tasks:,} a step (grain {found.grain}), {job.dataflow.scheduler}, {per}, {precision}",

@@ -9,11 +9,12 @@ import numpy as np
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.run import DataConfig, DataflowConfig, chunk_sizes
+from daskgpt.config.run import DataflowConfig, check_chunks
 from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.chunk_choice import ChunkChoice
 from daskgpt.training.inference import Inference
 from daskgpt.training.run_folder import load
 from daskgpt.training.step import State
@@ -55,12 +56,13 @@ def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig
     require(name in TOLERANCE, "verify", rule, {"precision": name}, advice)
     precision = precision_of(name)
     state = read_debug_state(debug_state, config)
-    shape = state.tokens.shape
-    chunk = chunk_sizes(DataConfig(batch_size=shape[0], sequence_length=shape[1]), dataflow)
+    batch_size, length = shape = state.tokens.shape
+    check_chunks(batch_size, length, dataflow)
     weights = State.of_weights(config, parameters, precision)
     wanted = ("logits", "loss", "gradients")
     precision.compile()
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
+        chunk = ChunkChoice(config, shape, dataflow, precision, scheduler.threads).first
         inference = Inference(config, shape, chunk, weights.layout, wanted, precision)
         found = inference(scheduler, weights, state.tokens, state.targets)
     rows = [

@@ -51,9 +51,9 @@ def printed(capsys, *arguments, main=bench.main):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [["--grain", "auto"], ["--scheduler", "sync", "--sequence-chunk", "16"]], ids=str)
+@pytest.mark.parametrize("flags", [["--grain", "auto"], ["--scheduler", "sync"]], ids=str)
 def test_the_record_of_a_measurement(capsys, flags):
-    out = printed(capsys, *FLAGS, *flags, "--json")
+    out = printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json")
     assert out.count("\n") == 1
     found = json.loads(out)
     assert set(found) == FIELDS
@@ -67,20 +67,22 @@ def test_the_record_of_a_measurement(capsys, flags):
     assert 0 <= found["overhead"] < 1
     assert found["peak_gb"] > 0.03
     assert found["threads"] == (1 if "sync" in flags else len(os.sched_getaffinity(0)))
-    assert (found["batch_size"], found["sequence_length"], found["batch_chunk"]) == (4, 32, 2)
-    assert found["sequence_chunk"] == (16 if "sync" in flags else 32)
+    assert (found["batch_size"], found["sequence_length"], found["sequence_chunk"]) == (4, 32, 16)
+    assert found["batch_chunk"] in (1, 2, 4)  # what the machine chose
     graph = TrainingStep(
-        config, (4, 32), (2, found["sequence_chunk"]), job_of().optimizer, grain=found["grain"], in_place=True
+        config, (4, 32), (found["batch_chunk"], 16), job_of().optimizer, grain=found["grain"], in_place=True
     ).runnable.graph
     assert found["tasks"] == sum(not is_leaf(node) for node in graph.values())
     assert found["versions"]["numpy"] == np.__version__
 
 
 def test_what_a_person_reads(capsys):
-    rows = dict(line.split(maxsplit=1) for line in printed(capsys, *FLAGS, "--grain", "block").splitlines())
+    out = printed(capsys, *FLAGS, "--grain", "block", "--batch-chunk", "2")
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     for name in ("step", "forward", "backward", "update", "overhead", "tokens", "arithmetic", "memory"):
         assert float(rows[name].split()[0].strip("%").replace(",", "")) > 0
-    assert rows["batch"] == "4 x 32 tokens, 2 chunks of 2 x 32"
+    assert rows["batch"] == "4 x 32 tokens"
+    assert rows["chunks"].startswith("2 of 2 x 32 (auto, for ")
     assert "(grain block)" in rows["tasks"]
 
 
@@ -95,7 +97,7 @@ def test_kernels_of_worker_processes_are_counted():
 
 
 def test_steps_that_overlap_are_timed_by_the_window():
-    job = job_of(barrier="none", window=2, grain="block")
+    job = job_of(barrier="none", window=2, grain="block", batch_chunk=2, sequence_chunk=12)
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(job, scheduler, 0)
         assert len(steps.run(3)) == 2
@@ -220,17 +222,17 @@ def test_at_bfloat16_matrices_are_held_packed_as_well():
 
 
 def test_the_table_of_a_plan(capsys):
-    out = printed(capsys, *FLAGS, "--plan", "--grain", "chunk")
+    out = printed(capsys, *FLAGS, "--plan", "--grain", "chunk", "--batch-chunk", "2")
     lines = out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     names = [line.split()[0] for line in lines if not line.startswith(" ")]
-    assert names[:5] == ["model", "batch", "precision", "grain", "tasks"]
-    assert names[5:] == ["parameters", "gradients", "optimizer", "activations", "peak", "largest", "memory", "nothing"]
+    assert names[:6] == ["model", "batch", "chunks", "precision", "grain", "tasks"]
+    assert names[6:] == ["parameters", "gradients", "optimizer", "activations", "peak", "largest", "memory", "nothing"]
     text = " ".join(out.split())
-    for words in ("parameters: 2 blocks, 2 heads, 32 channels", "4 x 32 tokens, 2 chunks of 2 x 32", "grain chunk"):
+    for words in ("parameters: 2 blocks, 2 heads, 32 channels", "4 x 32 tokens", "2 of 2 x 32", "grain chunk"):
         assert words in text
     assert lines[-1] == "nothing was run"
-    job = job_of(grain="chunk")
+    job = job_of(grain="chunk", batch_chunk=2)
     found = predict(job)
     assert f"{found.peak / 1e6:,.1f} MB" in describe_prediction(job, found)
     assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in describe_prediction(job, found)

@@ -124,7 +124,7 @@ BAD = {
     ),
     "chunk": (
         ["--batch-chunk", 5],
-        "chunk_sizes: batch_chunk must divide batch_size; got batch_chunk=5, batch_size=12. Try batch_chunk=6.",
+        "DataflowConfig: batch_chunk must divide batch_size; got batch_chunk=5, batch_size=12. Try batch_chunk=6.",
     ),
     "sequence": (
         ["--sequence-length", 512, "--positions", 256],

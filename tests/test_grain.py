@@ -12,7 +12,7 @@ from conftest import SMALL, random_batch, random_parameters
 from test_model import losses_and_parameters
 
 import daskgpt
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
+from daskgpt.config.run import DataConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, inplace
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
@@ -127,20 +127,6 @@ def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads
     assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
     assert not choice.open
     assert step.grain == grain
-
-
-@pytest.mark.parametrize(
-    ("batch", "given", "expected"),
-    [
-        ((12, 64), {}, (6, 64)),
-        ((1, 64), {}, (1, 32)),
-        ((3, 63), {}, (3, 63)),
-        ((1, 64), {"sequence_chunk": 64}, (1, 64)),
-    ],
-)
-def test_a_batch_is_cut_into_two_chunks_where_that_is_whole(batch, given, expected):
-    data = DataConfig(batch_size=batch[0], sequence_length=batch[1])
-    assert chunk_sizes(data, DataflowConfig(**given)) == expected
 
 
 def test_a_program_drops_a_value_after_its_last_reader():

@@ -55,7 +55,7 @@ def test_the_configuration_is_what_was_used(text, tmp_path, monkeypatch):
     dataflow, data = written["dataflow"], written["data"]
     assert dataflow["grain"] in ("segment", "block", "chunk")
     assert dataflow["threads"] == len(os.sched_getaffinity(0))
-    assert (dataflow["batch_chunk"], dataflow["sequence_chunk"]) == (2, 16)
+    assert (dataflow["batch_chunk"], dataflow["sequence_chunk"]) == (4, 16)
     assert dataflow["precision"] == "float32"  # too few channels for auto to choose bfloat16
     assert data["encoding"] == "bytes"
     assert data["data"] == str(text.resolve())

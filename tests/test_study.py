@@ -137,7 +137,10 @@ def test_what_is_in_the_table_is_not_run_again(finished):
     ("arguments", "message"),
     [
         (["--barrier", "layers"], "DataflowConfig: barrier must be known; got barrier=layers. Did you mean layer?"),
-        (["--batch-chunk", "5"], "chunk_sizes: batch_chunk must divide batch_size; got batch_chunk=5, batch_size=12."),
+        (
+            ["--batch-chunk", "5"],
+            "DataflowConfig: batch_chunk must divide batch_size; got batch_chunk=5, batch_size=12.",
+        ),
         (["--scheduler", "thread"], "open_scheduler: the scheduler must be known; got scheduler=thread."),
         (["--repetitions", "0"], "StudyConfig: repetitions must be at least 1; got repetitions=0."),
         (["--minutes", "-1"], "StudyConfig: minutes must not be negative; got minutes=-1.0. Give 0 or more."),
@@ -185,10 +188,8 @@ def test_the_default_grid_asks_five_questions():
     assert {p.threads for p in points if p.scheduler == "sync"} == {1}
     assert {p.scheduler for p in points} == {"threads", "sync", "local"}
     for point in [*points, *quick_grid(STUDY, 2)]:
-        assert job_of_point(replace(MODEL, positions=64), STUDY, point).chunk == (
-            point.batch_chunk,
-            point.sequence_chunk,
-        )
+        dataflow = job_of_point(replace(MODEL, positions=64), STUDY, point).dataflow
+        assert (dataflow.batch_chunk, dataflow.sequence_chunk) == (point.batch_chunk, point.sequence_chunk)
 
 
 def test_chosen_values_are_combined():
@@ -467,6 +468,6 @@ def test_a_table_of_another_study_is_refused(tmp_path):
 def test_a_run_that_fails_says_why():
     order = Order(MODEL, replace(STUDY, sequence_length=16), replace(BASE, batch_chunk=3, sequence_chunk=16))
     with pytest.raises(
-        RuntimeError, match=r"the run must end; got exit code 1, ValueError: chunk_sizes: batch_chunk must"
+        RuntimeError, match=r"the run must end; got exit code 1, ValueError: DataflowConfig: batch_chunk must"
     ):
         run_one(order)

@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
             type=_type(f),
             default=argparse.SUPPRESS,
             choices=f.metadata["choices"] or None,
-            metavar=f.metadata["unit"].upper() or ("NUMBER" if _type(f) in (int, float) else f.name.upper()),
+            metavar=f.metadata["unit"].upper() or ("NUMBER" if isinstance(f.default, int | float) else f.name.upper()),
             help=help_of(f, "the preset's" if of_preset else "").replace("%", "%%"),
         )
 
@@ -141,4 +141,12 @@ def _abandon(stream: TextIO | None) -> None:
 def _type(f: Field[Any]) -> Callable[[str], Any]:
     default = f.default
     assert default is not MISSING
-    return type(default)
+    return _number_or(f.metadata["zero"]) if f.metadata["zero"] else type(default)
+
+
+def _number_or(word: str) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        return 0 if text == word else int(text)
+
+    number.__name__ = f"number or {word}"  # argparse says this of a text that is neither
+    return number

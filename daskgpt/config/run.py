@@ -55,12 +55,16 @@ class DataflowConfig(Checked):
     """
 
     batch_chunk: int = setting(
-        0, "sequences in a chunk; divides the batch size; 0 = half of it, where that is whole", least=0
+        0,
+        "sequences in a chunk; divides the batch size; auto or 0 = by threads and times",
+        least=0,
+        zero="auto",
     )
     sequence_chunk: int = setting(
         0,
-        "tokens of each sequence in a chunk; divides the sequence length; 0 = all, or half if the batch is not cut",
+        "tokens of each sequence in a chunk; divides the sequence length; auto or 0 = likewise",
         least=0,
+        zero="auto",
     )
     scheduler: str = setting(
         "threads", "sync, threads, local (a cluster here), tcp://host:port, or file:scheduler.json"
@@ -100,24 +104,16 @@ class RunConfig(Checked):
     sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens", least=0)
 
 
-def chunk_sizes(data: DataConfig, dataflow: DataflowConfig) -> tuple[int, int]:
-    """Sequences and tokens in a chunk, with 0 resolved.
-
-    Errors   ValueError where a chunk does not divide what it cuts
-    """
-    batch, sequence = data.batch_size, data.sequence_length
-    batch_chunk = dataflow.batch_chunk or (batch // 2 if batch % 2 == 0 else batch)
-    uncut = batch_chunk == batch and sequence % 2 == 0
-    sequence_chunk = dataflow.sequence_chunk or (sequence // 2 if uncut else sequence)
+def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig) -> None:
+    """Errors   ValueError where a chunk that is given does not divide what it cuts"""
     for name, whole_name, part, whole in (
-        ("batch_chunk", "batch_size", batch_chunk, batch),
-        ("sequence_chunk", "sequence_length", sequence_chunk, sequence),
+        ("batch_chunk", "batch_size", dataflow.batch_chunk, batch_size),
+        ("sequence_chunk", "sequence_length", dataflow.sequence_chunk, sequence_length),
     ):
         require(
-            whole % part == 0,
-            "chunk_sizes",
+            part == 0 or whole % part == 0,
+            "DataflowConfig",
             f"{name} must divide {whole_name}",
             {name: part, whole_name: whole},
-            f"Try {name}={nearest_divisor(whole, part)}.",
+            f"Try {name}={nearest_divisor(whole, part)}." if part else "",
         )
-    return batch_chunk, sequence_chunk

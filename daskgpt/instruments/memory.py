@@ -11,6 +11,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.stand_ins import CLASSES, Trial
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import LocalScheduler, usable_cores
+from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job, facts
 
@@ -42,10 +43,13 @@ def predict(job: Job) -> Prediction:
     """Tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
     Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
-    scratch, the interpreter and its libraries. The grain auto stands for what `known_grain` says.
+    scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
+    `known_grain` say.
     """
     dataflow = job.dataflow
-    job = replace(job, dataflow=replace(dataflow, grain=known_grain(job)[0]))
+    batch_chunk, sequence_chunk = known_chunks(job)[0]
+    known = replace(dataflow, batch_chunk=batch_chunk, sequence_chunk=sequence_chunk, grain=known_grain(job)[0])
+    job = replace(job, dataflow=known)
     trial = tried(job, 1)
     together = tried(job, dataflow.window) if dataflow.barrier == "none" and trial.in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
@@ -80,6 +84,7 @@ def describe_prediction(job: Job, found: Prediction) -> str:
         (
             _line("model", known["model"]),
             _line("batch", known["batch"]),
+            _line("chunks", known_chunks(job)[1]),
             *encoding,
             _line("precision", known["precision"]),
             _line("grain", known_grain(job)[1]),
@@ -92,6 +97,23 @@ def describe_prediction(job: Job, found: Prediction) -> str:
             "nothing was run",
         )
     )
+
+
+def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
+    """The chunks that a plan counts with, and what is to be said of them."""
+    dataflow = job.dataflow
+    choice = ChunkChoice(job.config, job.batch_shape, dataflow, job.precision, threads_of(job))
+    told = described(job.batch_shape, choice.first)
+    if not choice.reason:
+        return choice.first, told
+    known = dataflow.scheduler in ("sync", "threads", "local")
+    assumed = "" if known else ", which are assumed: a run asks the cluster"
+    return choice.first, f"{told} ({choice.reason}{assumed})"
+
+
+def threads_of(job: Job) -> int:
+    """Of the scheduler that will run the job; as many as here for a cluster that nobody has asked yet."""
+    return 1 if job.dataflow.scheduler == "sync" else job.dataflow.threads or usable_cores()
 
 
 def known_grain(job: Job) -> tuple[str, str]:

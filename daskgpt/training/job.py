@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, chunk_sizes
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, check_chunks
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
@@ -33,10 +33,9 @@ class Job:
     dataflow: DataflowConfig
     run: RunConfig
     dataset: Dataset | None = None
-    chunk: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "chunk", chunk_sizes(self.data, self.dataflow))
+        check_chunks(*self.batch_shape, self.dataflow)
         require(
             self.data.sequence_length <= self.config.positions,
             "train",
@@ -80,12 +79,12 @@ class Job:
             raise refusal(RuntimeError, "Job", "training needs a dataset", "dataset=None", "Make the job with one.")
         return self.dataset
 
-    def resolved(self, scheduler: Scheduler, grain: str) -> dict[str, Any]:
+    def resolved(self, scheduler: Scheduler, chunk: tuple[int, int], grain: str) -> dict[str, Any]:
         """Every configuration with nothing left to default or detection, by name; paths from the root.
 
-        grain   what it is once chosen
+        chunk, grain   what they are once chosen
         """
-        batch_chunk, sequence_chunk = self.chunk
+        batch_chunk, sequence_chunk = chunk
         dataflow = replace(
             self.dataflow,
             batch_chunk=batch_chunk,
@@ -130,22 +129,26 @@ def compile_kernels(precision: Precision = FLOAT32) -> None:
 
 def facts(job: Job) -> dict[str, str]:
     """What is computed, by name: model, batch and precision."""
-    c, (b, t), (batch_size, length) = job.config, job.chunk, job.batch_shape
+    c, (batch_size, length) = job.config, job.batch_shape
     return {
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}",
-        "batch": f"{batch_size} x {length} tokens, {batch_size * length // (b * t)} chunks of {b} x {t}",
+        "batch": f"{batch_size} x {length} tokens",
         "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }
 
 
-def describe(job: Job, scheduler: Scheduler) -> str:
-    """What will be run, for the terminal."""
+def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
+    """What will be run, for the terminal.
+
+    chunks   how many of which size, and why
+    """
     known = facts(job)
     lines = {
         "model": known["model"],
         "data": job.tokens.description,
         "batch": known["batch"],
+        "chunks": chunks,
         "precision": known["precision"],
         "scheduler": getattr(scheduler, "description", scheduler),
     }

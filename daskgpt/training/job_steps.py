@@ -1,4 +1,4 @@
-"""The steps of a job on a scheduler: recorded once, the grain settled with the first one."""
+"""The steps of a job on a scheduler: recorded once, chunks and grain settled with the first ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from daskgpt.graph.spans import Span
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import Batch, State, TrainingStep
@@ -16,18 +18,23 @@ class JobSteps:
     """Runs a job's steps, as many together as are handed over.
 
     step     the recorded step
-    choice   of its grain: while it is open, the next step is measured and must come alone
+    chunks   the choice of its chunks
+    choice   of its grain
+    open     while one of them is, the next step is measured and must come alone
     """
 
     def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> None:
-        """say   where it is told which grain was found"""
+        """say   where it is told what was found"""
         self.job, self.scheduler, self.say = job, scheduler, say
         dataflow = job.dataflow
+        self.chunks = ChunkChoice(
+            job.config, job.batch_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
+        )
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
         self.step = TrainingStep(
             job.config,
             job.batch_shape,
-            job.chunk,
+            self.chunks.first,
             job.optimizer,
             precision=job.precision,
             grain=self.choice.first,
@@ -40,17 +47,32 @@ class JobSteps:
         """Of the steps to come; auto while it is open."""
         return "auto" if self.choice.open else self.step.grain
 
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Sequences and tokens in a chunk of the steps to come."""
+        return self.step.chunk
+
+    @property
+    def described_chunks(self) -> str:
+        """How many of which size, and why, for people."""
+        why = f" ({self.chunks.reason})" if self.chunks.reason else ""
+        return described(self.job.batch_shape, self.chunk) + why
+
+    @property
+    def open(self) -> bool:
+        return self.chunks.open or self.choice.open
+
     def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
         """The state before the first step, see `TrainingStep.initial`."""
         return self.step.initial(parameters)
 
     def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
         """A step a batch: their losses, and the state after them."""
-        if self.choice.open:
+        if self.open:
             with self.scheduler.record() as processes:
                 loss, state = self.step(self.scheduler, state, *batches[0], self.job.run.steps)
             spans = [span for process in processes for span in process.spans]
-            self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
+            self._settle(spans, self.job.run.steps - state.step)
             return [loss], state
         if self.scheduler.in_place and len(batches) > 1:
             return self.step.window(self.scheduler, state, batches, self.job.run.steps)
@@ -59,3 +81,11 @@ class JobSteps:
             handles, state = self.step.submit(self.scheduler, state, own, self.job.run.steps)
             submitted.append(handles)
         return [self.step.loss(self.scheduler, handles) for handles in submitted], state
+
+    def _settle(self, spans: Sequence[Span], steps: int) -> None:
+        """Chunks first; the grain of other chunks takes another step to measure."""
+        found = self.chunks.settle(self.step, spans, steps) if self.chunks.open else ""
+        if found:
+            self.say(f"chunks     {found}")
+        elif self.choice.open:
+            self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")

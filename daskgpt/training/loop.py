@@ -101,13 +101,13 @@ def _run(
     validation = math.nan
     steps = JobSteps(job, scheduler, progress.say)
     if folder:
-        folder.create(job.resolved(scheduler, steps.grain))
-    progress.say(describe(job, scheduler))
+        folder.create(job.resolved(scheduler, steps.chunk, steps.grain))
+    progress.say(describe(job, scheduler, steps.described_chunks))
     if not steps.choice.open:  # else it is said when it is known
         progress.say(f"grain      {_tasks(steps.step)}")
     state = steps.initial(parameters)
     watching = [(watcher.begin(job, steps.step, scheduler), watcher) for watcher in watchers]
-    start = time.perf_counter()
+    start, settled = time.perf_counter(), not steps.open
     progress.begin()
     try:
         for latest, metrics in _steps(job, scheduler, steps, state, watching):
@@ -116,8 +116,10 @@ def _run(
             validation = metrics.get("validation_loss", validation)
             progress.step(metrics)
             if folder:
-                if metrics["step"] == 0:
-                    folder.configure(job.resolved(scheduler, steps.grain))  # chosen by now, and written over auto
+                if not settled:
+                    # What was chosen with this step, over what stood there.
+                    folder.configure(job.resolved(scheduler, steps.chunk, steps.grain))
+                    settled = not steps.open
                 folder.log(metrics)
             if on_step:
                 on_step(metrics["step"], metrics)
@@ -144,7 +146,7 @@ def _steps(
     job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
-    validate = Inference(job.config, job.batch_shape, job.chunk, state.layout, ("loss",), job.precision)
+    validate = Inference(job.config, job.batch_shape, steps.chunk, state.layout, ("loss",), job.precision)
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
     tokens = job.data.batch_size * job.data.sequence_length
     number = 0
@@ -153,7 +155,7 @@ def _steps(
         numbers = range(number, number + _together(job, steps, number, watching))
         batches = [batch(job.tokens.training, **size, seed=job.run.seed, step=n) for n in numbers]
         with ExitStack() as looking:
-            if not steps.choice.open:
+            if not steps.open:
                 for first, watcher in watching:
                     looking.enter_context(watcher.watch(numbers) if number >= first else nullcontext())
             losses, state = steps.run(state, batches)
@@ -175,7 +177,7 @@ def _next_validation(job: Job, number: int) -> int:
 
 def _together(job: Job, steps: JobSteps, number: int, watching: Watching) -> int:
     """How many steps from this one on may overlap."""
-    if job.dataflow.barrier != "none" or steps.choice.open:
+    if job.dataflow.barrier != "none" or steps.open:
         return 1
     ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
     return min(job.dataflow.window, min(ends) - number)

@@ -83,11 +83,20 @@ class TrainingStep:
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
-        self.chunks = math.prod(whole // part for whole, part in zip(batch_shape, chunk))
         # From here on activations take more memory than weights do, and tasks wait so that it is given back in time.
-        self.large = math.prod(batch_shape) > config.channels
+        self.batch_shape, self.large = batch_shape, math.prod(batch_shape) > config.channels
+        self.grain = grain
+        self.set_chunk(chunk)
+
+    def set_chunk(self, chunk: tuple[int, int]) -> None:
+        """Record the step with its batch in other chunks. In place the state stays as it is, and no bit of the results
+        changes where products sum in one order; out of place a state belongs to its chunks.
+        """
+        self.chunk = chunk
+        self.chunks = math.prod(whole // part for whole, part in zip(self.batch_shape, chunk))
+        config, optimizer, precision = self.config, self.optimizer, self.precision
         tape = Tape(precision)
-        inputs = input_leaves(tape, batch_shape, chunk, self.row.hyper_size)
+        inputs = input_leaves(tape, self.batch_shape, chunk, self.row.hyper_size)
         state = {
             f"{kind}.{name}": leaf
             for kind in ("weight", *self.row.moments)
@@ -103,9 +112,9 @@ class TrainingStep:
             {"loss": loss},
             {name: state[name] for name in new},
             new,
-            in_place=self._in_place(math.prod(batch_shape)) if in_place else None,
+            in_place=self._in_place(math.prod(self.batch_shape)) if self.in_place else None,
         )
-        self.set_grain(grain)
+        self.set_grain(self.grain)
 
     def _in_place(self, summed: int) -> Callable[[Graph], InPlace]:
         def rewrite(graph: Graph) -> InPlace:

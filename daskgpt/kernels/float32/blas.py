@@ -74,16 +74,29 @@ def gemm_address(dtype: np.dtype) -> int:
     Errors   ValueError when the environment variable DASKGPT_BLAS says anything but own, numpy or portable;
              RuntimeError when it says own and the processor has no fused multiply-adds of vectors
     """
+    choice = _choice()
+    if choice == "portable":
+        return PORTABLE
+    single = dtype.char == "f"
+    return sgemm.address() if single and choice == "own" else find_gemm("s" if single else "d")
+
+
+def one_order(dtype: np.dtype) -> bool:
+    """Whether a product's sums have one order whatever its shapes, so that no chunk changes a bit.
+
+    A library's order depends on the shapes. Nothing is compiled to find out.
+    """
+    return dtype.char == "f" and _choice() == "own"
+
+
+def _choice() -> str:
     choice = os.environ.get(VARIABLE) or ("own" if has_fma() else "numpy")
     if choice not in ("own", "numpy", "portable"):
         raise ValueError(
             f"blas: {VARIABLE} must be own, numpy or portable; got {VARIABLE}={choice}. "
             "Unset it to take the fastest of this processor."
         )
-    if choice == "portable":
-        return PORTABLE
-    single = dtype.char == "f"
-    return sgemm.address() if single and choice == "own" else find_gemm("s" if single else "d")
+    return choice
 
 
 @intrinsic
