@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from conftest import SMALL
 from one_number import MODELS
-from test_one_number import own_product
+from test_one_number import needs_own_product
 
 import daskgpt
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.data.dataset import Dataset
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.spans import Span
 from daskgpt.kernels.float32.blas import VARIABLE
@@ -88,12 +87,9 @@ def test_slow_attention_is_not_left_to_one_thread():
     assert chunk_of((3, 64), 2, work=Work(tokens=0.5, attention=1.0)) == (1, 64)
 
 
-def job(shape=(3, 12), config=SMALL, steps=2000, **dataflow):
+def job(shape=(3, 12), config=SMALL, **dataflow):
     data = DataConfig(batch_size=shape[0], sequence_length=shape[1])
-    random = np.random.default_rng(1).integers(0, config.vocabulary, 4000).astype(np.uint16)
-    dataset = Dataset(random, random, config.vocabulary, "none", "random tokens")
-    optimizer = OptimizerConfig(schedule="constant")
-    return Job(config, dataset, data, optimizer, DataflowConfig(**dataflow), RunConfig(steps=steps))
+    return Job(config, data, OptimizerConfig(schedule="constant"), DataflowConfig(**dataflow), RunConfig())
 
 
 def spans_of(step, seconds):
@@ -102,7 +98,7 @@ def spans_of(step, seconds):
     return [Span(key, 1, 0.0, seconds(step.recorded.origin(key))) for key in keys if step.recorded.origin(key)]
 
 
-@own_product
+@needs_own_product
 def test_measured_times_change_the_chunks_once_and_the_state_stays():
     config = replace(SMALL, positions=64)
     random = np.random.default_rng(2).integers(0, config.vocabulary, (3, 3, 65)).astype(np.int32)
@@ -169,10 +165,10 @@ def run(tmp_path, name, *flags):
     losses = [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     with (tmp_path / name / "config.toml").open("rb") as file:
         config = tomllib.load(file)
-    return losses, (tmp_path / name / "model.bin").read_bytes(), config["dataflow"], result.stdout
+    return losses, (tmp_path / name / "model.safetensors").read_bytes(), config["dataflow"], result.stdout
 
 
-@own_product
+@needs_own_product
 def test_threads_and_workers_give_one_model_with_automatic_chunks(tmp_path):
     schedulers = [("threads", 1), ("threads", 2), ("threads", 5), ("local", 3)]
     found = [run(tmp_path, f"{s}{n}", "--scheduler", s, "--threads", n) for s, n in schedulers]
