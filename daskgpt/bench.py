@@ -14,7 +14,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments import machine
+from daskgpt.instruments import machine, scaling
 from daskgpt.instruments.compare.llmc_program import compare_llmc
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import compare_torch, require_torch
@@ -24,6 +24,7 @@ from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels
 
 DESCRIPTION = """\
@@ -43,6 +44,9 @@ arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T +
 memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
 
 --against torch runs the same model, tokens and optimizer in PyTorch, in a process of its own, the two taking turns.
+--scaling times 1, 2, 4 ... threads (up to --threads, or to the cores), each in a process of its own on as many cores:
+speedup is the time on one thread over the time on so many, efficiency speedup over threads. Chunks and grain are
+chosen anew for each number of threads unless they are given.
 --against llm.c PATH runs a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens.
 """
 
@@ -75,6 +79,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--against", nargs="+", default=[], metavar=("NAME", "PATH"), help="compare with torch, or with llm.c PATH"
     )
+    flags.add_argument("--scaling", action="store_true", help="time 1, 2, 4 ... threads: speedup and efficiency")
     flags.add_argument("--torch-compile", action="store_true", help="with --against torch: torch.compile the model")
     flags.add_argument("--torch-bf16", action="store_true", help="with --against torch: bfloat16 autocast")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
@@ -97,8 +102,18 @@ def main(arguments: list[str]) -> int:
         {"against": opponent[0] or "none"},
         "Add it.",
     )
+    require(
+        not (values.scaling and (values.plan or values.against)),
+        "bench",
+        "--scaling must come without --plan and --against",
+        {"plan": values.plan, "against": opponent[0] or "none"},
+        "Leave one out.",
+    )
     if values.plan:
         print(describe_prediction(job, predict(job)))
+        return 0
+    if values.scaling:
+        print_scaling(job, asked, values.json, {"preset": values.preset})
         return 0
     with quiet(values.json):
         others = machine.busy_cores()
@@ -111,6 +126,25 @@ def main(arguments: list[str]) -> int:
     else:
         print(json.dumps(record(job, found) | facts) if values.json else describe(job, found, chunks))
     return 0
+
+
+def print_scaling(job: Job, asked: BenchConfig, as_json: bool, facts: dict[str, Any]) -> None:
+    """Run and print `--scaling`."""
+    runs = scaling.orders(job.config, asked, job.dataflow)
+    with quiet(as_json):
+        print(f"model        {parameter_count(job.config):,} parameters")
+        print(f"batch        {asked.batch_size} x {asked.sequence_length} tokens")
+        print(f"machine      {machine.processor()}, {usable_cores()} cores")
+        compile_kernels(job.precision)
+        found = scaling.scale(runs, lambda text: print(text, file=sys.stderr, flush=True))
+        others = max((one.others_cores or 0.0 for one in found), default=0.0)
+        if others > machine.BUSY:
+            print(f"note: other programs kept {others:.1f} cores busy; what is measured is a share of the machine")
+    if as_json:
+        where = {"cpu": machine.processor(), "cores": usable_cores(), "precision": job.precision.name}
+        print(json.dumps(scaling.record(found) | facts | where))
+    else:
+        print(scaling.describe(found))
 
 
 def opponent_of(words: list[str]) -> tuple[str, Path | None]:

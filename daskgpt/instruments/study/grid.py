@@ -43,7 +43,7 @@ class StudyConfig(Checked):
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One setting of every dial. Chunks are sizes, not 0."""
+    """One setting of every dial. In a study's grid chunks are sizes, not 0 for auto."""
 
     threads: int
     scheduler: str

@@ -18,6 +18,7 @@ from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
 from daskgpt.instruments.timeline import StepRecorder, Summary, summarise
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.job import compile_kernels
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 PACKAGES = ("numpy", "numba", "dask", "distributed")
@@ -45,6 +46,7 @@ def run(order: Order) -> dict[str, Any]:
     """Time some steps of a point, then record some others: the columns of its row in the table."""
     study = order.study
     job = job_of_point(order.model, study, order.point)
+    compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
     others = machine.busy_cores()
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         steps = Steps(job, scheduler, study.seed)
@@ -53,9 +55,11 @@ def run(order: Order) -> dict[str, Any]:
         seconds = Spread.of(steps.run(_count(study, warm)))
         peak = steps.peak()
         summary = _recorded(steps, study)
-        tasks, grain = steps.tasks, steps.step.grain
+        tasks, grain, chunk = steps.tasks, steps.step.grain, steps.step.chunk
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "batch_chunk_used": chunk[0],
+        "sequence_chunk_used": chunk[1],
         "grain_used": grain,
         "tasks": tasks,
         "steps": seconds.n,

@@ -22,6 +22,8 @@ TIMES = ("step_ms", "step_ms_q1", "step_ms_q3", "tokens_per_s", "forward_ms", "b
 PLACE = ("others_cores", "machine", "cpu", "cores", "python", "daskgpt", "numpy", "numba", "dask", "distributed")
 FOUND = (
     "date",
+    "batch_chunk_used",
+    "sequence_chunk_used",
     "grain_used",
     "tasks",
     "steps",
