@@ -57,7 +57,18 @@ def test_a_file_has_plain_lines_in_their_order(text, tmp_path):
     written = (tmp_path / "log").read_bytes().decode()
     assert "\r" not in written.partition("--- sample")[0]
     lines = written.splitlines()
-    begins = ["model", "data", "batch", "precision", "scheduler", "grain", "step  1/60", "step 20/60", "step 40/60"]
+    begins = [
+        "model",
+        "data",
+        "batch",
+        "chunks",
+        "precision",
+        "scheduler",
+        "grain",
+        "step  1/60",
+        "step 20/60",
+        "step 40/60",
+    ]
     places = [next(n for n, line in enumerate(lines) if line.startswith(begin)) for begin in [*begins, "step 60/60"]]
     assert places == sorted(places)
     assert [KEPT.fullmatch(line)[1] for line in lines if "validation " in line and line.startswith("step")] == [
@@ -132,7 +143,7 @@ def test_a_notebook_has_the_header_one_line_and_the_validations(text, tmp_path):
     assert {output.get("name") for output in outputs} == {"stdout"}, "no warning of a missing widget"
     written = "".join(output.text for output in outputs)
     lines = left_lines(written)
-    assert [line.split()[0] for line in lines[:5]] == ["model", "data", "batch", "precision", "scheduler"]
+    assert [line.split()[0] for line in lines[:6]] == ["model", "data", "batch", "chunks", "precision", "scheduler"]
     assert [line.split("  ")[0] for line in lines if line.startswith("step")] == ["step 20/40", "step 40/40"]
     live = [line for line in shown_lines(written) if line.endswith(" left")]
     assert live
@@ -162,6 +173,7 @@ def test_from_python_the_same_header_is_printed_unless_quiet(fitted, capfd):
         "model",
         "data",
         "batch",
+        "chunks",
         "precision",
         "scheduler",
         "grain",

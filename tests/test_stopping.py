@@ -18,8 +18,8 @@ import numpy as np
 import psutil
 import pytest
 
+import daskgpt
 from daskgpt.config.stopping import delayed_interrupts, finishing_first, heeding_interrupts
-from daskgpt.formats.llmc import read_model
 from daskgpt.kernels.compilation import compile_all
 
 PATIENCE = 300  # seconds for what should take a few
@@ -89,7 +89,7 @@ def test_ctrl_c_in_a_terminal_saves_the_model(scheduler, text, tmp_path):
     assert terminal.ended() == 0, terminal.shown
     assert re.search(r"stopped after \d+ of 100,?000 steps", terminal.shown)
     assert not re.search(r"\bnan\b|Traceback|KeyboardInterrupt", terminal.shown), terminal.shown
-    config, parameters = read_model(out / "model.bin")
+    config, parameters = daskgpt.load(out)
     assert config.blocks == 1
     assert all(np.isfinite(value).all() for value in parameters.values())
     assert len(children) >= 2 or scheduler == "threads"
@@ -102,7 +102,7 @@ def test_sigterm_saves_the_model_too(text, tmp_path):
     assert terminal.read_until(lambda: steps_of(out) > 3), terminal.shown
     terminal.process.send_signal(signal.SIGTERM)
     assert terminal.ended() == 0, terminal.shown
-    assert read_model(out / "model.bin")
+    assert daskgpt.load(out)
 
 
 def test_ctrl_c_while_kernels_are_compiled_ends_the_command(text, tmp_path):
