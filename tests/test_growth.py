@@ -73,18 +73,18 @@ def test_a_thousand_steps_on_a_cluster_keep_tasks_and_memory_flat():
     data = random_batch(config, random, (1, 4))
     tasks, before = step.runnable.tasks, task_groups()  # clusters of other tests may have left some
     with open_scheduler("local", 2) as scheduler:
-        for number in range(1000):
-            _, state = step(scheduler, state, *data, 1000)
-            if number == 500:
-                half = resident(), scheduler.client.run(kept_by_worker)
+        for number in range(1250):
+            _, state = step(scheduler, state, *data, 1250)
+            if number == 1000:  # Dask's logs of its last events are full by then
+                full = resident(), scheduler.client.run(kept_by_worker)
+        grown = resident() - full[0]
         known, groups, spans = scheduler.client.run_on_scheduler(kept_by_scheduler)
         workers = scheduler.client.run(kept_by_worker)
-        grown = resident() - half[0]
     assert known < 10 * tasks
     assert groups - before < 20 * tasks, "those of the last steps"
     assert spans <= 2, "ours, and Dask's own"
     for address, (kept, memory) in workers.items():
         assert kept < 10 * tasks
-        assert memory - half[1][address][1] < 8_000_000
-    # Dask's logs of the last thousand events still fill (5 MB here); 500 steps' groups of tasks would be 14 MB.
-    assert grown < 8_000_000
+        assert memory - full[1][address][1] < 4_000_000
+    # Groups of the tasks of 250 steps would be 7 MB.
+    assert grown < 4_000_000
