@@ -141,11 +141,15 @@ class TrainingStep:
         self.runnable, self.grain = runnable, grain
 
     def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
-        """Zero moments beside the parameters. In place they are written over: keep a copy if they are needed."""
+        """Zero moments beside the parameters. In place they are written over: keep a copy if they are needed.
+
+        The zeros are written, where `np.zeros` would only promise them: the first update would otherwise fetch a moment's
+        memory page by page from the system, and its kernel times (which choose chunks and grain) be five times too long.
+        """
         values = held_weights(self.config, parameters, self.precision)
         for moment in self.row.moments:
             values |= {
-                f"{moment}.{name}": np.zeros(tensor.shape, self.precision.dtype)
+                f"{moment}.{name}": np.full(tensor.shape, 0, self.precision.dtype)
                 for name, tensor in tensors(self.config).items()
             }
         return State(self.runnable.layout, self.runnable.layout.pack(values))
