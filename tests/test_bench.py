@@ -27,6 +27,7 @@ from daskgpt.instruments.measure import Steps, measure, step_operations
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.model.parameters import parameter_count
+from daskgpt.schedulers import machine_memory
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.train import main as train_main
 from daskgpt.training.step import TrainingStep
@@ -261,9 +262,9 @@ def test_the_grain_of_a_plan_is_that_of_the_run_where_nothing_is_measured():
 
 
 def test_a_plan_says_whether_its_peak_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    physical, whose = machine.memory_limit()
+    monkeypatch.setattr(machine_memory, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path)
+    physical, whose = machine_memory.memory_limit()
     assert whose == "this machine"
     assert physical == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     resident = machine.resident_memory()
@@ -287,10 +288,42 @@ def test_a_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine_memory, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert machine.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
+    assert machine_memory.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        ("0::/\n", {"meminfo": "MemFree: 1 kB\nMemAvailable: 70 kB\n"}, 70 << 10),
+        ("0::/\n", {"meminfo": "MemFree: 1 kB\n"}, None),
+        ("0::/\n", {"meminfo": "MemAvailable: 70 kB\n", "memory.max": "9000", "memory.current": "2000"}, 7000),
+        (
+            "0::/a\n",
+            {
+                "meminfo": "MemAvailable: 70 kB\n",
+                "memory.max": "9000",
+                "memory.current": "2000",
+                "a/memory.max": "5000",
+                "a/memory.current": "2000",
+                "a/memory.stat": "anon 1\ninactive_file 500\n",
+            },
+            3500,
+        ),
+        ("0::/\n", {"meminfo": "MemAvailable: 70 kB\n", "memory.max": "9000", "memory.current": "9900"}, 0),
+    ],
+)
+def test_memory_that_is_free_now_is_what_machine_and_container_leave(tmp_path, monkeypatch, own, files, left):
+    (tmp_path / "cgroup").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine_memory, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine_memory, "MEMORY_INFO", tmp_path / "meminfo")
+    assert machine_memory.available_memory() == left
 
 
 def test_a_plan_of_a_model_that_fits_no_memory_compiles_and_runs_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""What a process has taken of its machine, and what the machine can do: memory, processor, matrix products."""
+"""What a process has taken of its machine, and what the machine can do: processor, matrix products."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -20,7 +19,6 @@ import daskgpt
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 CPU_INFO, STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
 PRODUCT_SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round
 
@@ -48,35 +46,6 @@ def peak_memory() -> int:
 def resident_memory() -> int:
     """Bytes of this process that are in memory now; 0 where the system does not say."""
     return _status("VmRSS") or 0
-
-
-def memory_limit() -> tuple[int, str]:
-    """Bytes that this process and those that it starts can have, and whose limit that is: of the machine or of a
-    container (a control group, the least of those that this process is in). 0 where the system does not say.
-    """
-    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
-    least = min(_group_limits(), default=physical)
-    return (least, "this container") if least < physical else (physical, "this machine")
-
-
-def _group_limits() -> Iterator[int]:
-    """The memory limits of this process's control group and of those above it, of version 1 and 2.
-
-    Inside a container the group's path may be that of the host, which is not there: its own group is then the root.
-    """
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _number, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
-        for group in (own := Path(path.lstrip("/")), *own.parents):
-            with suppress(OSError, ValueError):  # no such group, or "max"
-                yield int((root / group / name).read_text())
 
 
 def _status(name: str) -> int | None:

@@ -11,6 +11,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.stand_ins import CLASSES, Trial
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import LocalScheduler, usable_cores
+from daskgpt.schedulers.machine_memory import memory_limit
 from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job, facts
@@ -133,7 +134,7 @@ def known_grain(job: Job) -> tuple[str, str]:
 
 def fits(job: Job, peak: int) -> str:
     """One sentence: whether the peak and the processes that hold it fit the memory that there is here."""
-    limit, whose = machine.memory_limit()
+    limit, whose = memory_limit()
     if not limit:
         return f"{_rounded(peak)} are needed; this system does not say how much there is."
     scheduler, threads = job.dataflow.scheduler, job.dataflow.threads or usable_cores()

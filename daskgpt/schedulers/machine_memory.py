@@ -1,0 +1,66 @@
+"""How much memory the processes of this machine, or of the container around them, may take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# A group's files with its limit and with what it holds, in the two versions of control groups.
+VERSION_1, VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+MEMORY_INFO = Path("/proc/meminfo")
+
+
+def memory_limit() -> tuple[int, str]:
+    """Bytes that this process and those that it starts can have, and whose limit that is: of the machine or of a
+    container (a control group, the least of those that this process is in). 0 where the system does not say.
+    """
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
+    least = min((limit for limit, _held in _groups()), default=physical)
+    return (least, "this container") if least < physical else (physical, "this machine")
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had now without making anybody swap; None where the system does not say.
+
+    The system's own estimate, or what a control group leaves where that is less: its limit less what it holds.
+    """
+    try:
+        lines = MEMORY_INFO.read_text().splitlines()
+    except OSError:
+        return None
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return None if free is None else max(0, min([free, *(limit - held for limit, held in _groups())]))
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """Limit and held bytes of this process's control group and of those above it, of version 1 and 2, where limited.
+
+    Inside a container the group's path may be that of the host, which is not there: its own group is then the root.
+    """
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _number, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, limit, usage = (CGROUPS / "memory", *VERSION_1) if controllers else (CGROUPS, *VERSION_2)
+        for group in (own := Path(path.lstrip("/")), *own.parents):
+            with suppress(OSError, ValueError):  # no such group, or "max"
+                yield int((root / group / limit).read_text()), _held(root / group, usage)
+
+
+def _held(group: Path, usage: str) -> int:
+    """Bytes that a control group holds, less the files that it only caches and would drop; 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        cached = 0
+        with suppress(OSError):
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+        return max(0, int((group / usage).read_text()) - cached)
+    return 0
