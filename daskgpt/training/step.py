@@ -143,8 +143,9 @@ class TrainingStep:
     def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
         """Zero moments beside the parameters. In place they are written over: keep a copy if they are needed.
 
-        The zeros are written, where `np.zeros` would only promise them: the first update would otherwise fetch a moment's
-        memory page by page from the system, and its kernel times (which choose chunks and grain) be five times too long.
+        The zeros are written, where `np.zeros` would only promise them: the first update would otherwise fetch each
+        moment's memory page by page from the system, and its kernel times, which choose chunks and grain, be five
+        times too long.
         """
         values = held_weights(self.config, parameters, self.precision)
         for moment in self.row.moments:
