@@ -35,14 +35,14 @@ def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.n
 
 
 def from_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.ndarray:
-    """The tensor as this program holds it: the bits that to_published was given.
+    """The tensor as this program holds it, in memory of its own: the bits that to_published was given.
 
     Shapes   one of published_shapes -> tensor.shape, contiguous
     """
     if tensor.row.is_conv1d:
-        return np.ascontiguousarray(values.T)
+        return values.T.copy(order="C")
     if values.shape == tensor.shape:
-        return values
+        return values.copy()
     padded = np.zeros(tensor.shape, values.dtype)
     padded[: len(values)] = values
     return padded
