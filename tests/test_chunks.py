@@ -27,6 +27,7 @@ from daskgpt.training.chunk_choice import ChunkChoice
 from daskgpt.training.chunking import Work, cuttings
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.stand_ins import Trial, most_bytes
 from daskgpt.training.step import TrainingStep
 
 TINY = preset("tiny")
@@ -152,6 +153,53 @@ def test_a_library_s_product_fixes_the_chunks_and_says_so(monkeypatch):
     assert choice.first == (3, 64)
     assert not choice.open
     assert choice.reason == "auto, for 4 threads; with this matrix product other chunks are other bits"
+
+
+def many_words():
+    """A model and a batch whose logits take most of the memory: the cut decides how many of them there are at once."""
+    config = replace(SMALL, vocabulary=4000, padded_vocabulary=4000)
+    choice = ChunkChoice(config, (64, 12), DataflowConfig(), FLOAT32, 2, in_place=True)
+    step = TrainingStep(config, (64, 12), choice.first, OptimizerConfig(), grain="segment", in_place=True)
+    return choice, step
+
+
+@needs_own_product
+def test_a_step_that_needs_more_memory_than_is_free_is_cut_smaller():
+    choice, step = many_words()
+    assert (choice.first, Trial(step).peak, most_bytes(step)) == ((32, 12), 9_153_280, 17_814_532)
+    assert choice.fit(step, 1, 7_000_000) == ""
+    assert step.chunk == (8, 12)
+    assert Trial(step).peak < 7_000_000
+    assert not choice.open
+    assert choice.reason == "auto, for 2 threads; 2 of 32 x 12 would take 9 MB of the 7 MB that are free"
+
+
+@needs_own_product
+@pytest.mark.parametrize("available", [None, 10_000_000, 100_000_000])
+def test_chunks_stay_where_memory_is_enough_or_unknown(available):
+    choice, step = many_words()
+    assert choice.fit(step, 1, available) == ""
+    assert step.chunk == choice.first
+    assert choice.reason == "auto, for 2 threads"
+
+
+@needs_own_product
+def test_memory_that_no_cut_saves_is_warned_of():
+    choice, step = many_words()
+    assert choice.fit(step, 1, 1_000_000) == (
+        "a step takes 5 MB, and 1 MB are free: the system may swap, or end this process. "
+        "Try a smaller --batch-size or --sequence-length."
+    )
+    assert step.chunk == (4, 12)
+
+
+def test_given_chunks_stay_and_are_warned_of():
+    choice, step = many_words()
+    given = ChunkChoice(
+        step.config, (64, 12), DataflowConfig(batch_chunk=32, sequence_chunk=12), FLOAT32, 2, in_place=True
+    )
+    assert given.fit(step, 1, 7_000_000).startswith("a step takes 9 MB, and 7 MB are free")
+    assert (step.chunk, given.reason) == (choice.first, "")
 
 
 def run(tmp_path, name, *flags):

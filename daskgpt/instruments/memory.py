@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from daskgpt.instruments import machine
-from daskgpt.instruments.stand_ins import CLASSES, Trial
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import LocalScheduler, usable_cores
 from daskgpt.schedulers.machine_memory import memory_limit
 from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job, facts
+from daskgpt.training.job_steps import training_step
+from daskgpt.training.stand_ins import CLASSES, Trial, rounded
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
 
@@ -47,28 +48,19 @@ def predict(job: Job) -> Prediction:
     scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
     `known_grain` say.
     """
-    dataflow = job.dataflow
-    batch_chunk, sequence_chunk = known_chunks(job)[0]
-    known = replace(dataflow, batch_chunk=batch_chunk, sequence_chunk=sequence_chunk, grain=known_grain(job)[0])
-    job = replace(job, dataflow=known)
-    trial = tried(job, 1)
-    together = tried(job, dataflow.window) if dataflow.barrier == "none" and trial.in_place else trial
+    chunk, grain = known_chunks(job)[0], known_grain(job)[0]
+    step = training_step(job, chunk, grain, in_place_of(job))
+    trial = Trial(step)
+    together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
     return Prediction(
-        grain=job.dataflow.grain,
+        grain=grain,
         tasks=len(trial.results),
         made=trial.account.made,
         at_peak=together.account.at_peak,
-        largest_task=trial.steps.step.runnable.title(largest),
+        largest_task=step.runnable.title(largest),
         largest_bytes=trial.results[largest],
     )
-
-
-def tried(job: Job, window: int) -> Trial:
-    """What is known after one step, or several that overlap, without data."""
-    trial = Trial(job, in_place_of(job))
-    trial.try_steps(window)
-    return trial
 
 
 def in_place_of(job: Job) -> bool:
@@ -136,19 +128,19 @@ def fits(job: Job, peak: int) -> str:
     """One sentence: whether the peak and the processes that hold it fit the memory that there is here."""
     limit, whose = memory_limit()
     if not limit:
-        return f"{_rounded(peak)} are needed; this system does not say how much there is."
+        return f"{rounded(peak)} are needed; this system does not say how much there is."
     scheduler, threads = job.dataflow.scheduler, job.dataflow.threads or usable_cores()
     if scheduler not in ("sync", "threads", "local"):
-        return f"{_rounded(peak)} are needed by the cluster's workers together; {whose} has {_rounded(limit)}."
+        return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
     processes = 1 + threads if scheduler == "local" else 1
     libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
-    needed = f"{_rounded(peak)} and {_rounded(libraries)} for interpreter and libraries"
+    needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
     if processes > 1:
         needed += f" of {processes} processes"
     if peak + libraries <= limit:
-        return f"fits: {needed}, of the {_rounded(limit)} that {whose} has."
+        return f"fits: {needed}, of the {rounded(limit)} that {whose} has."
     return (
-        f"DOES NOT FIT: {needed} are more than the {_rounded(limit)} that {whose} has. "
+        f"DOES NOT FIT: {needed} are more than the {rounded(limit)} that {whose} has. "
         "Try a smaller --batch-size or --sequence-length."
     )
 
@@ -157,10 +149,6 @@ def _line(name: str, text: str) -> str:
     """A name and what there is to say, in lines of 80 columns."""
     together = re.sub(r"(\d) ([GM]B)", "\\1\u00a0\\2", f"{name:13} {text}")  # a number stays with its unit
     return textwrap.fill(together, 80, subsequent_indent=" " * 14, break_on_hyphens=False).replace("\u00a0", " ")
-
-
-def _rounded(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
 def _mb(size: int) -> str:

@@ -11,10 +11,13 @@ from daskgpt.graph.spans import Span
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.precision import Precision
 from daskgpt.training.chunking import Chunk, Work, cuttings
+from daskgpt.training.stand_ins import Trial, most_bytes, rounded
 from daskgpt.training.step import TrainingStep
 
 # What other chunks must save of a step, and of a whole run in seconds, to be worth recording the step again.
 WORTH_SHARE, WORTH_SECONDS = 0.1, 2.0
+# How many cuts are looked at where memory is short, fast ones first: a look takes a second or two for gpt2.
+TRIED = 4
 
 
 class ChunkChoice:
@@ -39,16 +42,47 @@ class ChunkChoice:
         in_place  whether the state has the same layout however the batch is cut, so that the chunks may change
         """
         self.config, self.batch_shape, self.dataflow, self.threads = config, batch_shape, dataflow, threads
-        ways = cuttings(config, batch_shape, dataflow, threads)
-        self.first = ways[0].chunk
-        free = one_order(precision.dtype)
-        self.open = in_place and free and len(ways) > 1
+        self.ways = cuttings(config, batch_shape, dataflow, threads)
+        self.first = self.ways[0].chunk
+        self.free = one_order(precision.dtype)
+        self.open = in_place and self.free and len(self.ways) > 1
         self.reason = ""
         if not (dataflow.batch_chunk and dataflow.sequence_chunk):
             self.reason = f"auto, for {threads} thread{'s' * (threads != 1)}"
-            if not free:
+            if not self.free:
                 # By measured times or free memory, two runs of one command could differ.
                 self.reason += "; with this matrix product other chunks are other bits"
+
+    def fit(self, step: TrainingStep, window: int, available: int | None) -> str:
+        """Cut the batch of a recorded step otherwise where it needs more memory than there is; return a warning where
+        that does not help, else nothing.
+
+        window      how many steps overlap
+        available   bytes, None where the system does not say
+        """
+        if available is None or window * most_bytes(step) <= available:
+            return ""  # fits in any order of its tasks
+        peaks: dict[Chunk, int] = {}
+        smaller = [way for way in self.ways if way.count >= self.ways[0].count]
+        for way in smaller[: TRIED if self.free else 1]:
+            if way.chunk != step.chunk:
+                step.set_chunk(way.chunk)
+            peaks[way.chunk] = Trial(step, window).peak
+            if peaks[way.chunk] <= available:
+                break
+        least = min(peaks, key=lambda chunk: peaks[chunk])
+        if step.chunk != least:
+            step.set_chunk(least)
+        if least != self.first:
+            told, size = described(self.batch_shape, self.first), rounded(peaks[self.first])
+            self.reason += f"; {told} would take {size} of the {rounded(available)} that are free"
+        self.open = False  # kernel times know nothing of memory
+        if peaks[least] <= available:
+            return ""
+        return (
+            f"a step takes {rounded(peaks[least])}, and {rounded(available)} are free: the system may swap, or end "
+            "this process. Try a smaller --batch-size or --sequence-length."
+        )
 
     def settle(self, step: TrainingStep, spans: Sequence[Span], steps: int) -> str:
         """Cut the batch anew where kernel times say that this pays; say what was found, nothing if it stays.

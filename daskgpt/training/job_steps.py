@@ -7,11 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from daskgpt.graph.spans import Span
+from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import Batch, State, TrainingStep
+
+
+def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool) -> TrainingStep:
+    """A job's step, recorded."""
+    return TrainingStep(
+        job.config,
+        job.batch_shape,
+        chunk,
+        job.optimizer,
+        precision=job.precision,
+        grain=grain,
+        barrier=job.dataflow.barrier,
+        in_place=in_place,
+    )
 
 
 class JobSteps:
@@ -31,16 +46,11 @@ class JobSteps:
             job.config, job.batch_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
-        self.step = TrainingStep(
-            job.config,
-            job.batch_shape,
-            self.chunks.first,
-            job.optimizer,
-            precision=job.precision,
-            grain=self.choice.first,
-            barrier=dataflow.barrier,
-            in_place=scheduler.in_place,
-        )
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place)
+        if scheduler.in_place:
+            window = dataflow.window if dataflow.barrier == "none" else 1
+            if warning := self.chunks.fit(self.step, window, available_memory()):
+                say(f"memory     {warning}")
 
     @property
     def grain(self) -> str:

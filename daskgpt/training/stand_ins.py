@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -20,14 +19,13 @@ import numpy as np
 
 from daskgpt.graph.calls import ChunkSum, KernelCall, Result
 from daskgpt.graph.inplace import RowSum, RowUpdate
-from daskgpt.graph.nodes import Key, combined, is_leaf, with_leaves
+from daskgpt.graph.nodes import Key, combined, is_leaf
 from daskgpt.graph.program import Call, Program, Values
 from daskgpt.graph.recording import Submission
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
-from daskgpt.schedulers.protocol import ProcessSpans
-from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
+from daskgpt.schedulers.local import LocalScheduler
+from daskgpt.training.step import TrainingStep
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations")
 
@@ -59,27 +57,19 @@ class StandIn:
         self.account.remove(self.name, self.nbytes)
 
 
-class Trial:
-    """A `schedulers.protocol.Scheduler` that runs a job's step with stand-ins, one task after another.
+class Trial(LocalScheduler):
+    """Dask's synchronous scheduler, which runs a recorded step with stand-ins, one task after another.
 
     account   of all arrays
     results   bytes of what each task returned
-    steps     the job's steps, whose recorded graph is run
     """
 
-    description = "nothing is run"
-    threads = 1
-
-    def __init__(self, job: Job, in_place: bool) -> None:
-        self.job, self.in_place, self.runs = job, in_place, 0
+    def __init__(self, step: TrainingStep, window: int = 1) -> None:
+        """Try one step, or several that overlap."""
+        super().__init__(dask.local.get_sync, "nothing is run")
+        self.step, self.precision, self.tensors = step, step.precision, tensors(step.config)
         self.account = Account()
         self.results: dict[Key, int] = {}
-        self.tensors = tensors(job.config)
-        self.steps = JobSteps(job, self)
-
-    def try_steps(self, window: int) -> None:
-        """One step, or several that overlap."""
-        step = self.steps.step
         values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.recorded.inputs.items()}
         packs = step.runnable.layout.pack({name: self._state(name) for name in step.recorded.state})
         if window > 1:
@@ -87,25 +77,17 @@ class Trial:
         else:
             self.run(step.runnable.submission(values, packs))
 
+    @property
+    def peak(self) -> int:
+        """Bytes of all arrays when there are most of them."""
+        return self.account.at_peak.total()
+
     def run(self, submission: Submission) -> list[Any]:
         without_data = {
             key: node if is_leaf(node) else combined(key, self._without_data(key, node.func), node.args)
             for key, node in submission.graph.items()
         }
-        return list(dask.local.get_sync(with_leaves(without_data, submission.leaves), submission.keys))
-
-    def fetch(self, handles: list[Any]) -> list[Any]:
-        return handles
-
-    def settle(self, handles: list[Any]) -> None:
-        pass
-
-    def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
-        return [function(*arguments)]
-
-    @contextmanager
-    def record(self) -> Iterator[list[ProcessSpans]]:
-        yield []
+        return super().run(submission._replace(graph=without_data))
 
     def _state(self, name: str) -> StandIn:
         """A tensor of the state by its name there, KIND.NAME."""
@@ -113,7 +95,7 @@ class Trial:
         return self._held(kind, self.tensors[tensor])
 
     def _held(self, kind: str, tensor: Tensor) -> StandIn:
-        precision = self.job.precision
+        precision = self.precision
         if kind == "weight":
             return StandIn(self.account, "parameters", precision.held_bytes(tensor))
         return StandIn(self.account, "optimizer", math.prod(tensor.shape) * precision.dtype.itemsize)
@@ -164,6 +146,21 @@ class Trial:
         return made[0] if len(made) == 1 else tuple(made)
 
 
+def most_bytes(step: TrainingStep) -> int:
+    """Bytes of all that a step holds or makes, as if nothing were ever dropped: known at once, and never too few."""
+    made = [
+        result
+        for key, node in step.recorded.unmerged.items()
+        if isinstance(call := getattr(node, "func", None), KernelCall)
+        for result in call.results(key)
+    ]
+    known = tensors(step.config).values()
+    values = sum(math.prod(tensor.shape) for tensor in known) * step.precision.dtype.itemsize
+    held = sum(step.precision.held_bytes(tensor) for tensor in known) + len(step.row.moments) * values
+    # In place no call returns a gradient; where it is summed apart it is made nevertheless.
+    return held + values + sum(math.prod(result.shape) * result.dtype.itemsize for result in made)
+
+
 def _stand_ins(values: Any) -> list[Any]:
     """All arrays in nested sequences, each once."""
     if isinstance(values, Values):
@@ -171,3 +168,8 @@ def _stand_ins(values: Any) -> list[Any]:
     if isinstance(values, list | tuple):
         return list({id(array): array for value in values for array in _stand_ins(value)}.values())
     return [] if values is None else [values]
+
+
+def rounded(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
