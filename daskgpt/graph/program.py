@@ -11,7 +11,7 @@ from typing import Any
 
 from daskgpt.graph.nodes import Graph, GraphNode, Key, arguments_of, combined
 from daskgpt.graph.spans import RECORDER, Span, bytes_of
-from daskgpt.kernels.floating_point import restore, set_flush_to_zero
+from daskgpt.kernels.floating_point import flush_to_zero
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,8 @@ class Program:
         self.size = max(self.size, 1 + max((slot for _, _, slot in arrivals), default=-1))
 
     def __call__(self, *results: Any) -> Any:
-        previous = set_flush_to_zero()
-        try:
+        with flush_to_zero():
             return self._run(results)
-        finally:
-            restore(previous)
 
     def _run(self, results: Sequence[Any]) -> Any:
         slots: list[Any] = [None] * self.size

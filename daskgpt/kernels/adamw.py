@@ -1,11 +1,10 @@
 """AdamW: one parameter's update, into new arrays or in place."""
 
 import math
-from typing import Any
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels.arguments import check_output, check_shape, flat
 from daskgpt.kernels.compilation import helper, kernel
 
 # So much of every array stays in the first cache between the three short loops. They are short because LLVM gives up
@@ -56,10 +55,6 @@ def step_scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weig
     return rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
 
 
-def _flat(array: Any) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1)
-
-
 def adamw(
     weight: np.ndarray,
     gradient: np.ndarray,
@@ -89,7 +84,7 @@ def adamw(
         check_shape("adamw", name, array, weight.shape)
     scalars = step_scalars(hyper, beta1, beta2, eps, weight_decay)
     new = np.empty(weight.shape, weight.dtype), np.empty(m.shape, m.dtype), np.empty(v.shape, v.dtype)
-    _adamw(_flat(weight), _flat(gradient), _flat(m), _flat(v), *(array.reshape(-1) for array in new), *scalars)
+    _adamw(*(flat(array) for array in (weight, gradient, m, v, *new)), *scalars)
     return new
 
 
@@ -116,5 +111,5 @@ def adamw_inplace(
     for name, array in (("weight", weight), ("m", m), ("v", v)):
         check_output("adamw_inplace", name, array, weight.shape, weight.dtype)
     scalars = step_scalars(hyper, beta1, beta2, eps, weight_decay)
-    _adamw_inplace(weight.reshape(-1), _flat(gradient), m.reshape(-1), v.reshape(-1), *scalars)
+    _adamw_inplace(flat(weight), flat(gradient), flat(m), flat(v), *scalars)
     return weight, m, v

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_shape
+from daskgpt.kernels.arguments import check_shape, flat
 from daskgpt.kernels.compilation import kernel
 
 
@@ -24,5 +24,5 @@ def forward(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
     check_shape("add.forward", "y", y, x.shape)
     z = np.empty(x.shape, x.dtype)
-    _forward(np.ascontiguousarray(x).reshape(-1), np.ascontiguousarray(y).reshape(-1), z.reshape(-1))
+    _forward(flat(x), flat(y), flat(z))
     return z

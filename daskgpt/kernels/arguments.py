@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import kernel
 
 
@@ -10,12 +11,16 @@ def rows(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
 
 
+def flat(x: np.ndarray) -> np.ndarray:
+    """x as one contiguous row; the array's own memory where it is contiguous."""
+    return np.ascontiguousarray(x).reshape(-1)
+
+
 def check_shape(where: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless `array` has this shape: a compiled kernel would read past the end of it."""
     if array.shape != shape:
-        raise ValueError(
-            f"{where}: {name} must have shape {shape}; got shape={array.shape}. Check the order of the arguments."
-        )
+        rule = f"{name} must have shape {shape}"
+        raise refusal(ValueError, where, rule, {"shape": array.shape}, "Check the order of the arguments.")
 
 
 def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -23,19 +28,16 @@ def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...
     check_shape(where, name, array, shape)
     flags = array.flags
     if array.dtype != dtype or not (flags.c_contiguous and flags.writeable):
-        raise ValueError(
-            f"{where}: {name} must be a writable contiguous {dtype} array; got dtype={array.dtype}, "
-            f"contiguous={flags.c_contiguous}, writable={flags.writeable}. Allocate it with np.empty."
-        )
+        rule = f"{name} must be a writable contiguous {dtype} array"
+        got = {"dtype": array.dtype, "contiguous": flags.c_contiguous, "writable": flags.writeable}
+        raise refusal(ValueError, where, rule, got, "Allocate it with np.empty.")
 
 
 def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None:
     """Raise ValueError unless `total` stands for rows of a gradient that has `rows` of them."""
     if not 0 <= first_row <= rows - len(total):
-        raise ValueError(
-            f"{where}: total must be some of the {rows} rows; got first_row={first_row}, rows={len(total)}. "
-            "Check the first row."
-        )
+        got = {"first_row": first_row, "rows": len(total)}
+        raise refusal(ValueError, where, f"total must be some of the {rows} rows", got, "Check the first row.")
 
 
 @kernel("i1 n")
@@ -49,11 +51,9 @@ def _first_outside(indices, count):
 
 def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> np.ndarray:
     """The indices, flat; ValueError when one is outside of range(count): a compiled kernel would follow it."""
-    flat = np.ascontiguousarray(indices).reshape(-1)
-    position = _first_outside(flat, count)
+    row = flat(indices)
+    position = _first_outside(row, count)
     if position >= 0:
-        raise ValueError(
-            f"{where}: {name} must be from 0 to {count - 1}; got {name}={flat[position]}. "
-            "Check the vocabulary and the sequence length."
-        )
-    return flat
+        rule = f"{name} must be from 0 to {count - 1}"
+        raise refusal(ValueError, where, rule, {name: row[position]}, "Check the vocabulary and the sequence length.")
+    return row

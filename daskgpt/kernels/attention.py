@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm, gemm_address
@@ -137,10 +138,9 @@ def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transp
 def _check_heads(where: str, qkv: np.ndarray, heads: int) -> int:
     channels = qkv.shape[-1] // 3
     if heads < 1 or qkv.shape[-1] != 3 * channels or channels % heads:
-        raise ValueError(
-            f"{where}: qkv must have 3 * channels columns, channels a multiple of heads; got columns={qkv.shape[-1]}, "
-            f"heads={heads}. Check the order of the arguments."
-        )
+        rule = "qkv must have 3 * channels columns, channels a multiple of heads"
+        got = {"columns": qkv.shape[-1], "heads": heads}
+        raise refusal(ValueError, where, rule, got, "Check the order of the arguments.")
     return channels
 
 

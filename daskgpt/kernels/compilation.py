@@ -21,6 +21,8 @@ import numpy as np
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from daskgpt.config.errors import refusal
+
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
 # one rounding says so (`elementary.fma`), and sums over a row have their own order (`vectors.sums`).
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
@@ -95,10 +97,8 @@ class Kernel:
             return compiled(*arguments)
         except TypeError as error:
             found = ", ".join(str(value.dtype) for value in arguments if isinstance(value, np.ndarray))
-            raise TypeError(
-                f"{self.name}: float arrays must have one dtype, index arrays int32; got dtypes={found}. "
-                "Convert them first."
-            ) from error
+            rule = "float arrays must have one dtype, index arrays int32"
+            raise refusal(TypeError, self.name, rule, {"dtypes": found}, "Convert them first.") from error
 
     def kind_of(self, dtype: Any) -> str:
         """The version of this kernel that serves `dtype`."""
@@ -133,9 +133,8 @@ class Kernel:
 
     def _dispatcher(self, kind: str) -> Any:
         if kind != _ANY and kind not in _FLOATS:
-            raise TypeError(
-                f"{self.name}: arrays must be float32 or float64; got dtype={np.dtype(kind).name}. Convert them first."
-            )
+            rule, got = "arrays must be float32 or float64", {"dtype": np.dtype(kind).name}
+            raise refusal(TypeError, self.name, rule, got, "Convert them first.")
         copy = types.FunctionType(self.function.__code__, self.function.__globals__, self._variant(kind))
         copy.__qualname__, copy.__module__ = copy.__name__, self.function.__module__
         try:

@@ -6,7 +6,8 @@ it.
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, rows
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
 from daskgpt.kernels.vectors.elementary import exp, fma, log, maximum
@@ -110,9 +111,8 @@ def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> 
     check_shape(where, "targets", targets, logits.shape[:-1])
     _check_vocabulary(where, vocabulary, logits.shape[-1])
     losses = np.empty(logits.shape[:-1], logits.dtype)
-    _softmax_losses(
-        checked_indices(where, "targets", targets, vocabulary), vocabulary, losses.reshape(-1), rows(logits)
-    )
+    indices = checked_indices(where, "targets", targets, vocabulary)
+    _softmax_losses(indices, vocabulary, flat(losses), rows(logits))
     return losses
 
 
@@ -124,16 +124,14 @@ def scale_rows(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """
     check_shape("crossentropy.scale_rows", "factors", factors, x.shape[:-1])
     y = np.empty(x.shape, x.dtype)
-    _scale_rows(rows(x), np.ascontiguousarray(factors).reshape(-1), rows(y))
+    _scale_rows(rows(x), flat(factors), rows(y))
     return y
 
 
 def _check_vocabulary(where: str, vocabulary: int, padded: int) -> None:
     if not 0 < vocabulary <= padded:
-        raise ValueError(
-            f"{where}: vocabulary must be from 1 to the {padded} rows of wte; got vocabulary={vocabulary}. "
-            "Check the padded vocabulary."
-        )
+        rule = f"vocabulary must be from 1 to the {padded} rows of wte"
+        raise refusal(ValueError, where, rule, {"vocabulary": vocabulary}, "Check the padded vocabulary.")
 
 
 def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarray:
@@ -149,8 +147,7 @@ def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarr
     check_shape("crossentropy.backward_x", "dy", dy, dlogits.shape[:-1])
     check_shape("crossentropy.backward_x", "wte", wte, (dlogits.shape[-1], wte.shape[-1]))
     dx = np.empty((*dy.shape, wte.shape[1]), dlogits.dtype)
-    flat_dy = np.ascontiguousarray(dy).reshape(-1)
-    _backward_x(gemm_address(dx.dtype), flat_dy, rows(dlogits), np.ascontiguousarray(wte), rows(dx))
+    _backward_x(gemm_address(dx.dtype), flat(dy), rows(dlogits), np.ascontiguousarray(wte), rows(dx))
     return dx
 
 
@@ -166,10 +163,11 @@ def backward_wte(
     Cost     2 b t C V operations in BLAS
     Errors   ValueError when the shapes do not fit
     """
-    check_shape("crossentropy.backward_wte", "dy", dy, dlogits.shape[:-1])
-    check_shape("crossentropy.backward_wte", "x", x, (*dy.shape, x.shape[-1]))
-    check_output("crossentropy.backward_wte", "total", total, (len(total), x.shape[-1]), x.dtype)
-    check_rows("crossentropy.backward_wte", total, first_row, dlogits.shape[-1])
+    where = "crossentropy.backward_wte"
+    check_shape(where, "dy", dy, dlogits.shape[:-1])
+    check_shape(where, "x", x, (*dy.shape, x.shape[-1]))
+    check_output(where, "total", total, (len(total), x.shape[-1]), x.dtype)
+    check_rows(where, total, first_row, dlogits.shape[-1])
     _backward_wte(gemm_address(x.dtype), rows(dlogits), first_row, rows(scale_rows(x, dy)), accumulate, total)
     return total
 
@@ -184,7 +182,7 @@ def mean_forward(losses: np.ndarray, count: int, *, total: np.ndarray, accumulat
     Errors   ValueError when total does not fit
     """
     check_output("crossentropy.mean_forward", "total", total, (), losses.dtype)
-    _mean(np.ascontiguousarray(losses).reshape(-1), 1 / count, accumulate, total.reshape(1))
+    _mean(flat(losses), 1 / count, accumulate, total.reshape(1))
     return total
 
 

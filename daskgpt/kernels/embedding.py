@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, rows
+from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, flat, rows
 from daskgpt.kernels.compilation import kernel
 
 
@@ -78,5 +78,5 @@ def _add_rows(
     where: str, dy: np.ndarray, indices: np.ndarray, total: np.ndarray, accumulate: bool, first_row: int
 ) -> np.ndarray:
     check_output(where, "total", total, (len(total), dy.shape[-1]), dy.dtype)
-    _backward(rows(dy), np.ascontiguousarray(indices).reshape(-1), total, accumulate, first_row)
+    _backward(rows(dy), flat(indices), total, accumulate, first_row)
     return total

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_shape
+from daskgpt.kernels.arguments import check_shape, flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
 from daskgpt.kernels.vectors.elementary import sigmoid
 
@@ -49,7 +49,7 @@ def forward(x: np.ndarray) -> np.ndarray:
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415
     """
     y = np.empty(x.shape, x.dtype)
-    _forward(np.ascontiguousarray(x).reshape(-1), y.reshape(-1))
+    _forward(flat(x), flat(y))
     return y
 
 
@@ -65,5 +65,5 @@ def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     """
     check_shape("gelu.backward", "dy", dy, x.shape)
     dx = np.empty(x.shape, x.dtype)
-    _backward(np.ascontiguousarray(dy).reshape(-1), np.ascontiguousarray(x).reshape(-1), dx.reshape(-1))
+    _backward(flat(dy), flat(x), flat(dx))
     return dx

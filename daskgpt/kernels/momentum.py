@@ -1,10 +1,8 @@
 """Stochastic gradient descent with momentum: one parameter's update, into new arrays or in place."""
 
-from typing import Any
-
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels.arguments import check_output, check_shape, flat
 from daskgpt.kernels.compilation import kernel
 
 
@@ -46,9 +44,5 @@ def momentum_inplace(
     for name, array in (("weight", weight), ("m", m)):
         check_output("momentum", name, array, weight.shape, weight.dtype)
     (rate,) = hyper.tolist()
-    _momentum_inplace(_flat(weight), _flat(gradient), _flat(m), rate, beta, weight_decay)
+    _momentum_inplace(flat(weight), flat(gradient), flat(m), rate, beta, weight_decay)
     return weight, m
-
-
-def _flat(array: Any) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1)

@@ -2,7 +2,12 @@
 
 import numpy as np
 
-from daskgpt.kernels.bfloat16.rounding import BFLOAT16, FLOAT32
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.arguments import flat
+
+# What the kernels accept. NumPy has no bfloat16, so its numbers are kept as uint16.
+BFLOAT16 = np.dtype(np.uint16)
+FLOAT32 = np.dtype(np.float32)
 
 # Stands for an operand that is not given: its size is 0.
 NOTHING = np.empty(0, BFLOAT16)
@@ -11,13 +16,13 @@ NOTHING = np.empty(0, BFLOAT16)
 def check_float32(where: str, name: str, array: np.ndarray) -> None:
     """Raise TypeError unless an array is float32."""
     if array.dtype != FLOAT32:
-        raise TypeError(f"{where}: {name} must be float32; got {name}.dtype={array.dtype}. Convert it first.")
+        got = {f"{name}.dtype": array.dtype}
+        raise refusal(TypeError, where, f"{name} must be float32", got, "Convert it first.")
 
 
 def words(array: np.ndarray) -> np.ndarray:
-    """A contiguous array as 16-bit words, to be written."""
-    flat = array.reshape(-1)
-    return flat if flat.dtype == BFLOAT16 else flat.view(BFLOAT16)
+    """An array as 16-bit words: its own memory, to be written as well, where it is contiguous, else a copy's."""
+    return flat(array).view(BFLOAT16)
 
 
 def ceiling(number: int, step: int) -> int:

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_shape
-from daskgpt.kernels.bfloat16.operands import aligned, ceiling, words
+from daskgpt.kernels.bfloat16.operands import FLOAT32, aligned, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packing import pack_weight_rows
-from daskgpt.kernels.bfloat16.rounding import FLOAT32, rounded
-from daskgpt.kernels.bfloat16.units import Unit, unit
+from daskgpt.kernels.bfloat16.rounding import rounded
+from daskgpt.kernels.bfloat16.units import VARIABLE, Unit, unit
 from daskgpt.kernels.compilation import kernel, wide_vectors
 from daskgpt.kernels.vectors.operations import address_of
 
@@ -37,27 +38,23 @@ class PackedWeight:
 @kernel("h1 H1 H1 n n n n")
 def _pack(weight, forward, backward, outputs, channels, first, last):
     wide_vectors()
-    pack_weight_rows(
-        address_of(weight), first, last - first, outputs, channels, address_of(forward), address_of(backward)
-    )
+    across, along = address_of(forward), address_of(backward)
+    pack_weight_rows(address_of(weight), first, last - first, outputs, channels, across, along)
 
 
 def check_panel_rows(where: str, outputs: int, first: int, last: int) -> None:
     """Raise ValueError unless first .. last are rows of a weight that begin and end with a panel."""
     if not 0 <= first < last <= outputs or first % 32 or (last % 32 and last != outputs):
-        raise ValueError(
-            f"{where}: rows must begin and end at multiples of 32 (or at the last row) within 0..{outputs}; "
-            f"got rows=({first}, {last}). Round them."
-        )
+        rule = f"rows must begin and end at multiples of 32 (or at the last row) within 0..{outputs}"
+        raise refusal(ValueError, where, rule, {"rows": (first, last)}, "Round them.")
 
 
 def check_layout(where: str, weight: PackedWeight) -> None:
     """Raise RuntimeError when a weight was packed for another unit's layout."""
     if weight.in_tiles != (unit() is not Unit.PORTABLE):
-        raise RuntimeError(
-            f"{where}: the weight must be packed for the unit that multiplies; got in_tiles={weight.in_tiles} for "
-            f"{unit().name.lower()}. Set DASKGPT_MATMUL to one unit in all processes."
-        )
+        rule = "the weight must be packed for the unit that multiplies"
+        got = f"in_tiles={weight.in_tiles} for {unit().name.lower()}"
+        raise refusal(RuntimeError, where, rule, got, f"Set {VARIABLE} to one unit in all processes.")
 
 
 def empty_weight(outputs: int, channels: int) -> PackedWeight:
@@ -65,9 +62,8 @@ def empty_weight(outputs: int, channels: int) -> PackedWeight:
     if unit() is Unit.PORTABLE:
         both = np.empty((outputs, channels), FLOAT32)
         return PackedWeight(outputs, channels, False, both, both)
-    forward = aligned(ceiling(outputs, 32) * ceiling(channels, 32))
-    backward = aligned(ceiling(outputs, 32) * ceiling(channels, 32))
-    return PackedWeight(outputs, channels, True, forward, backward)
+    size = ceiling(outputs, 32) * ceiling(channels, 32)
+    return PackedWeight(outputs, channels, True, aligned(size), aligned(size))
 
 
 def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first: int = 0) -> PackedWeight:
@@ -81,18 +77,17 @@ def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first
     Errors   TypeError when weight is not float32; ValueError when the channels do not fit or the rows do not begin and
              end at multiples of 32 (or the last row); RuntimeError for another unit's layout
     """
-    if weight.dtype != FLOAT32:
-        raise TypeError(f"pack_weight: weight must be float32; got weight.dtype={weight.dtype}. Convert it first.")
+    where = "pack_weight"
+    check_float32(where, "weight", weight)
     rows, channels = weight.shape
     if packed is None:
         packed = empty_weight(rows, channels)
-    check_layout("pack_weight", packed)
-    check_shape("pack_weight", "weight", weight, (rows, packed.channels))
+    check_layout(where, packed)
+    check_shape(where, "weight", weight, (rows, packed.channels))
     last = first + rows
-    check_panel_rows("pack_weight", packed.outputs, first, last)
+    check_panel_rows(where, packed.outputs, first, last)
     if packed.in_tiles:
-        source = words(np.ascontiguousarray(weight))
-        _pack(source, packed.forward, packed.backward, packed.outputs, channels, first, last)
+        _pack(words(weight), packed.forward, packed.backward, packed.outputs, channels, first, last)
     else:
         packed.forward[first:last] = rounded(weight)
     return packed

@@ -7,11 +7,9 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.bfloat16 import portable
-from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.operands import FLOAT32, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packed_weight import PackedWeight, check_layout
 from daskgpt.kernels.bfloat16.packing import pack_rows
-from daskgpt.kernels.bfloat16.rounding import FLOAT32
-from daskgpt.kernels.bfloat16.scratch import scratch
 from daskgpt.kernels.bfloat16.tiles import (
     CONFIGURATION,
     DEPTH,
@@ -24,7 +22,7 @@ from daskgpt.kernels.bfloat16.tiles import (
     multiply_patch,
     open_unit,
 )
-from daskgpt.kernels.bfloat16.units import unit
+from daskgpt.kernels.bfloat16.units import scratch, unit
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.vectors.operations import address_of, store_columns
 
@@ -104,7 +102,7 @@ def _starts(bias: np.ndarray | None, width: int) -> tuple[np.ndarray, int]:
         padded = np.zeros(ceiling(width, 32), FLOAT32)
         padded[:width] = bias
         bias = padded
-    return words(np.ascontiguousarray(bias)), ROW
+    return words(bias), ROW
 
 
 def _product(where: str, name: str, x: Any, weight: PackedWeight, backward: bool, bias: Any = None) -> np.ndarray:
@@ -125,8 +123,8 @@ def _product(where: str, name: str, x: Any, weight: PackedWeight, backward: bool
     left, sums = scratch(left_bytes, sums_bytes)
     packed = weight.backward if backward else weight.forward
     _multiply(
-        words(np.ascontiguousarray(x)), packed, start, words(y), unit(), CONFIGURATION, rows, depth, width, start_step,
-        left, sums, patch_step, chunk_rows, chunk_depth,
+        words(x), packed, start, words(y), unit(), CONFIGURATION, rows, depth, width, start_step, left, sums,
+        patch_step, chunk_rows, chunk_depth,
     )  # fmt: skip
     return y
 

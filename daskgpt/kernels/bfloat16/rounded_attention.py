@@ -15,10 +15,9 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels import attention
 from daskgpt.kernels.arguments import check_shape
-from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.operands import FLOAT32, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
-from daskgpt.kernels.bfloat16.rounding import FLOAT32, rounded
-from daskgpt.kernels.bfloat16.scratch import scratch
+from daskgpt.kernels.bfloat16.rounding import rounded
 from daskgpt.kernels.bfloat16.tiles import (
     CONFIGURATION,
     PATCH,
@@ -30,7 +29,7 @@ from daskgpt.kernels.bfloat16.tiles import (
     multiply_patch,
     open_unit,
 )
-from daskgpt.kernels.bfloat16.units import Unit, unit
+from daskgpt.kernels.bfloat16.units import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.weight_gradient import sum_rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.vectors.elementary import log
@@ -357,8 +356,8 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
         steps * STEP, panels, panels, patches * PATCH, patches * STEP, steps * PATCH, 32 * VECTOR, 32 * VECTOR
     )
     _forward(
-        words(np.ascontiguousarray(qkv)), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences,
-        tokens, heads, size, *addresses, steps,
+        words(qkv), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size,
+        *addresses, steps,
     )  # fmt: skip
     return y, logsumexp
 
@@ -393,6 +392,6 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     addresses = scratch(
         4 * panels, 3 * panels, 2 * PATCH + STEP, line, line, 2 * patches * STEP, steps * PATCH, steps * patches * PATCH
     )
-    arrays = [words(np.ascontiguousarray(array)) for array in (dy, qkv, y, logsumexp)]
+    arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
     _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size, *addresses)
     return dqkv

@@ -1,13 +1,11 @@
-"""bfloat16, the upper half of a float32: NumPy has no such dtype, so it is kept as uint16."""
+"""Rounding to bfloat16, the upper half of a float32, and back."""
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.bfloat16.operands import BFLOAT16, FLOAT32, check_float32, words
 from daskgpt.kernels.compilation import kernel, wide_vectors
 from daskgpt.kernels.vectors.operations import address_of, round_exactly, widen
-
-# What the kernels accept beside float32.
-BFLOAT16 = np.dtype(np.uint16)
-FLOAT32 = np.dtype(np.float32)
 
 
 @kernel("h1 H1 n")
@@ -34,10 +32,9 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     Cost     bound by memory
     Errors   TypeError when x is not float32
     """
-    if x.dtype != FLOAT32:
-        raise TypeError(f"to_bfloat16: x must be float32; got x.dtype={x.dtype}. Convert it first.")
+    check_float32("to_bfloat16", "x", x)
     y = np.empty(x.shape, BFLOAT16)
-    _to_bfloat16(np.ascontiguousarray(x).reshape(-1).view(BFLOAT16), y.reshape(-1), x.size)
+    _to_bfloat16(words(x), words(y), x.size)
     return y
 
 
@@ -50,9 +47,10 @@ def from_bfloat16(x: np.ndarray) -> np.ndarray:
     Errors   TypeError when x is not uint16
     """
     if x.dtype != BFLOAT16:
-        raise TypeError(f"from_bfloat16: x must be bfloat16 kept as uint16; got x.dtype={x.dtype}. Use to_bfloat16.")
+        rule = "x must be bfloat16 kept as uint16"
+        raise refusal(TypeError, "from_bfloat16", rule, {"x.dtype": x.dtype}, "Use to_bfloat16.")
     y = np.empty(x.shape, FLOAT32)
-    _from_bfloat16(np.ascontiguousarray(x).reshape(-1), y.reshape(-1).view(BFLOAT16), x.size)
+    _from_bfloat16(words(x), words(y), x.size)
     return y
 
 

@@ -1,4 +1,7 @@
-"""Which unit of the processor multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 BLAS)."""
+"""Which unit of the processor multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 BLAS).
+
+Every thread asks for the tile registers before its first product with them, when it asks for memory to work in.
+"""
 
 import ctypes
 import enum
@@ -8,9 +11,12 @@ import platform
 
 import llvmlite.binding
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.vectors.processor import features, has_avx512_bfloat16
+from daskgpt.kernels.vectors.scratch import Scratch
 
 VARIABLE = "DASKGPT_MATMUL"
+_ADVICE = "Unset it to use the fastest that works here."
 _REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
 
 
@@ -63,13 +69,16 @@ def unit() -> Unit:
         return next(fast, Unit.PORTABLE)
     names = {each.name.lower(): each for each in Unit}
     if name not in names:
-        raise ValueError(
-            f"{VARIABLE}: the unit must be amx, avx512 or portable; got {VARIABLE}={name}. "
-            "Unset it to use the fastest that works here."
-        )
+        raise refusal(ValueError, VARIABLE, "the unit must be amx, avx512 or portable", {VARIABLE: name}, _ADVICE)
     if not works(names[name]):
-        raise RuntimeError(
-            f"{VARIABLE}: the processor must have the unit and the operating system must grant it; "
-            f"got {VARIABLE}={name}. Unset it to use the fastest that works here."
-        )
+        rule = "the processor must have the unit and the operating system must grant it"
+        raise refusal(RuntimeError, VARIABLE, rule, {VARIABLE: name}, _ADVICE)
     return names[name]
+
+
+def _prepare_thread() -> None:
+    if unit() is Unit.AMX:
+        request_tiles()
+
+
+scratch = Scratch(before_growing=_prepare_thread)

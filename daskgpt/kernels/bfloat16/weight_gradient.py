@@ -4,12 +4,11 @@ import functools
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output
 from daskgpt.kernels.bfloat16 import portable
-from daskgpt.kernels.bfloat16.operands import ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.operands import FLOAT32, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packing import pack_pairs
-from daskgpt.kernels.bfloat16.rounding import FLOAT32
-from daskgpt.kernels.bfloat16.scratch import scratch
 from daskgpt.kernels.bfloat16.tiles import (
     CONFIGURATION,
     DEPTH,
@@ -20,7 +19,7 @@ from daskgpt.kernels.bfloat16.tiles import (
     open_unit,
     touch_patch,
 )
-from daskgpt.kernels.bfloat16.units import Unit, unit
+from daskgpt.kernels.bfloat16.units import Unit, scratch, unit
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.vectors.operations import address_of, copy_row
 
@@ -118,17 +117,16 @@ def row_range(where: str, outputs: int, rows: tuple[int, int] | None) -> tuple[i
     """The rows of the weight, all of them by default; raises ValueError when they do not exist."""
     first, last = (0, outputs) if rows is None else rows
     if not 0 <= first < last <= outputs:
-        raise ValueError(f"{where}: rows must be (first, end) within 0..{outputs}; got rows={rows}. Count the outputs.")
+        rule = f"rows must be (first, end) within 0..{outputs}"
+        raise refusal(ValueError, where, rule, {"rows": rows}, "Count the outputs.")
     return first, last
 
 
 def check_tokens(where: str, dy: np.ndarray, x: np.ndarray) -> None:
     """Raise ValueError unless dy and x have the same tokens."""
     if dy.shape[:-1] != x.shape[:-1]:
-        raise ValueError(
-            f"{where}: dy and x must have the same tokens; got dy.shape={dy.shape}, x.shape={x.shape}. "
-            "Give those of one chunk."
-        )
+        got = {"dy.shape": dy.shape, "x.shape": x.shape}
+        raise refusal(ValueError, where, "dy and x must have the same tokens", got, "Give those of one chunk.")
 
 
 def backward_weight(
@@ -164,8 +162,7 @@ def backward_weight(
         band_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (band_columns * 4 + 64)
     )
     _multiply(
-        words(np.ascontiguousarray(dy)), words(np.ascontiguousarray(x)), words(total), ZEROS, unit(),
-        CONFIGURATION, runs, tokens, outputs, channels, first, last, accumulate, left, right, sums, band_rows,
-        band_columns,
+        words(dy), words(x), words(total), ZEROS, unit(), CONFIGURATION, runs, tokens, outputs, channels, first, last,
+        accumulate, left, right, sums, band_rows, band_columns,
     )  # fmt: skip
     return total

@@ -5,15 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_scalars
 from daskgpt.kernels.arguments import check_output, check_shape
-from daskgpt.kernels.bfloat16.operands import NOTHING, ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.operands import FLOAT32, NOTHING, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packed_weight import PackedWeight, check_layout, check_panel_rows, pack_weight
 from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_weight_rows
-from daskgpt.kernels.bfloat16.rounding import FLOAT32
-from daskgpt.kernels.bfloat16.scratch import scratch
 from daskgpt.kernels.bfloat16.tiles import CONFIGURATION, STEP, ZEROS, close_unit, open_unit
-from daskgpt.kernels.bfloat16.units import unit
+from daskgpt.kernels.bfloat16.units import scratch, unit
 from daskgpt.kernels.bfloat16.weight_gradient import (
     backward_weight,
     check_tokens,
@@ -120,9 +119,8 @@ def _plan(longest: int, channels: int) -> tuple[int, int]:
 def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
     """Raise unless the arguments of update_weight fit; returns the rows to update."""
     if not dys or len(dys) != len(xs):
-        raise ValueError(
-            f"{where}: dys and xs must have as many chunks; got {len(dys)} and {len(xs)}. Give one of each."
-        )
+        rule, found = "dys and xs must have as many chunks", f"{len(dys)} and {len(xs)}"
+        raise refusal(ValueError, where, rule, found, "Give one of each.")
     outputs, channels = weight.shape
     first, last = row_range(where, outputs, rows)
     check_panel_rows(where, outputs, first, last)
@@ -130,10 +128,9 @@ def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
         check_output(where, name, array, (outputs, channels), FLOAT32)
     check_layout(where, packed)
     if (packed.outputs, packed.channels) != (outputs, channels):
-        raise ValueError(
-            f"{where}: packed must be of the weight's shape {(outputs, channels)}; "
-            f"got packed={(packed.outputs, packed.channels)}. Give the weight's own."
-        )
+        rule = f"packed must be of the weight's shape {(outputs, channels)}"
+        got = {"packed": (packed.outputs, packed.channels)}
+        raise refusal(ValueError, where, rule, got, "Give the weight's own.")
     for dy, x in zip(dys, xs):
         check_tokens(where, dy, x)
         check_shape(where, "dy", dy, (*dy.shape[:-1], outputs))
@@ -173,10 +170,9 @@ def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, op
     )
     scalars = np.array(step_scalars(hyper, **options), FLOAT32)
     _update(
-        words(table), words(weight), words(m), words(v),
-        NOTHING if gradient is None else words(np.ascontiguousarray(gradient)), packed.forward, packed.backward,
-        words(scalars), ZEROS, unit(), CONFIGURATION, len(table), outputs, channels, first, last, left, right,
-        sums, sums_step, band_rows, band_columns,
+        words(table), words(weight), words(m), words(v), NOTHING if gradient is None else words(gradient),
+        packed.forward, packed.backward, words(scalars), ZEROS, unit(), CONFIGURATION, len(table), outputs, channels,
+        first, last, left, right, sums, sums_step, band_rows, band_columns,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32 import sgemm
 from daskgpt.kernels.vectors.operations import address_of, read, write
@@ -92,10 +93,8 @@ def one_order(dtype: np.dtype) -> bool:
 def _choice() -> str:
     choice = os.environ.get(VARIABLE) or ("own" if has_fma() else "numpy")
     if choice not in ("own", "numpy", "portable"):
-        raise ValueError(
-            f"blas: {VARIABLE} must be own, numpy or portable; got {VARIABLE}={choice}. "
-            "Unset it to take the fastest of this processor."
-        )
+        rule = f"{VARIABLE} must be own, numpy or portable"
+        raise refusal(ValueError, "blas", rule, {VARIABLE: choice}, "Unset it to take the fastest of this processor.")
     return choice
 
 
@@ -209,16 +208,13 @@ def _matmul(one, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta
 def _row_length(name: str, array: np.ndarray, shape: tuple[int, int], dtype: np.dtype) -> int:
     """The distance of two rows in elements."""
     if array.shape != shape or array.dtype != dtype:
-        raise ValueError(
-            f"matmul: {name} must have shape {shape} and dtype {dtype}; got shape={array.shape}, dtype={array.dtype}. "
-            "Check the shapes and the transpose flags."
-        )
+        rule, got = f"{name} must have shape {shape} and dtype {dtype}", {"shape": array.shape, "dtype": array.dtype}
+        raise refusal(ValueError, "matmul", rule, got, "Check the shapes and the transpose flags.")
     row, element = array.strides
     gap_in_row = element != array.itemsize and shape[1] > 1
     if array.size and (gap_in_row or (row < shape[1] * array.itemsize and shape[0] > 1)):
-        raise ValueError(
-            f"matmul: the rows of {name} must be contiguous; got strides={array.strides}. Use np.ascontiguousarray."
-        )
+        rule = f"the rows of {name} must be contiguous"
+        raise refusal(ValueError, "matmul", rule, {"strides": array.strides}, "Use np.ascontiguousarray.")
     return max(row // array.itemsize, shape[1], 1)
 
 
@@ -246,9 +242,11 @@ def matmul(
     ldb = _row_length("b", b, (n, k) if transpose_b else (k, n), dtype)
     ldc = _row_length("out", out, (m, n), dtype)
     if not out.flags.writeable:
-        raise ValueError("matmul: out must be writable; got writeable=False. Give an array of your own.")
+        got = {"writeable": False}
+        raise refusal(ValueError, "matmul", "out must be writable", got, "Give an array of your own.")
     if dtype.char not in _ONE:
-        raise TypeError(f"matmul: arrays must be float32 or float64; got dtype={dtype}. Convert them first.")
+        rule = "arrays must be float32 or float64"
+        raise refusal(TypeError, "matmul", rule, {"dtype": dtype}, "Convert them first.")
     places = a.ctypes.data, lda, b.ctypes.data, ldb, 1.0 if accumulate else 0.0, out.ctypes.data, ldc
     _matmul(_ONE[dtype.char], gemm_address(dtype), transpose_a, transpose_b, m, n, k, *places)
     return out

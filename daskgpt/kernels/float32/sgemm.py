@@ -20,6 +20,7 @@ from typing import Any
 import llvmlite.binding
 import numpy as np
 
+from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import KERNELS, Kernel, helper
 from daskgpt.kernels.float32.registers import LANES, LINE, ROWS, VECTOR, WIDTH
 from daskgpt.kernels.float32.sgemm_panels import (
@@ -28,13 +29,12 @@ from daskgpt.kernels.float32.sgemm_panels import (
     DEPTH,
     GROUP,
     GROUP_STEP,
-    PAGE,
     PANELS,
+    SCRATCH,
     STRIP,
     Work,
     copy_strip,
     count_panels,
-    give_back,
     multiply_rows,
     pack,
     pack_share,
@@ -42,7 +42,6 @@ from daskgpt.kernels.float32.sgemm_panels import (
     panel_width,
     plan_ahead,
     share_ahead,
-    take_scratch,
 )
 from daskgpt.kernels.float32.sgemm_tiles import (
     BY_COLUMNS,
@@ -50,10 +49,10 @@ from daskgpt.kernels.float32.sgemm_tiles import (
     BY_ROWS_PACKING,
     code,
     copy_rows,
-    slots,
     transpose,
 )
 from daskgpt.kernels.vectors.processor import has_fma
+from daskgpt.kernels.vectors.scratch import PAGE, give_back, slots, take
 
 # Attention's products: so few steps, and so many numbers of the left operand, are not worth any packing.
 _SHORT, _SMALL = 64, 8192
@@ -292,7 +291,7 @@ def _by_panels(work, m, n, k, left, right, c, beta):
 
 def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
     places = slots()
-    taken = take_scratch(places)
+    taken = take(places, SCRATCH)
     panels = (taken + PAGE - 1) // PAGE * PAGE
     work = Work(code(), panels, panels + PANELS, panels + PANELS + STRIP)
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
@@ -346,9 +345,7 @@ def address() -> int:
     Errors   RuntimeError on a processor without fused multiply-adds of vectors
     """
     if not has_fma():
-        raise RuntimeError(
-            "sgemm: the processor must have fused multiply-adds of vectors (AVX2 and FMA, or NEON); "
-            f"got processor={llvmlite.binding.get_host_cpu_name()}. "
-            "Set DASKGPT_BLAS=numpy, or unset it."
-        )
+        rule = "the processor must have fused multiply-adds of vectors (AVX2 and FMA, or NEON)"
+        got = {"processor": llvmlite.binding.get_host_cpu_name()}
+        raise refusal(RuntimeError, "sgemm", rule, got, "Set DASKGPT_BLAS=numpy, or unset it.")
     return _ROUTINE.address()

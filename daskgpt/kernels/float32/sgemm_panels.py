@@ -8,17 +8,13 @@ from daskgpt.kernels.compilation import helper
 from daskgpt.kernels.float32.registers import LANES, LINE, ROWS, VECTOR, WIDTH
 from daskgpt.kernels.float32.sgemm_tiles import (
     BY_COLUMNS,
-    SLOTS,
-    allocate,
     copy_halves,
     copy_rows,
-    fill_slot,
     multiply,
-    release,
-    take_slot,
     transpose,
 )
 from daskgpt.kernels.vectors.operations import read_real, write_real
+from daskgpt.kernels.vectors.scratch import PAGE
 
 # Steps of the summed axis that are packed at once.
 DEPTH = 384
@@ -27,7 +23,6 @@ COLUMNS, BAND = 768, 384
 # Rows of a transposed result that are turned at once, and the bytes from row to row.
 GROUP, GROUP_STEP = 32, (COLUMNS + LANES) * 4
 
-PAGE = 4096
 PANELS, STRIP, _TILE = DEPTH * COLUMNS * 4, 2 * DEPTH * VECTOR, GROUP * GROUP_STEP
 SCRATCH = PANELS + STRIP + _TILE + PAGE
 
@@ -39,23 +34,6 @@ class Work(NamedTuple):
     panels: int
     strip: int
     tile: int
-
-
-@helper
-def take_scratch(places):
-    for slot in range(SLOTS):
-        found = take_slot(places + 8 * slot)
-        if found != 0:
-            return found
-    return allocate(SCRATCH)
-
-
-@helper
-def give_back(places, scratch):
-    for slot in range(SLOTS):
-        if fill_slot(places + 8 * slot, scratch):
-            return
-    release(scratch)
 
 
 @helper

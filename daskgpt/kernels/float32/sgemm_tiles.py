@@ -22,7 +22,6 @@ from daskgpt.kernels.vectors.lanes import (
     POINTER,
     VOID,
     at,
-    call,
     constant,
     fma,
     load,
@@ -242,59 +241,3 @@ def copy_halves(typing_context, code, source, step, rows, columns, target, dista
         _call(builder, code, whole(_COPY_HALVES), _HALVES_KINDS, rest)
 
     return operation(build, 7)
-
-
-# Places for addresses of free scratch memory, for all threads. A call takes one out and puts it back: fresh memory
-# would cost a page fault every 4 KB, and memory of each thread's own a look-up that compiled code does not have.
-SLOTS = 64
-
-
-@intrinsic
-def slots(typing_context):
-    """Address of the slots. For the function at the top alone: every function that asks gets slots of its own."""
-
-    def generate(context, builder, signature, arguments):
-        kind = ir.ArrayType(I64, SLOTS)
-        places = ir.GlobalVariable(builder.module, kind, "sgemm_slots")
-        places.linkage, places.initializer = "internal", ir.Constant(kind, None)
-        return builder.ptrtoint(places, I64)
-
-    return _int(), generate
-
-
-@intrinsic
-def take_slot(typing_context, slot):
-    """The address in the slot at an address, which is empty (0) afterwards."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.atomic_rmw("xchg", builder.inttoptr(arguments[0], I64.as_pointer()), whole(0), "acquire")
-
-    return _int(_int), generate
-
-
-@intrinsic
-def fill_slot(typing_context, slot, address):
-    """Put an address into the slot at an address; whether the slot was empty. Otherwise nothing happens."""
-
-    def generate(context, builder, signature, arguments):
-        place = builder.inttoptr(arguments[0], I64.as_pointer())
-        result = builder.cmpxchg(place, whole(0), arguments[1], "acq_rel", "acquire")
-        return builder.zext(builder.extract_value(result, 1), I64)
-
-    return _int(_int, _int), generate
-
-
-@intrinsic
-def allocate(typing_context, size):
-    def generate(context, builder, signature, arguments):
-        return builder.ptrtoint(call(builder, "malloc", POINTER, arguments), I64)
-
-    return _int(_int), generate
-
-
-@intrinsic
-def release(typing_context, address):
-    def build(builder, address):
-        call(builder, "free", VOID, [builder.inttoptr(address, POINTER)])
-
-    return operation(build, 1)

@@ -12,7 +12,6 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.vectors.lanes import (
     BITS,
-    F32,
     HALVES,
     I64,
     LANES,
@@ -59,55 +58,45 @@ def _element(builder, address, index, kind):
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
 
 
+def _read(context, builder, signature, arguments):
+    kind = context.get_value_type(signature.return_type)
+    return builder.load(_element(builder, arguments[0], arguments[1], kind))
+
+
+def _write(context, builder, signature, arguments):
+    address, index, value = arguments
+    builder.store(value, _element(builder, address, index, value.type))
+    return context.get_dummy_value()
+
+
 @intrinsic
 def read(typing_context, address, index, like):
     """Number `index` of those at an address, which have the type of `like`."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(_element(builder, arguments[0], arguments[1], arguments[2].type))
-
-    return like(types.int64, types.int64, like), generate
+    return like(types.int64, types.int64, like), _read
 
 
 @intrinsic
 def write(typing_context, address, index, value):
     """Set number `index` of those at an address, which have the type of `value`."""
-
-    def generate(context, builder, signature, arguments):
-        builder.store(arguments[2], _element(builder, arguments[0], arguments[1], arguments[2].type))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, value), generate
+    return types.void(types.int64, types.int64, value), _write
 
 
 @intrinsic
 def read_real(typing_context, address, index):
     """Number `index` of the float32 numbers at an address."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(_element(builder, arguments[0], arguments[1], F32))
-
-    return types.float32(types.int64, types.int64), generate
+    return types.float32(types.int64, types.int64), _read
 
 
 @intrinsic
 def write_real(typing_context, address, index, value):
     """Set number `index` of the float32 numbers at an address."""
-
-    def build(builder, address, index, value):
-        builder.store(value, _element(builder, address, index, F32))
-
-    return operation(build, 2, 1)
+    return types.void(types.int64, types.int64, types.float32), _write
 
 
 @intrinsic
 def read_whole(typing_context, address, index):
     """Number `index` of the int64 numbers at an address."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(_element(builder, arguments[0], arguments[1], I64))
-
-    return types.int64(types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64), _read
 
 
 def _convert(builder, count, convert, source, source_kind, target):
