@@ -95,20 +95,11 @@ def main(arguments: list[str]) -> int:
     config = preset(values.preset, **given_flags(GPT2Config, values))
     job = job_of(config, asked, from_flags(DataflowConfig, values))
     options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
-    require(
-        opponent[0] == "torch" or options == TorchOptions(),
-        "bench",
-        "--torch-compile and --torch-bf16 must come with --against torch",
-        {"against": opponent[0] or "none"},
-        "Add it.",
-    )
-    require(
-        not (values.scaling and (values.plan or values.against)),
-        "bench",
-        "--scaling must come without --plan and --against",
-        {"plan": values.plan, "against": opponent[0] or "none"},
-        "Leave one out.",
-    )
+    named = opponent[0] or "none"
+    rule = "--torch-compile and --torch-bf16 must come with --against torch"
+    require(named == "torch" or options == TorchOptions(), "bench", rule, {"against": named}, "Add it.")
+    rule, got = "--scaling must come without --plan and --against", {"plan": values.plan, "against": named}
+    require(not (values.scaling and (values.plan or values.against)), "bench", rule, got, "Leave one out.")
     if values.plan:
         print(describe_prediction(job, predict(job)))
         return 0
@@ -154,13 +145,9 @@ def opponent_of(words: list[str]) -> tuple[str, Path | None]:
     """
     if not words:
         return "", None
-    require(
-        (words[0] == "torch" and len(words) == 1) or (words[0] == "llm.c" and len(words) == 2),
-        "bench",
-        "--against must be torch, or llm.c and the path of its program",
-        {"against": " ".join(words)},
-        "Try --against torch.",
-    )
+    known = (words[0] == "torch" and len(words) == 1) or (words[0] == "llm.c" and len(words) == 2)
+    rule, got = "--against must be torch, or llm.c and the path of its program", {"against": " ".join(words)}
+    require(known, "bench", rule, got, "Try --against torch.")
     if words[0] == "torch":
         require_torch()
     return words[0], Path(words[1]) if len(words) == 2 else None

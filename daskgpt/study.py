@@ -105,13 +105,8 @@ def require_extra() -> None:
     """
     missing = [name for name in ("matplotlib", "markdown_it") if find_spec(name) is None]
     if missing:
-        raise refusal(
-            RuntimeError,
-            "study",
-            "matplotlib and markdown-it-py must be installed",
-            {"missing": ", ".join(missing)},
-            "Install them with pip install 'daskgpt[study]'.",
-        )
+        rule, got = "matplotlib and markdown-it-py must be installed", {"missing": ", ".join(missing)}
+        raise refusal(RuntimeError, "study", rule, got, "Install them with pip install 'daskgpt[study]'.")
 
 
 def write(folder: Path, table: Table, quick: bool) -> None:

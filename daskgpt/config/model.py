@@ -33,20 +33,12 @@ class GPT2Config(Checked):
         super().__post_init__()
         if self.padded_vocabulary == 0:
             object.__setattr__(self, "padded_vocabulary", self.vocabulary)
-        require(
-            self.channels % self.heads == 0,
-            "GPT2Config",
-            "channels must be a multiple of heads",
-            {"channels": self.channels, "heads": self.heads},
-            f"Try heads={nearest_divisor(self.channels, self.heads)}.",
-        )
-        require(
-            self.padded_vocabulary >= self.vocabulary,
-            "GPT2Config",
-            "padded_vocabulary must be at least vocabulary",
-            {"padded_vocabulary": self.padded_vocabulary, "vocabulary": self.vocabulary},
-            "Use 0 for no padding.",
-        )
+        where, got = "GPT2Config", {"channels": self.channels, "heads": self.heads}
+        rule, heads = "channels must be a multiple of heads", nearest_divisor(self.channels, self.heads)
+        require(self.channels % self.heads == 0, where, rule, got, f"Try heads={heads}.")
+        rule = "padded_vocabulary must be at least vocabulary"
+        got = {"padded_vocabulary": self.padded_vocabulary, "vocabulary": self.vocabulary}
+        require(self.padded_vocabulary >= self.vocabulary, where, rule, got, "Use 0 for no padding.")
 
 
 PRESETS: dict[str, GPT2Config] = {

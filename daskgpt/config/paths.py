@@ -21,11 +21,6 @@ def matching_files(source: str, where: str) -> list[Path]:
         raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
     found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
     if not found:
-        raise refusal(
-            FileNotFoundError,
-            where,
-            "the glob must match at least one file",
-            {"source": source},
-            "Check the path; ** spans folders.",
-        )
+        rule, advice = "the glob must match at least one file", "Check the path; ** spans folders."
+        raise refusal(FileNotFoundError, where, rule, {"source": source}, advice)
     return found

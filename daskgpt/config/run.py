@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from daskgpt.config.errors import nearest_divisor, require
+from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.settings import Checked, documented, setting
 
 
@@ -110,10 +110,6 @@ def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig
         ("batch_chunk", "batch_size", dataflow.batch_chunk, batch_size),
         ("sequence_chunk", "sequence_length", dataflow.sequence_chunk, sequence_length),
     ):
-        require(
-            part == 0 or whole % part == 0,
-            "DataflowConfig",
-            f"{name} must divide {whole_name}",
-            {name: part, whole_name: whole},
-            f"Try {name}={nearest_divisor(whole, part)}." if part else "",
-        )
+        if part and whole % part:
+            rule, advice = f"{name} must divide {whole_name}", f"Try {name}={nearest_divisor(whole, part)}."
+            raise refusal(ValueError, "DataflowConfig", rule, {name: part, whole_name: whole}, advice)

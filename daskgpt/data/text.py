@@ -51,9 +51,8 @@ def read_text(source: str) -> list[Document]:
     else:
         documents = _decode_all(matching_files(source, "read_text"), source)
     documents = [document for document in documents if document.text.strip()]
-    require(
-        bool(documents), "read_text", "the text must not be empty", {"source": source}, "Give a source that holds text."
-    )
+    rule, advice = "the text must not be empty", "Give a source that holds text."
+    require(bool(documents), "read_text", rule, {"source": source}, advice)
     return documents
 
 
@@ -75,13 +74,8 @@ def _standard_library(root: Path) -> list[Document]:
         if text is not None:
             documents.append(Document(name.as_posix(), text))
     if not documents:
-        raise refusal(
-            FileNotFoundError,
-            "read_text",
-            "the standard library must be there as source",
-            {"folder": root},
-            "Give a text file instead.",
-        )
+        rule = "the standard library must be there as source"
+        raise refusal(FileNotFoundError, "read_text", rule, {"folder": root}, "Give a text file instead.")
     return documents
 
 
@@ -100,13 +94,8 @@ def _files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[P
 def _decode_all(paths: list[Path], source: str) -> list[Document]:
     decoded = ((path, _decode(_content(path, source))) for path in paths)
     documents = [Document(str(path), text) for path, text in decoded if text is not None]
-    require(
-        bool(documents),
-        "read_text",
-        "at least one file must be UTF-8 text",
-        {"source": source, "files": len(paths)},
-        "Name token files by a path or glob that ends in .bin.",
-    )
+    rule, got = "at least one file must be UTF-8 text", {"source": source, "files": len(paths)}
+    require(bool(documents), "read_text", rule, got, "Name token files by a path or glob that ends in .bin.")
     return documents
 
 
@@ -114,13 +103,8 @@ def _content(path: Path, source: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise refusal(
-            type(error),
-            "read_text",
-            "the file must be readable",
-            f"source={source}, file={path} ({error.strerror})",
-            "Check its permissions and its disk.",
-        ) from error
+        got, advice = f"source={source}, file={path} ({error.strerror})", "Check its permissions and its disk."
+        raise refusal(type(error), "read_text", "the file must be readable", got, advice) from error
 
 
 def _decode(content: bytes) -> str | None:
@@ -135,10 +119,5 @@ def _decode_whole(path: Path, source: str) -> str:
     try:
         return _content(path, source).decode()
     except UnicodeDecodeError as error:
-        raise refusal(
-            ValueError,
-            "read_text",
-            "the file must be UTF-8 text",
-            {"source": source, "first wrong byte": error.start},
-            "Convert it, for example with iconv -t UTF-8.",
-        ) from error
+        rule, got = "the file must be UTF-8 text", {"source": source, "first wrong byte": error.start}
+        raise refusal(ValueError, "read_text", rule, got, "Convert it, for example with iconv -t UTF-8.") from error

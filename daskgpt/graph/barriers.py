@@ -55,10 +55,5 @@ def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable
     try:
         return list(TopologicalSorter(needs).static_order())
     except CycleError as error:
-        raise refusal(
-            RuntimeError,
-            "with_barriers",
-            "stages must follow one another",
-            f"a circle of {error.args[1]}",
-            "Use a finer grain.",
-        ) from None
+        rule, got = "stages must follow one another", f"a circle of {error.args[1]}"
+        raise refusal(RuntimeError, "with_barriers", rule, got, "Use a finer grain.") from None

@@ -135,9 +135,8 @@ def _check_circle(graph: Graph) -> None:
         TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
     except CycleError as error:
         circle = " -> ".join(str(key[0]) for key in reversed(error.args[1]))
-        raise refusal(
-            RuntimeError, "merge", "merged tasks must not wait for each other in a circle", circle, "Use a finer grain."
-        ) from None
+        rule = "merged tasks must not wait for each other in a circle"
+        raise refusal(RuntimeError, "merge", rule, circle, "Use a finer grain.") from None
 
 
 def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> dict[Key, int]:

@@ -88,9 +88,8 @@ def nested(argument: Any) -> Any:
         return argument.key
     if isinstance(argument, List):
         return [nested(item) for item in argument.args]
-    raise refusal(
-        TypeError, "nested", "a task takes chunks and lists of them", {"argument": repr(argument)}, "Use calls.apply."
-    )
+    rule = "a task takes chunks and lists of them"
+    raise refusal(TypeError, "nested", rule, {"argument": repr(argument)}, "Use calls.apply.")
 
 
 def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:

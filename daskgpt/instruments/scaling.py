@@ -49,13 +49,8 @@ def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
 
     Errors   ValueError for a scheduler that has no number of threads, or where the model does not fit the batch
     """
-    require(
-        dataflow.scheduler in ("threads", "local"),
-        "bench",
-        "--scaling must run on threads or on a local cluster",
-        {"scheduler": dataflow.scheduler},
-        "Leave --scheduler out.",
-    )
+    rule, got = "--scaling must run on threads or on a local cluster", {"scheduler": dataflow.scheduler}
+    require(dataflow.scheduler in ("threads", "local"), "bench", rule, got, "Leave --scheduler out.")
     study = StudyConfig(
         batch_size=asked.batch_size,
         sequence_length=asked.sequence_length,

@@ -76,17 +76,10 @@ def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -
 
 def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> None:
     """Tokens and targets must be alike and fit the model's positions."""
-    require(
-        tokens.ndim == 2 and tokens.chunks == targets.chunks,
-        "loss",
-        "tokens and targets must be (B, T) in the same chunks",
-        {"tokens": tokens.chunks, "targets": targets.chunks},
-        "Rechunk one of them.",
-    )
-    require(
-        tokens.shape[1] <= config.positions,
-        "loss",
-        "a sequence must not be longer than the model's positions",
-        {"sequence_length": tokens.shape[1], "positions": config.positions},
-        "Shorten the sequence or use a model with more positions.",
-    )
+    rule = "tokens and targets must be (B, T) in the same chunks"
+    got = {"tokens": tokens.chunks, "targets": targets.chunks}
+    require(tokens.ndim == 2 and tokens.chunks == targets.chunks, "loss", rule, got, "Rechunk one of them.")
+    rule, length = "a sequence must not be longer than the model's positions", tokens.shape[1]
+    got = {"sequence_length": length, "positions": config.positions}
+    advice = "Shorten the sequence or use a model with more positions."
+    require(length <= config.positions, "loss", rule, got, advice)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 
 
@@ -160,26 +160,13 @@ def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -
 
     Errors   ValueError naming the first tensor that is missing, unknown or of another shape
     """
-    shapes = parameter_shapes(config)
+    where, shapes = "check_parameters", parameter_shapes(config)
     for name in [*shapes, *parameters]:
         if name not in parameters or name not in shapes:
-            problem = "is missing" if name not in parameters else "is unknown"
-            raise refusal(
-                ValueError,
-                "check_parameters",
-                "names must be the table's",
-                f"{name}, which {problem}",
-                "Compare PARAMETERS.",
-            )
-        if tuple(parameters[name].shape) != shapes[name]:
-            got = tuple(parameters[name].shape)
-            raise refusal(
-                ValueError,
-                "check_parameters",
-                f"{name} must have shape {shapes[name]}",
-                {"shape": got},
-                "Compare the config.",
-            )
+            got = f"{name}, which is {'missing' if name not in parameters else 'unknown'}"
+            raise refusal(ValueError, where, "names must be the table's", got, "Compare PARAMETERS.")
+        rule, shape = f"{name} must have shape {shapes[name]}", tuple(parameters[name].shape)
+        require(shape == shapes[name], where, rule, {"shape": shape}, "Compare the config.")
 
 
 def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:
@@ -190,10 +177,5 @@ def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.ge
     for name, values in arrays.items():
         if values.dtype != dtype:
             needed = np.dtype(dtype).name
-            raise refusal(
-                TypeError,
-                where,
-                f"{name} must be {needed}",
-                {"dtype": values.dtype},
-                f"Convert it with .astype(np.{needed}).",
-            )
+            rule, advice = f"{name} must be {needed}", f"Convert it with .astype(np.{needed})."
+            raise refusal(TypeError, where, rule, {"dtype": values.dtype}, advice)

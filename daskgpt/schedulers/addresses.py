@@ -11,10 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from daskgpt.config.errors import require
 from daskgpt.schedulers.allocator import keep_memory
-from daskgpt.schedulers.cluster import (
-    connected_cluster,
-    local_cluster,
-)
+from daskgpt.schedulers.cluster import connected_cluster, local_cluster
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.schedulers.protocol import Scheduler
 
@@ -51,10 +48,7 @@ def check_address(address: str) -> None:
 
     Errors   ValueError for an unknown name
     """
-    require(
-        address in ("sync", "threads", "local") or address.startswith(("tcp://", "tls://", "file:")),
-        "open_scheduler",
-        "the scheduler must be known",
-        {"scheduler": address},
-        "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json.",
-    )
+    known = address in ("sync", "threads", "local") or address.startswith(("tcp://", "tls://", "file:"))
+    rule, got = "the scheduler must be known", {"scheduler": address}
+    advice = "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json."
+    require(known, "open_scheduler", rule, got, advice)

@@ -96,19 +96,12 @@ class ClusterScheduler:
         try:
             yield
         except (CancelledError, KilledWorker, CommClosedError) as error:
-            whole = self.client.status == "running"
-            raise refusal(
-                RuntimeError,
-                "ClusterScheduler",
-                f"{'every worker' if whole else 'the scheduler'} must live until the end of a run",
-                f"{type(error).__name__}, "
-                + (
-                    "a worker lost with its part of the parameters"
-                    if whole
-                    else "nobody who knows where the parameters are"
-                ),
-                "Start again, from an earlier model file with --init.",
-            ) from None
+            who, lost = "the scheduler", "nobody who knows where the parameters are"
+            if self.client.status == "running":
+                who, lost = "every worker", "a worker lost with its part of the parameters"
+            rule, got = f"{who} must live until the end of a run", f"{type(error).__name__}, {lost}"
+            advice = "Start again, from an earlier model file with --init."
+            raise refusal(RuntimeError, "ClusterScheduler", rule, got, advice) from None
 
     def _held(self, value: Any) -> Any:
         """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
@@ -140,14 +133,9 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
                 dashboard_address=f"127.0.0.1:{_dashboard_port()}",
             )
     except RuntimeError as error:
-        raise refusal(
-            RuntimeError,
-            "open_scheduler",
-            "the worker processes of a local cluster must start",
-            str(error).rstrip("."),
-            "Each of them imports the script that is running: what it does must stand under "
-            '`if __name__ == "__main__":`.',
-        ) from None
+        rule, script = "the worker processes of a local cluster must start", "the script that is running"
+        advice = f'Each of them imports {script}: what it does must stand under `if __name__ == "__main__":`.'
+        raise refusal(RuntimeError, "open_scheduler", rule, str(error).rstrip("."), advice) from None
 
 
 def _dashboard_port() -> int:
@@ -170,13 +158,9 @@ def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
         try:
             client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
         except TimeoutError:
-            raise refusal(
-                RuntimeError,
-                "open_scheduler",
-                "the cluster must have a worker",
-                f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds",
-                f"Start one with `dask worker {address}`.",
-            ) from None
+            rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
+            advice = f"Start one with `dask worker {address}`."
+            raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
         workers = len(client.scheduler_info(n_workers=-1)["workers"])
         yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
 
@@ -199,13 +183,9 @@ def _scheduler_file(address: str) -> str:
     deadline = time.monotonic() + CONNECT_TIMEOUT
     while not path.exists():
         if time.monotonic() > deadline:
-            raise refusal(
-                RuntimeError,
-                "open_scheduler",
-                "the scheduler file must exist",
-                f"none at scheduler={address} in {CONNECT_TIMEOUT} seconds",
-                "Start one with `dask scheduler --scheduler-file FILE`.",
-            )
+            rule, got = "the scheduler file must exist", f"none at scheduler={address} in {CONNECT_TIMEOUT} seconds"
+            advice = "Start one with `dask scheduler --scheduler-file FILE`."
+            raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
         time.sleep(0.1)
     return str(path)
 
@@ -216,13 +196,8 @@ def _client(shown: str, **arguments: str) -> Client:
     except (OSError, TimeoutError, TypeError, ValueError) as error:
         # TypeError: tls:// without certificates; ValueError: an address or a scheduler file that is none.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise refusal(
-            RuntimeError,
-            "open_scheduler",
-            "a Dask scheduler must answer",
-            f"scheduler={shown} ({reason})",
-            "Start one with `dask scheduler` and check the address.",
-        ) from None
+        rule, advice = "a Dask scheduler must answer", "Start one with `dask scheduler` and check the address."
+        raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice) from None
 
 
 def _ready(client: Any, description: str) -> ClusterScheduler:

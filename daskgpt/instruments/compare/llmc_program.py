@@ -31,13 +31,8 @@ def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Paired
              RuntimeError where it ends before it has printed enough steps
     """
     if not program.is_file():
-        raise refusal(
-            FileNotFoundError,
-            "bench",
-            "llm.c's program must be a file",
-            {"path": program},
-            "Compile train_gpt2 and give its path.",
-        )
+        rule, advice = "llm.c's program must be a file", "Compile train_gpt2 and give its path."
+        raise refusal(FileNotFoundError, "bench", rule, {"path": program}, advice)
     require_published_model(steps.job)
     threads = steps.scheduler.threads
     steps.run(warmup)
@@ -69,13 +64,8 @@ def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> 
         process.returncode = os.waitstatus_to_exitcode(status)
         process.stdout.close()
     if len(found) < steps:
-        raise refusal(
-            RuntimeError,
-            "bench",
-            f"llm.c's program must print {steps} steps",
-            {"steps": len(found)},
-            "Start it by hand in its folder and see what is missing.",
-        )
+        rule, got = f"llm.c's program must print {steps} steps", {"steps": len(found)}
+        raise refusal(RuntimeError, "bench", rule, got, "Start it by hand in its folder and see what is missing.")
     return found, usage.ru_maxrss * 1024
 
 

@@ -29,13 +29,8 @@ LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 def require_torch() -> None:
     """Errors   RuntimeError where PyTorch is not installed"""
     if importlib.util.find_spec("torch") is None:
-        raise refusal(
-            RuntimeError,
-            "bench",
-            "--against torch needs PyTorch",
-            "torch=not installed",
-            "Install it: pip install 'daskgpt[compare]'.",
-        )
+        rule, advice = "--against torch needs PyTorch", "Install it: pip install 'daskgpt[compare]'."
+        raise refusal(RuntimeError, "bench", rule, "torch=not installed", advice)
 
 
 class TorchProcess:
@@ -87,14 +82,8 @@ class TorchProcess:
             send(questions, message)
             return receive(answers)
         except (EOFError, BrokenPipeError):
-            code = self.process.wait()
-            raise refusal(
-                RuntimeError,
-                "bench",
-                "the PyTorch process must answer",
-                {"exit code": code},
-                "See what it printed above.",
-            ) from None
+            rule, got = "the PyTorch process must answer", {"exit code": self.process.wait()}
+            raise refusal(RuntimeError, "bench", rule, got, "See what it printed above.") from None
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
         assert self.process.stdin
@@ -127,10 +116,7 @@ def check_losses(first: tuple[float, float], precision: str) -> None:
     ours, theirs = first
     allowed = LOSS_TOLERANCE[precision]
     if not abs(ours - theirs) <= allowed:
-        raise refusal(
-            RuntimeError,
-            "bench",
-            f"both programs must find the same first loss, to {allowed:g}",
-            f"daskgpt={ours:.6f}, torch={theirs:.6f}",
-            "One of them computes another model; compare with `python -m daskgpt.verify`.",
-        )
+        rule = f"both programs must find the same first loss, to {allowed:g}"
+        got = f"daskgpt={ours:.6f}, torch={theirs:.6f}"
+        advice = "One of them computes another model; compare with `python -m daskgpt.verify`."
+        raise refusal(RuntimeError, "bench", rule, got, advice)

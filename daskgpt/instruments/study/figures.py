@@ -15,11 +15,13 @@ from daskgpt.instruments.study.numbers import (
     Rows,
     count,
     efficiencies,
+    median,
     model_name,
     model_of,
     runs_a_point,
     speedups,
     spread,
+    spreads,
 )
 from daskgpt.instruments.study.table import Row
 
@@ -77,7 +79,7 @@ def phases(rows: Rows) -> Figure | None:
 
 def barriers(rows: Rows) -> Figure | None:
     """Runtime, speedup and efficiency of a step against threads, for each barrier."""
-    series = {look.label: (_times(rows.along("threads", barrier=b)), look.colour) for b, look in BARRIERS.items()}
+    series = {look.label: (spreads(rows.along("threads", barrier=b)), look.colour) for b, look in BARRIERS.items()}
     series = {name: own for name, own in series.items() if own[0]}
     return _against_threads({"a step": series}, "Where everybody waits", rows) if len(series) > 1 else None
 
@@ -110,7 +112,7 @@ def grains(rows: Rows) -> Figure | None:
         return None
     figure = Figure(figsize=(11, 4.4))
     left, right = figure.subplots(1, 2)
-    names = [f"{grain}\n{_tasks(own):,.0f} tasks" for grain, own in found.items()]
+    names = [f"{grain}\n{median(own, 'tasks'):,.0f} tasks" for grain, own in found.items()]
     _dots(left, dict(zip(names, found.values())), [DIALS["grain"].looks[grain].colour for grain in found])
     left.set(title="A step")
     _shares(right, dict(zip(found, found.values())))
@@ -132,7 +134,7 @@ def overlap(rows: Rows) -> Figure | None:
         ("recorded_ms", -0.2, "#9fb3c8", "recorded step"),
         ("critical_path_ms", 0.2, "#30638e", "critical path"),
     ):
-        medians = [_median(own, column) for own in found.values()]
+        medians = [median(own, column) for own in found.values()]
         bars = middle.bar([place + offset for place in range(len(found))], medians, 0.38, color=colour, label=label)
         middle.bar_label(bars, fmt=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.2g}", fontsize=7)
     middle.set_xticks(range(len(found)), list(found))
@@ -159,8 +161,8 @@ def schedulers(rows: Rows) -> Figure | None:
 def phase_times(rows: Rows, barrier: str) -> dict[str, dict[int, Spread]]:
     """Phase -> threads -> its times, and those of the whole step; empty where phases were not apart."""
     found = rows.along("threads", barrier=barrier)
-    times = {phase: _times(found, f"{phase}_ms") for phase in PHASES}
-    times["total"] = _times(found)
+    times = {phase: spreads(found, f"{phase}_ms") for phase in PHASES}
+    times["total"] = spreads(found)
     return times if all(times.values()) else {}
 
 
@@ -169,7 +171,7 @@ def slicing_times(rows: Rows) -> dict[int, dict[int, Spread]]:
     size, length = rows.all[0]["batch_size"], rows.all[0]["sequence_length"]
     series: dict[int, dict[int, Spread]] = {}
     for sequences in sorted({row["batch_chunk"] for row in rows.all}, reverse=True):
-        times = _times(rows.along("sequence_chunk", batch_chunk=sequences))
+        times = spreads(rows.along("sequence_chunk", batch_chunk=sequences))
         own = {size // sequences * (length // tokens): found for tokens, found in times.items()}
         if own:
             series[sequences] = dict(sorted(own.items()))
@@ -270,26 +272,12 @@ def _shares(axes: Any, found: dict[str, list[Row]]) -> None:
     """Stacked shares of the threads' time."""
     below = [0.0] * len(found)
     for column, (label, colour) in SHARES.items():
-        heights = [100 * _median(own, column) for own in found.values()]
+        heights = [100 * median(own, column) for own in found.values()]
         axes.bar(range(len(found)), heights, 0.6, bottom=below, color=colour, label=label)
         below = [low + height for low, height in zip(below, heights)]
     axes.set_xticks(range(len(found)), list(found))
     axes.set(title="Threads' time", ylabel="share (%)", ylim=(0, 100))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
-
-
-def _times(found: dict[Any, list[Row]], column: str = "step_ms") -> Times:
-    times = {value: spread(own, column) for value, own in found.items()}
-    return {value: own for value, own in times.items() if own is not None}
-
-
-def _tasks(own: Sequence[Row]) -> float:
-    return _median(own, "tasks")
-
-
-def _median(own: Sequence[Row], column: str) -> float:
-    found = spread(own, column)
-    return found.median if found else 0.0
 
 
 def _values(own: Sequence[Row], column: str) -> tuple[float, ...]:

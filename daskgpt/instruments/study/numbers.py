@@ -19,6 +19,18 @@ def spread(rows: Iterable[Row], column: str) -> Spread | None:
     return Spread(values) if values else None
 
 
+def spreads(found: Mapping[Any, Iterable[Row]], column: str = "step_ms") -> dict[Any, Spread]:
+    """The `spread` of each name's rows, of those that have one."""
+    own = {name: spread(rows, column) for name, rows in found.items()}
+    return {name: values for name, values in own.items() if values is not None}
+
+
+def median(rows: Iterable[Row], column: str) -> float:
+    """Of a column; 0 where no row has it."""
+    found = spread(rows, column)
+    return found.median if found else 0.0
+
+
 class Rows:
     """The rows of a study, seen from a reference point: the one whose values the most points share."""
 

@@ -16,12 +16,14 @@ from daskgpt.instruments.study.numbers import (
     compare,
     count,
     efficiencies,
+    median,
     model_name,
     model_of,
     runs_a_point,
     sentence,
     speedups,
     spread,
+    spreads,
 )
 from daskgpt.instruments.study.table import Row
 
@@ -87,7 +89,7 @@ def barriers_section(view: Rows) -> Section:
     counts = sorted({threads for found in present.values() for threads in found})
     lines = [["step (ms)", *(count(n, "thread") for n in counts), "speedup", "efficiency"]]
     for barrier, found in present.items():
-        times = _spreads(found)
+        times = spreads(found)
         lines.append([barrier, *(_cell(times.get(n)) for n in counts), *_ratios(times, max(times))])
     details += _table(lines)
     most = max(counts)
@@ -143,7 +145,7 @@ def grain_section(view: Rows) -> Section:
     for grain, rows in found.items():
         shares = [_share(rows, f"{name}_share") for name in ("kernel", "inside", "scheduling", "waiting")]
         lines.append([grain, _number(rows, "tasks", 0), _cell(spread(rows, "step_ms")), *shares])
-    ordered = sorted(found, key=lambda grain: _median(found[grain], "step_ms"))
+    ordered = sorted(found, key=lambda grain: median(found[grain], "step_ms"))
     first, last = ordered[0], ordered[-1]
     pair = compare(f"grain {first}", found[first], f"grain {last}", found[last])
     conclusions = (
@@ -159,7 +161,7 @@ def overlap_section(view: Rows) -> Section:
     lines = [[*header, "kernels", "scheduling", "waiting"]]
     conclusions = []
     for barrier, rows in found.items():
-        recorded, path = _median(rows, "recorded_ms"), _median(rows, "critical_path_ms")
+        recorded, path = median(rows, "recorded_ms"), median(rows, "critical_path_ms")
         lines.append(
             [
                 barrier,
@@ -172,7 +174,7 @@ def overlap_section(view: Rows) -> Section:
             ]
         )
     if len(found) > 1:
-        shares = {barrier: _median(rows, "overlap") for barrier, rows in found.items()}
+        shares = {barrier: median(rows, "overlap") for barrier, rows in found.items()}
         most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
         conclusions.append(
             f"Two or more layers run at once {shares[most]:.1%} of the time with {BARRIERS[most].words}, the most, and "
@@ -180,7 +182,7 @@ def overlap_section(view: Rows) -> Section:
             if shares[most] > shares[least]
             else f"Two or more layers run at once {shares[most]:.1%} of the time with every barrier."
         )
-        paths = {barrier: _median(rows, "critical_path_ms") for barrier, rows in found.items()}
+        paths = {barrier: median(rows, "critical_path_ms") for barrier, rows in found.items()}
         longest, shortest = max(paths, key=paths.__getitem__), min(paths, key=paths.__getitem__)
         if paths[longest] > paths[shortest]:
             conclusions.append(
@@ -201,7 +203,7 @@ def scheduler_section(view: Rows) -> Section:
         return "Schedulers", [], []
     lines = [["scheduler", "step (ms)", "most memory (GB)"]]
     lines += [[name, _cell(spread(r, "step_ms")), _number(r, "peak_gb", 2)] for name, r in found.items()]
-    best = min(found, key=lambda name: _median(found[name], "step_ms"))
+    best = min(found, key=lambda name: median(found[name], "step_ms"))
     others = [name for name in found if name.split(" (")[0] != best.split(" (")[0]]
     pairs = [compare(best, found[best], name, found[name]) for name in others]
     conclusions = [f"Of the schedulers, {sentence(pair)}" for pair in pairs if pair]
@@ -328,26 +330,16 @@ def _method(view: Rows) -> str:
     return METHOD.format(runs=len(view.all), warmup=view.all[0]["warmup"])
 
 
-def _spreads(found: dict[Any, list[Row]], column: str = "step_ms") -> dict[Any, Spread]:
-    spreads = {value: spread(rows, column) for value, rows in found.items()}
-    return {value: own for value, own in spreads.items() if own is not None}
-
-
 def _cell(found: Spread | None) -> str:
     return found.text("") if found else ""
 
 
-def _median(rows: Sequence[Row], column: str) -> float:
-    found = spread(rows, column)
-    return found.median if found else 0.0
-
-
 def _share(rows: Sequence[Row], column: str) -> str:
-    return f"{_median(rows, column):.1%}"
+    return f"{median(rows, column):.1%}"
 
 
 def _number(rows: Sequence[Row], column: str, digits: int) -> str:
-    return rounded(_median(rows, column), digits)
+    return rounded(median(rows, column), digits)
 
 
 def _table(lines: Iterable[Sequence[str]]) -> list[str]:

@@ -58,25 +58,15 @@ class Table:
         with self.path.open(newline="") as file:
             reader = csv.DictReader(file)
             if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise refusal(
-                    ValueError,
-                    "study",
-                    "the table must have the columns of this version",
-                    {"file": self.path},
-                    "Give another --out.",
-                )
+                rule = "the table must have the columns of this version"
+                raise refusal(ValueError, "study", rule, {"file": self.path}, "Give another --out.")
             for texts in reader:
                 row = {name: _value(name, text) for name, text in texts.items()}
                 different = {name: row[name] for name, value in self.shared.items() if row[name] != value}
                 if different:
                     name, value = next(iter(different.items()))
-                    raise refusal(
-                        ValueError,
-                        "study",
-                        "a folder must hold one study",
-                        f"{name}={self.shared[name]}, and {name}={value} in {self.path}",
-                        "Give another --out.",
-                    )
+                    got = f"{name}={self.shared[name]}, and {name}={value} in {self.path}"
+                    raise refusal(ValueError, "study", "a folder must hold one study", got, "Give another --out.")
                 yield row
 
     def __contains__(self, run: tuple[Point, int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -28,7 +28,7 @@ from bokeh.plotting import figure
 from bokeh.resources import INLINE
 
 from daskgpt.instruments.timeline.curves import Curve, layers_at_once, live_bytes
-from daskgpt.instruments.timeline.events import Event, Timeline
+from daskgpt.instruments.timeline.events import Event, Timeline, Transfer
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.model.layers import LAYERS
 
@@ -138,55 +138,52 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
 
 def _transfers(plot: Any, timeline: Timeline) -> Any:
     """A strip above the lane of the worker that waits for results of another."""
-    top = len(timeline.lanes) - 1
-    source = ColumnDataSource(
-        {
-            "left": [transfer.start * 1e3 for transfer in timeline.transfers],
-            "right": [transfer.end * 1e3 for transfer in timeline.transfers],
-            "bottom": [top - transfer.lane + 0.43 for transfer in timeline.transfers],
-            "top": [top - transfer.lane + 0.53 for transfer in timeline.transfers],
-            "sender": [transfer.sender for transfer in timeline.transfers],
-            "lane": [timeline.lanes[transfer.lane] for transfer in timeline.transfers],
-            "bytes": [_bytes(transfer.bytes) for transfer in timeline.transfers],
-            "results": [transfer.results for transfer in timeline.transfers],
-            "ms": [f"{(transfer.end - transfer.start) * 1e3:,.3f}" for transfer in timeline.transfers],
-        }
-    )
-    sides = {side: side for side in ("left", "right", "bottom", "top")}
-    return plot.quad(**sides, source=source, fill_color=TRANSFER_COLOUR, line_color=TRANSFER_COLOUR, line_width=0.5)
+    transfers = timeline.transfers
+    own = {
+        "sender": [transfer.sender for transfer in transfers],
+        "results": [transfer.results for transfer in transfers],
+    }
+    colour = TRANSFER_COLOUR
+    return _quads(plot, timeline, transfers, (0.43, 0.53), own, fill_color=colour, line_color=colour, line_width=0.5)
 
 
 def _bars(plot: Any, timeline: Timeline, events: Sequence[Event], colour: str) -> Any:
-    top = len(timeline.lanes) - 1
-    source = ColumnDataSource(
-        {
-            "left": [event.start * 1e3 for event in events],
-            "right": [event.end * 1e3 for event in events],
-            "bottom": [top - event.lane - 0.26 for event in events],
-            "top": [top - event.lane + 0.42 for event in events],
-            "kind": [event.kind for event in events],
-            "where": [event.where for event in events],
-            "step": [event.step for event in events],
-            "chunk": [_chunk(event) for event in events],
-            "ms": [f"{event.seconds * 1e3:,.3f}" for event in events],
-            "from": [f"{event.start * 1e3:,.3f}" for event in events],
-            "to": [f"{event.end * 1e3:,.3f}" for event in events],
-            "bytes": [_bytes(event.bytes) for event in events],
-            "task": [event.task_name for event in events],
-            "lane": [timeline.lanes[event.lane] for event in events],
-        }
-    )
-    sides = {side: side for side in ("left", "right", "bottom", "top")}
+    own = {
+        "kind": [event.kind for event in events],
+        "where": [event.where for event in events],
+        "step": [event.step for event in events],
+        "chunk": [_chunk(event) for event in events],
+        "from": [f"{event.start * 1e3:,.3f}" for event in events],
+        "to": [f"{event.end * 1e3:,.3f}" for event in events],
+        "task": [event.task_name for event in events],
+    }
     # The line keeps a call visible that is narrower than a pixel.
-    return plot.quad(
-        **sides,
-        source=source,
-        name=events[0].layer,
-        fill_color=colour,
-        line_color=colour,
-        line_width=0.4,
-        hover_line_color="black",
-    )
+    look = {"fill_color": colour, "line_color": colour, "line_width": 0.4, "hover_line_color": "black"}
+    return _quads(plot, timeline, events, (-0.26, 0.42), own, name=events[0].layer, **look)
+
+
+def _quads(
+    plot: Any,
+    timeline: Timeline,
+    bars: Sequence[Event | Transfer],
+    height: tuple[float, float],
+    own: Mapping[str, object],
+    **look: Any,
+) -> Any:
+    """A bar for each from its start to its end, in its lane; its tooltip finds these columns and those of its own."""
+    top, (low, high) = len(timeline.lanes) - 1, height
+    sides = {
+        "left": [bar.start * 1e3 for bar in bars],
+        "right": [bar.end * 1e3 for bar in bars],
+        "bottom": [top - bar.lane + low for bar in bars],
+        "top": [top - bar.lane + high for bar in bars],
+    }
+    told = {
+        "lane": [timeline.lanes[bar.lane] for bar in bars],
+        "bytes": [_bytes(bar.bytes) for bar in bars],
+        "ms": [f"{(bar.end - bar.start) * 1e3:,.3f}" for bar in bars],
+    }
+    return plot.quad(**{side: side for side in sides}, source=ColumnDataSource({**sides, **told, **own}), **look)
 
 
 def _steps(plot: Any, timeline: Timeline) -> None:

@@ -37,9 +37,8 @@ def check_timeline_path(path: str | Path) -> None:
         return
     parents = [parent for parent in Path(path).absolute().parents if parent.exists()]
     if Path(path).is_dir() or not parents[0].is_dir() or any(file.is_dir() for file in timeline_paths(path)):
-        raise refusal(
-            ValueError, "timeline", "the path must be that of a file in a folder", {"timeline": path}, "Give another."
-        )
+        rule = "the path must be that of a file in a folder"
+        raise refusal(ValueError, "timeline", rule, {"timeline": path}, "Give another.")
     advice = f"Nothing can be written in {parents[0]}: give another path."
     require(os.access(parents[0], os.W_OK), "timeline", "the folder must be writable", {"timeline": path}, advice)
 
