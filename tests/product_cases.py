@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from daskgpt.kernels.bfloat16.units import VARIABLE
 
 UNITS = [each.name.lower() for each in Unit]
 TILE_UNITS = UNITS[1:]
+T = TypeVar("T")
 
 
 @contextmanager
@@ -58,6 +62,18 @@ def magnitude(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def assert_close(found: np.ndarray, expected: np.ndarray, scale: np.ndarray, tolerance: dict[str, float]) -> None:
     """Compare in units of `scale`, the size of the numbers that were added."""
     np.testing.assert_allclose((found - expected) / (scale + 1), np.zeros_like(expected), **tolerance)
+
+
+def at_once(threads: int, work: Callable[[], T]) -> list[T]:
+    """What the same work returns in so many threads that begin together."""
+    start = threading.Barrier(threads)
+
+    def begin(_: int) -> T:
+        start.wait()
+        return work()
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(begin, range(threads)))
 
 
 def arrays(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 from kernel_cases import softmax_attention
-from product_cases import TILE_UNITS, UNITS, arrays, assert_same_bits, exact, using
+from product_cases import TILE_UNITS, UNITS, arrays, assert_same_bits, at_once, exact, using
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import attention
@@ -141,24 +139,15 @@ def test_threads_at_once_give_the_same_bits_and_inputs_are_only_read(name):
     for array in (qkv, dy, y, logsumexp):
         array.flags.writeable = False
     before = [array.copy() for array in (qkv, dy, y, logsumexp)]
-    found: list[list[np.ndarray]] = [[] for _ in range(4)]
-    start = threading.Barrier(4)
 
-    def work(results):
-        start.wait()
-        for _ in range(3):
-            results.extend(rounded_attention.forward(qkv, 6))
-            results.append(rounded_attention.backward(dy, qkv, y, logsumexp, 6))
+    def work():
+        both = rounded_attention.forward(qkv, 6)
+        return *both, rounded_attention.backward(dy, qkv, y, logsumexp, 6)
 
-    threads = [threading.Thread(target=work, args=(results,)) for results in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for results in found:
-        assert len(results) == 9
-        for place, result in enumerate(results):
-            assert_same_bits(result, (y, logsumexp, gradient)[place % 3])
+    for rounds in at_once(4, lambda: [work() for _ in range(3)]):
+        for results in rounds:
+            for result, expected in zip(results, (y, logsumexp, gradient), strict=True):
+                assert_same_bits(result, expected)
     for array, copy in zip((qkv, dy, y, logsumexp), before):
         assert_same_bits(array, copy)
 

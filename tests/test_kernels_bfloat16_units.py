@@ -6,11 +6,10 @@ import hashlib
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
-from product_cases import TILE_UNITS, UNITS, arrays, assert_same_bits, using
+from product_cases import TILE_UNITS, UNITS, arrays, assert_same_bits, at_once, using
 
 from daskgpt.kernels.bfloat16 import backward_weight, backward_x, forward, pack_weight
 
@@ -44,23 +43,10 @@ def test_eight_threads_at_once(name):
         x, weight, dy = arrays(1, (70, 300), (90, 300), (70, 90))
         packed = pack_weight(weight)
         expected = products(packed, x, dy)
-        found: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(8)]
-        start = threading.Barrier(8)
-
-        def work(results):
-            start.wait()
-            for _ in range(5):
-                results.append(products(packed, x, dy))
-
-        threads = [threading.Thread(target=work, args=(results,)) for results in found]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        found = at_once(8, lambda: [products(packed, x, dy) for _ in range(5)])
     for results in found:
-        assert len(results) == 5
         for arrays_found in results:
-            for one, other in zip(arrays_found, expected):
+            for one, other in zip(arrays_found, expected, strict=True):
                 assert_same_bits(one, other)
 
 

@@ -21,6 +21,7 @@ from daskgpt.training.progress import Progress
 
 RUN = [*SMALL, *["--steps", "60", "--validate-every", "20", "--sample-tokens", "3"]]
 KEPT = re.compile(r"step (20|40|60)/60  loss \d\.\d{3}, validation \d\.\d{3}, [\d,]+ tokens/s, after \d\d:\d\d")
+HEADER = ["model", "data", "batch", "chunks", "precision", "scheduler", "grain"]
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +58,8 @@ def test_a_file_has_plain_lines_in_their_order(text, tmp_path):
     written = (tmp_path / "log").read_bytes().decode()
     assert "\r" not in written.partition("--- sample")[0]
     lines = written.splitlines()
-    begins = [
-        "model",
-        "data",
-        "batch",
-        "chunks",
-        "precision",
-        "scheduler",
-        "grain",
-        "step  1/60",
-        "step 20/60",
-        "step 40/60",
-    ]
-    places = [next(n for n, line in enumerate(lines) if line.startswith(begin)) for begin in [*begins, "step 60/60"]]
+    begins = [*HEADER, "step  1/60", "step 20/60", "step 40/60", "step 60/60"]
+    places = [next(n for n, line in enumerate(lines) if line.startswith(begin)) for begin in begins]
     assert places == sorted(places)
     assert [KEPT.fullmatch(line)[1] for line in lines if "validation " in line and line.startswith("step")] == [
         "20",
@@ -169,15 +159,7 @@ def test_from_python_the_same_header_is_printed_unless_quiet(fitted, capfd):
     capfd.readouterr()  # what compiling said
     fitted()
     out, err = capfd.readouterr()
-    assert [line.split()[0] for line in out.splitlines()] == [
-        "model",
-        "data",
-        "batch",
-        "chunks",
-        "precision",
-        "scheduler",
-        "grain",
-    ]
+    assert [line.split()[0] for line in out.splitlines()] == HEADER
     assert "step 4/4  loss " in err
     result = fitted(quiet=True)
     assert capfd.readouterr() == ("", "")

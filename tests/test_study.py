@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
 from base64 import b64decode
 from dataclasses import asdict, fields, replace
 from xml.etree import ElementTree
 
 import pytest
+from command_lines import run
 
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
@@ -52,21 +50,11 @@ SECTIONS = [
 ]
 
 
-def study(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "daskgpt.study", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A study of the very small model, from start to end."""
     out = tmp_path_factory.mktemp("study") / "quick"
-    result = study("--quick", "--out", out)
+    result = run("study", "--quick", "--out", out)
     assert result.returncode == 0, result.stderr
     return out, result
 
@@ -122,7 +110,7 @@ def test_what_is_in_the_table_is_not_run_again(finished):
     before = (out / "results.csv").read_text()
     kept = before.splitlines(keepends=True)[:-1]
     (out / "results.csv").write_text("".join(kept))
-    resumed = study("--quick", "--out", out)
+    resumed = run("study", "--quick", "--out", out)
     assert resumed.returncode == 0, resumed.stderr
     rows, lost = rows_of(out / "results.csv"), before.splitlines()[-1]
     assert (out / "results.csv").read_text().startswith("".join(kept))
@@ -168,7 +156,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(arguments, message, tmp_path, ca
 
 
 def test_bad_input_on_the_command_line(tmp_path):
-    result = study("--batch-chunk", 5, "--out", tmp_path / "out")
+    result = run("study", "--batch-chunk", 5, "--out", tmp_path / "out")
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert not (tmp_path / "out").exists()

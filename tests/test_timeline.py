@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from html import unescape
@@ -414,14 +411,7 @@ RUN = "--validate-every 0 --validation-batches 1 --sample-tokens 0"
 
 
 def train(text, *arguments):
-    words = [*MODEL.split(), *RUN.split(), "--data", text, *arguments]
-    return subprocess.run(
-        [sys.executable, "-m", "daskgpt.train", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"COLUMNS": "200"},
-    )
+    return command_lines.run("train", *MODEL.split(), *RUN.split(), "--data", text, *arguments)
 
 
 @pytest.fixture
