@@ -26,6 +26,7 @@ from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels
+from daskgpt.training.job import facts as facts_of
 
 DESCRIPTION = """\
 Time training steps on random tokens.
@@ -124,7 +125,7 @@ def print_scaling(job: Job, asked: BenchConfig, as_json: bool, facts: dict[str, 
     runs = scaling.orders(job.config, asked, job.dataflow)
     with quiet(as_json):
         print(f"model        {parameter_count(job.config):,} parameters")
-        print(f"batch        {asked.batch_size} x {asked.sequence_length} tokens")
+        print(f"batch        {facts_of(job)['batch']}")
         print(f"machine      {machine.processor()}, {usable_cores()} cores")
         compile_kernels(job.precision)
         found = scaling.scale(runs, lambda text: print(text, file=sys.stderr, flush=True))
@@ -187,6 +188,7 @@ def setup(job: Job, chunks: Chunks) -> dict[str, Any]:
     return {
         "batch_size": batch_size,
         "sequence_length": length,
+        "groups": job.groups,
         "batch_chunk": batch_chunk,
         "sequence_chunk": sequence_chunk,
         "scheduler": job.dataflow.scheduler,
@@ -222,7 +224,7 @@ def describe(job: Job, found: Measurement, chunks: Chunks) -> str:
     per = "thread" if found.threads == 1 else f"{found.threads} threads"
     lines = [
         ("model", f"{parameter_count(job.config):,} parameters"),
-        ("batch", f"{batch_size} x {length} tokens"),
+        ("batch", facts_of(job)["batch"]),
         ("chunks", chunks.told),
         (
             "tasks",

@@ -9,6 +9,7 @@ import numpy as np
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.run import DataflowConfig, check_chunks
 from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
@@ -63,7 +64,7 @@ def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig
     precision.compile()
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         chunk = ChunkChoice(config, shape, dataflow, precision, scheduler.threads).first
-        inference = Inference(config, shape, chunk, weights.layout, wanted, precision)
+        inference = Inference(config, shape, chunk, weights.layout, wanted, precision, groups=groups_of_batch(*shape))
         found = inference(scheduler, weights, state.tokens, state.targets)
     rows = [
         _comparison("logits", found["logits"][..., : config.vocabulary], state.logits),

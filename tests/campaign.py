@@ -4,7 +4,7 @@ Every case is one of two kinds, in turn:
 
 bits        a few training steps under any combination of chunk, grain, barrier, window, scheduler, threads and updates
             in place or not, at either precision that trains: losses and parameters are those of the whole batch as one
-            chunk, bit for bit
+            chunk in the same groups, bit for bit
 gradients   logits, loss and every gradient beside `reference_gpt2`, an independent program in NumPy's float64, at any
             precision with its tolerance, under any chunk, grain and scheduler
 
@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-from one_number import Dials, Model, bits_after_steps, own_product, random_dials
+from one_number import Dials, Model, bits_after_steps, divisions, own_product, random_dials
 from reference_gpt2 import Arrays, expected
 from tolerances import TOLERANCES
 
@@ -65,7 +65,8 @@ def random_model(random: np.random.Generator) -> Model:
         padded_vocabulary=vocabulary + int(random.integers(0, 20)),
         positions=length + int(random.integers(0, 7)),
     )
-    return Model(config, (int(random.integers(1, 9)), length))
+    sequences = int(random.integers(1, 9))
+    return Model(config, (sequences, length), int(random.choice(divisions(sequences))))
 
 
 def check_bits(random: np.random.Generator, model: Model, cluster: bool = False) -> tuple[str, str]:
@@ -93,7 +94,9 @@ def check_gradients(random: np.random.Generator, model: Model) -> tuple[str, str
     weights = State.of_weights(model.config, parameters, precision)
     wanted = ("logits", "loss", "gradients")
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
-        inference = Inference(model.config, model.batch, dials.chunk, weights.layout, wanted, precision, dials.grain)
+        inference = Inference(
+            model.config, model.batch, dials.chunk, weights.layout, wanted, precision, dials.grain, model.groups
+        )
         found = inference(scheduler, weights, tokens, targets)
     reference = expected(parameters, tokens, targets, model.config.heads, model.config.vocabulary)
     compared = {"logits": reference.logits, "loss": np.array(reference.loss)} | reference.gradients

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,10 +32,11 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration with the shape of its batch."""
+    """A configuration with the shape of its batch, and the groups in which that is summed."""
 
     config: GPT2Config
     batch: tuple[int, int]
+    groups: int = 1
 
 
 MODELS = {
@@ -49,6 +50,8 @@ MODELS = {
         GPT2Config(blocks=1, heads=2, channels=24, vocabulary=67, padded_vocabulary=67, positions=75), (3, 75)
     ),
 }
+MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
+MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             grain=dials.grain,
             barrier=dials.barrier,
             in_place=scheduler.in_place if dials.in_place is None else dials.in_place,
+            groups=model.groups,
         )
         state = step.initial(start_values(model.config))
         if dials.barrier == "none":
@@ -118,6 +122,11 @@ def own_product() -> bool:
 
 def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def divisions(sequences: int) -> list[int]:
+    """Into how many groups so many sequences can be divided."""
+    return [part for part in divisors(sequences) if part.bit_count() == 1]
 
 
 def random_dials(random: np.random.Generator, model: Model) -> Dials:

@@ -37,13 +37,14 @@ FLAGS = [*SIZE, "--steps", "3", "--warmup", "1", "--recorded", "1"]
 FIELDS = {
     *("step_ms", "step_ms_min", "step_ms_max", "forward_ms", "backward_ms", "update_ms", "tokens_per_s", "gflops"),
     *("matmul_gflops", "matmul_share", "tasks", "grain", "overhead", "peak_gb", "preset", "batch_size", "threads"),
-    *("sequence_length", "batch_chunk", "sequence_chunk", "scheduler", "precision", "cpu", "versions", "others_cores"),
+    *("sequence_length", "batch_chunk", "sequence_chunk", "groups", "scheduler", "precision", "cpu", "versions"),
+    "others_cores",
 }
 NO_TORCH = importlib.util.find_spec("torch") is None
 
 
-def job_of(config=SMALL, batch_size=4, sequence_length=12, **dataflow):
-    asked = bench.BenchConfig(batch_size=batch_size, sequence_length=sequence_length)
+def job_of(config=SMALL, batch_size=4, sequence_length=12, groups=0, **dataflow):
+    asked = bench.BenchConfig(batch_size=batch_size, sequence_length=sequence_length, groups=groups)
     return bench.job_of(config, asked, DataflowConfig(**dataflow))
 
 
@@ -191,6 +192,7 @@ def test_out_of_place_the_new_state_comes_beside_the_old():
         {"grain": "block", "barrier": "phase"},
         {"grain": "block", "barrier": "none", "window": 3},
         {"grain": "block", "precision": "bfloat16"},
+        {"grain": "block", "batch_chunk": 1, "groups": 8},
     ],
     ids=str,
 )

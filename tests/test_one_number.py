@@ -16,7 +16,8 @@ from one_number import MODELS, Dials, bits_after_steps, own_product, random_dial
 from product_cases import UNITS, using
 from test_layers import OPTIONS, lazy
 
-from daskgpt.graph.calls import SumOrder, parse
+from daskgpt.graph.calls import parse
+from daskgpt.graph.sum_order import SumOrder
 from daskgpt.kernels.vectors.processor import features
 from daskgpt.model.layers import LAYERS, Layer
 from daskgpt.model.tape import Tape
@@ -29,6 +30,7 @@ CHUNKS = {
     "odd": [(6, 20), (3, 20), (2, 20), (1, 20), (6, 10), (3, 10), (2, 5), (1, 4), (6, 1), (1, 1), (3, 2), (2, 10)],
     "long": [(3, 75), (1, 75), (3, 25), (1, 15), (1, 5), (3, 1)],
 }
+CHUNKS |= {"tiny in 4 groups": CHUNKS["tiny"], "odd in 2 groups": CHUNKS["odd"]}
 SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
 
 
@@ -64,10 +66,11 @@ def test_no_combination_of_dials_changes_a_bit(precision):
 @pytest.mark.slow
 @needs_own_product
 @pytest.mark.parametrize(("workers", "chunk", "grain"), [(2, (2, 20), "block"), (3, (3, 5), "chunk")])
-def test_no_number_of_workers_changes_a_bit(workers, chunk, grain):
-    model = MODELS["odd"]
-    expected = bits_after_steps(model, "float32", Dials(model.batch))
-    assert bits_after_steps(model, "float32", Dials(chunk, "step", grain, "local", workers)) == expected
+@pytest.mark.parametrize(("name", "precision"), [("odd", "float32"), ("odd in 2 groups", "bfloat16")])
+def test_no_number_of_workers_changes_a_bit(name, precision, workers, chunk, grain):
+    model = MODELS[name]
+    expected = bits_after_steps(model, precision, Dials(model.batch))
+    assert bits_after_steps(model, precision, Dials(chunk, "step", grain, "local", workers)) == expected
 
 
 def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
@@ -84,12 +87,13 @@ def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
 
 
 @needs_own_product
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer):
+def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer, groups):
     """Forward and gradients: no row depends on its company, no sum on where a chunk ends."""
     values, expected = arguments_of(layer), None
     for chunk in CHUNKS["odd"]:
-        tape, arrays = Tape(), lazy(layer, values, chunk, SIZES)
+        tape, arrays = Tape(groups=groups), lazy(layer, values, chunk, SIZES)
         y = tape("here.0", layer, *arrays.values(), **OPTIONS | {"heads": 3})
         dy = np.random.default_rng(3).normal(size=y.shape).astype(np.float32)
         gradients = tape.backward(y, da.from_array(dy, chunks=y.chunks, name="dy-leaf"))
@@ -104,13 +108,13 @@ def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer):
 
 def test_rows_enter_a_sum_sequence_by_sequence():
     whole = SumOrder.of((2, 2), (20,), 1)
-    assert whole == SumOrder((((0, 0),), ((1, 0),)), False)
+    assert whole == SumOrder((((0, 0),), ((1, 0),)), False, (2, 2))
     # A chunk of one sequence is one piece; of several, all their token chunks are.
     assert SumOrder.of((1,), (8, 8), 1).pieces == (((0, 0),), ((0, 1),))
     assert SumOrder.of((2, 1), (8, 8), 1).pieces == (((0, 0), (0, 1)), ((1, 0),), ((1, 1),))
     # A tile of 32 tokens that two chunks share is not cut.
-    assert SumOrder.of((1,), (32, 32, 3), 32) == SumOrder((((0, 0),), ((0, 1),), ((0, 2),)), False)
-    assert SumOrder.of((1,), (16, 16), 32) == SumOrder((((0, 0), (0, 1)),), True)
+    assert SumOrder.of((1,), (32, 32, 3), 32) == SumOrder((((0, 0),), ((0, 1),), ((0, 2),)), False, (1,))
+    assert SumOrder.of((1,), (16, 16), 32) == SumOrder((((0, 0), (0, 1)),), True, (1,))
 
 
 EXPECTED = json.loads((Path(__file__).parent / "golden" / "bits.json").read_text())

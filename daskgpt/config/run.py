@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from daskgpt.config.errors import nearest_divisor, refusal
+from daskgpt.config.groups import check_groups, groups_setting
 from daskgpt.config.settings import Checked, documented, setting
 
 
@@ -24,6 +25,12 @@ class DataConfig(Checked):
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
     batch_size: int = setting(12, "B, sequences a step", least=1)
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
+    groups: int = groups_setting()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.groups:
+            check_groups("DataConfig", self.groups, "batch_size", self.batch_size)
 
 
 @documented

@@ -15,6 +15,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, GraphNode, Key, is_leaf
+from daskgpt.graph.sum_order import Chain, Cut, SumOrder, level, meet
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 CUT = "bt"
@@ -102,36 +103,10 @@ class KernelCall:
         return chunks
 
 
-@dataclass(frozen=True)
-class SumOrder:
-    """The order in which rows enter a sum over the chunks: sequence by sequence, and in each token by token.
-
-    It is the same however the batch is cut, and a summing kernel goes on from the total of the one before it: so no
-    chunk changes a bit of the sum.
-
-    pieces     indices (along b, along t) of the chunks that are summed one after the other; where a chunk holds some
-               tokens of several sequences, all token chunks of these sequences are one piece
-    together   whether the token chunks of a piece are put together before the kernel is called, once; else it is
-               called for the rows of one sequence in one chunk
-    """
-
-    pieces: tuple[tuple[tuple[int, int], ...], ...]
-    together: bool
-
-    @classmethod
-    def of(cls, sequences: Sequence[int], tokens: Sequence[int], at_once: int) -> SumOrder:
-        """The order for chunks of these sizes; at_once: how many tokens of a sequence the kernel takes in one step,
-        which a chunk's end must not divide."""
-        together = any(count % at_once for count in tokens[:-1])
-        pieces: list[tuple[tuple[int, int], ...]] = []
-        for b, count in enumerate(sequences):
-            chunks = [(b, t) for t in range(len(tokens))]
-            pieces += [(chunk,) for chunk in chunks] if count == 1 and not together else [tuple(chunks)]
-        return cls(tuple(pieces), together)
-
-
 class ChunkSum(KernelCall):
     """A summing kernel over every chunk, in order, into one total; one more argument is where the total starts.
+
+    The order is that of `graph.sum_order`.
 
     order   of the rows of all chunks
     """
@@ -161,25 +136,24 @@ class ChunkSum(KernelCall):
 
     def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
         total = np.empty(self.shape, self.dtype) if start is None else start.copy()
-        calls = self.in_order(pieces)
+        chains = self.in_order(pieces)
         for first, last in self.bands():
             rows = total[first:last] if len(self.shape) > 1 else total
-            self.add(calls, rows, first, last, started=start is not None)
+            self.add(chains, [rows], first, last, started=start is not None)
         return total
 
-    def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]]) -> list[Sequence[np.ndarray]]:
-        """The arguments of the kernel calls that take the rows in order."""
-        calls: list[Sequence[np.ndarray]] = []
-        for piece in pieces:
-            if len(piece) == 1:
-                calls.append(piece[0])
-            elif self.order.together:
-                calls.append([_joined(parts, axes) for parts, axes in zip(zip(*piece), self.inputs)])
-            else:
-                sequences = next(len(array) for array, axes in zip(piece[0], self.inputs) if axes.startswith("b"))
-                for number in range(sequences):
-                    calls += [[_sequence(a, axes, number) for a, axes in zip(part, self.inputs)] for part in piece]
-        return calls
+    def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]], first: int = 0) -> list[Chain]:
+        """The arguments of the kernel calls that take the rows in order, as chains.
+
+        first   number of the first of these pieces
+        """
+        calls: list[tuple[int, Sequence[np.ndarray]]] = []
+        for number, piece in enumerate(pieces, first):
+            joined = self.order.together and len(piece) > 1
+            parts = [[_joined(own, axes) for own, axes in zip(zip(*piece), self.inputs)]] if joined else piece
+            for cut in self.order.cuts(number):
+                calls += [(cut.group, [_sequences(a, axes, cut) for a, axes in zip(p, self.inputs)]) for p in parts]
+        return self.order.chains(calls, first + len(pieces))
 
     def bands(self) -> list[tuple[int, int]]:
         """The rows that are summed at a time: so many that they stay in the cache. They decide the order of nothing,
@@ -190,14 +164,25 @@ class ChunkSum(KernelCall):
         rows = max(ROWS_ELEMENTS // self.shape[1] // 64, 1) * 64
         return [(first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows)]
 
-    def add(self, calls: Sequence[Sequence[Any]], total: np.ndarray, first: int, last: int, *, started: bool) -> None:
-        """Sum rows first .. last over all calls, which are in order, into `total` (of a vector: all of it).
+    def add(
+        self, chains: Sequence[Chain], totals: Sequence[np.ndarray], first: int, last: int, *, started: bool
+    ) -> None:
+        """Sum rows first .. last over chains, which follow one another.
 
-        started   whether total holds a sum to go on from; else what it holds does not matter
+        totals    the same rows (of a vector: all of it) of the totals so far, and room for those that are to be kept
+        started   whether the first chain goes on from its total; else what that holds does not matter
         """
         options = self.options | {"first_row": first} if len(self.shape) > 1 else self.options
-        for number, arguments in enumerate(calls):
-            self.kernel(*arguments, total=total, accumulate=started or number > 0, **options)
+        # Other totals of the tree are met again at once: they stay in the cache.
+        deepest = max(level(chain.group) for chain in chains)
+        room = [*totals, *(np.empty_like(totals[0]) for _ in range(len(totals), deepest + 1))]
+        for chain in chains:
+            for number, arguments in enumerate(chain.calls):
+                total = room[level(chain.group)]
+                self.kernel(*arguments, total=total, accumulate=started or number > 0, **options)
+            started = False
+            if chain.ends:
+                meet(room, chain.group)
 
 
 def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
@@ -205,9 +190,9 @@ def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
     return np.concatenate(parts, axis=axes.index("t")) if "t" in axes else parts[0]
 
 
-def _sequence(array: np.ndarray, axes: str, number: int) -> np.ndarray:
-    """One sequence of a chunk; what has no sequences belongs to all of them."""
-    return array[number : number + 1] if axes.startswith("b") else array
+def _sequences(array: np.ndarray, axes: str, cut: Cut) -> np.ndarray:
+    """Some sequences of a chunk; what has no sequences belongs to all of them."""
+    return array[cut.first : cut.last] if axes.startswith("b") else array
 
 
 class Pick:
@@ -262,6 +247,7 @@ def apply(
     new_axes: Mapping[str, int] | None = None,
     start: da.Array | None = None,
     at_once: int = 1,
+    groups: int = 1,
     after: tuple[da.Array, str] | None = None,
     origin: Any = None,
 ) -> tuple[da.Array, ...]:
@@ -272,10 +258,11 @@ def apply(
     new_axes   sizes of axes that no argument has
     start      where a sum over the chunks starts (an array like the output), None for zero
     at_once    tokens of a sequence that a summing kernel takes in one step
+    groups     into how many groups of sequences a sum over the batch is divided, see `graph.sum_order`
     after      an array and its axes whose chunk must be there before, although the kernel does not read it
     origin     what the call is made for, for those who look at the graph later
 
-    Errors     ValueError where chunks do not fit the signature
+    Errors     ValueError where chunks do not fit the signature, or groups the batch
     """
     inputs, outputs = parse(signature)
     chunks = axis_chunks(name, arrays, inputs)
@@ -291,7 +278,8 @@ def apply(
     }
     call: KernelCall
     if summed:
-        order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), at_once)
+        groups = groups if "b" in chunks else 1
+        order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), at_once, groups)
         call = ChunkSum(kernel, inputs, outputs[0], options or {}, order=order, **known)
         if start is not None:
             arrays, inputs = [*arrays, start], [*inputs, outputs[0]]

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.graph.nodes import Graph, Key, combined, nested, only, reference
+from daskgpt.graph.sum_order import level
 
 TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
 
@@ -47,18 +48,31 @@ class InPlace:
     after: dict[Key, list[Key]]
 
 
+Totals = np.ndarray | tuple[np.ndarray, ...]
+
+
 class RowSum:
     """Some rows of a sum over some pieces of the batch, in a task of their own; it goes on in the rows it starts from.
 
+    It returns those of every total that waits for others in the tree of groups: an array where there is one.
+
     counts   how many chunks each piece has
+    given    how many totals it starts from
+    left     and how many it returns
     """
 
     axes = ""
 
-    def __init__(self, call: Any, bands: Sequence[tuple[int, int]], counts: Sequence[int], first_piece: int) -> None:
-        """first_piece   number of the first piece that is summed here"""
+    def __init__(
+        self, call: Any, bands: Sequence[tuple[int, int]], counts: Sequence[int], first_piece: int, started: bool
+    ) -> None:
+        """first_piece   number of the first piece that is summed here
+        started       whether the whole sum goes on from another one
+        """
         self.call, self.bands, self.counts, self.first_piece = call, tuple(bands), tuple(counts), first_piece
         self.origin = call.origin
+        self.given = call.order.totals_before(first_piece) if first_piece else int(started)
+        self.left = call.order.totals_before(first_piece + len(counts))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,13 +87,16 @@ class RowSum:
             position += count * each
         return [pieces, *chunks[position:]]
 
-    def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
+    def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
         base = self.bands[0][0]
-        total = np.empty(self.shape, self.call.dtype) if start is None else start
-        calls = self.call.in_order(pieces)
+        chains = self.call.in_order(pieces, self.first_piece)
+        totals = list(start) if isinstance(start, tuple) else [start]
+        totals += [np.empty(self.shape, self.call.dtype) for _ in range(len(totals), self.left)]
+        # A group that was begun before has its total among those that are given, above those of the groups before it.
+        started = self.given > level(chains[0].group)
         for first, last in self.bands:
-            self.call.add(calls, total[first - base : last - base], first, last, started=start is not None)
-        return total
+            self.call.add(chains, [rows[first - base : last - base] for rows in totals], first, last, started=started)
+        return totals[0] if self.left == 1 else tuple(totals[: self.left])
 
 
 class RowUpdate:
@@ -105,7 +122,7 @@ class RowUpdate:
         fused: Callable[..., Any] | None,
         origin: Any,
     ) -> None:
-        """fused   does sum and update of rows in one pass where there is only one sum; None where no kernel does"""
+        """fused   does sum and update of rows in one pass where there is only one chain; None where no kernel does"""
         self.sums, self.counts, self.kernel, self.options = tuple(sums), tuple(counts), kernel, options
         self.bands, self.base, self.fused, self.origin = tuple(bands), base, fused, origin
 
@@ -122,10 +139,11 @@ class RowUpdate:
         return [pieces, start, [_unwrapped(chunk) for chunk in chunks[position:]]]
 
     def run(self, pieces: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
-        calls = [call.in_order(own) for call, own in zip(self.sums, pieces)]
+        chains = [call.in_order(own) for call, own in zip(self.sums, pieces)]
         if self.fused is not None:
             first, last = self.bands[0][0], self.bands[-1][1]
-            self.fused(calls[0], start[0] if start else None, state, first, last, **self.options)
+            ((chain,),) = chains
+            self.fused(chain.calls, start[0] if start else None, state, first, last, **self.options)
             return
         *tensors, hyper = state
         for first, last in self.bands:
@@ -134,8 +152,8 @@ class RowUpdate:
                 gradient = start[0][first - self.base : last - self.base]
             else:
                 gradient = np.empty((last - first, *self.sums[0].shape[1:]), self.sums[0].dtype)
-            for number, (call, own) in enumerate(zip(self.sums, calls)):
-                call.add(own, gradient, first, last, started=bool(start) or number > 0)
+            for number, (call, own) in enumerate(zip(self.sums, chains)):
+                call.add(own, [gradient], first, last, started=bool(start) or number > 0)
             self.kernel(weight, gradient, *moments, hyper, **self.options)
 
 
@@ -178,7 +196,8 @@ def update_in_place(
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
             base = 0 if shared else bands[0][0]
-            one_pass = fused.get(calls[0].kernel) if len(calls) == 1 else None
+            one_chain = len(calls) == 1 and calls[0].order.groups == 1
+            one_pass = fused.get(calls[0].kernel) if one_chain else None
             program = RowUpdate(
                 calls, [len(own) for own in arguments], kernel, call.options, bands, base, one_pass, call.origin
             )
@@ -203,7 +222,7 @@ def _row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[tu
         own = pieces[first : first + together]
         task_key = (f"{key[0]}.rows", number, first)
         references = [reference(item) for piece in own for part in piece for item in part]
-        program = RowSum(call, bands, [len(piece) for piece in own], first)
+        program = RowSum(call, bands, [len(piece) for piece in own], first, started=before is not None)
         new[task_key] = combined(task_key, program, references + start)
         start = [reference(task_key)]
     return task_key

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
@@ -22,6 +23,7 @@ class BenchConfig(Checked):
     recorded: int = setting(3, "steps after them in which every kernel call is recorded", unit="steps", least=1)
     batch_size: int = setting(12, "B, sequences a step", least=1)
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
+    groups: int = groups_setting()
     seed: int = setting(0, "seed of initial values and tokens", least=0)
 
 
@@ -29,7 +31,7 @@ def job_of(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
     """The checked job of a run on random tokens, with a constant learning rate."""
     return Job(
         config,
-        DataConfig(batch_size=asked.batch_size, sequence_length=asked.sequence_length),
+        DataConfig(batch_size=asked.batch_size, sequence_length=asked.sequence_length, groups=asked.groups),
         OptimizerConfig(schedule="constant"),
         dataflow,
         RunConfig(seed=asked.seed),

@@ -54,6 +54,7 @@ def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
     study = StudyConfig(
         batch_size=asked.batch_size,
         sequence_length=asked.sequence_length,
+        groups=asked.groups,
         precision=dataflow.precision,
         window=dataflow.window,
         steps=asked.steps,

@@ -33,10 +33,12 @@ class Tape:
     another's on a cluster, where equal keys would mean equal results.
     """
 
-    def __init__(self, precision: Precision = FLOAT32) -> None:
-        """precision   says which kernels run instead of those of the table"""
+    def __init__(self, precision: Precision = FLOAT32, groups: int = 1) -> None:
+        """precision   says which kernels run instead of those of the table
+        groups      into how many groups of sequences sums over the batch are divided
+        """
         self.token = uuid4().hex[:8]
-        self.precision = precision
+        self.precision, self.groups = precision, groups
         self.records: list[Record] = []
         self.recomputed: dict[str, da.Array] = {}
 
@@ -129,6 +131,7 @@ class Tape:
             arrays,
             options={name: options[name] for name in row.options.split()},
             origin=origin,
+            groups=self.groups,
             **places,
         )
 

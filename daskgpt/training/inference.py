@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import dask.array as da
 import numpy as np
 
+from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.graph.nodes import from_numpy
 from daskgpt.graph.recording import Layout, Recorded
@@ -23,6 +24,7 @@ class Inference:
     """What a model makes of a batch, recorded once for states of one layout.
 
     wanted   any of "loss", "logits", "activations" (after the last layernorm) and "gradients" (one a parameter)
+    groups   into how many groups of sequences sums over the batch are divided
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Inference:
         wanted: tuple[str, ...],
         precision: Precision = FLOAT32,
         grain: str = "block",
+        groups: int = 1,
     ) -> None:
         outputs: Lazy = {}
-        tape = Tape(precision)
+        tape = Tape(precision, groups)
         inputs = input_leaves(tape, batch_shape, chunk)
         weights = parameter_leaves(tape, config, "weight", precision)
         if "logits" in wanted:
@@ -61,15 +64,21 @@ class Inference:
 
 
 def loss_and_gradients(
-    config: GPT2Config, parameters: Mapping[str, np.ndarray | da.Array], tokens: da.Array, targets: da.Array
+    config: GPT2Config,
+    parameters: Mapping[str, np.ndarray | da.Array],
+    tokens: da.Array,
+    targets: da.Array,
+    groups: int = 0,
 ) -> tuple[da.Array, Lazy]:
     """Mean cross-entropy and its gradient with respect to every parameter, as lazy dask arrays.
 
+    groups   into how many groups of sequences sums over the batch are divided; 0 = by the batch's shape, as in training
+
     Shapes   tokens, targets (B, T) int32, alike in chunks; their chunks are those of every activation
     Dtype    that of the parameters, float32 or float64
-    Errors   ValueError where shapes or chunks do not fit the model
+    Errors   ValueError where shapes or chunks do not fit the model, or groups the batch
     """
-    tape = Tape()
+    tape = Tape(groups=groups_of_batch(tokens.shape[0], tokens.shape[1], groups))
     weights = {
         name: value.rechunk(-1)
         if isinstance(value, da.Array)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, check_chunks
 from daskgpt.config.stopping import heeding_interrupts
@@ -98,7 +99,7 @@ class Job:
         source = data.data if data.data == STANDARD_LIBRARY else _from_root(data.data)
         return {
             "model": self.config,
-            "data": replace(data, data=source, encoding=self.tokens.encoding_name),
+            "data": replace(data, data=source, encoding=self.tokens.encoding_name, groups=self.groups),
             "optimizer": self.optimizer,
             "dataflow": dataflow,
             "run": replace(run, init=_from_root(run.init), out=_from_root(run.out)),
@@ -108,6 +109,11 @@ class Job:
     def precision(self) -> Precision:
         """What to compute with, auto resolved."""
         return settle(self.dataflow.precision, self.config.channels)[0]
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups of sequences sums over a batch are divided."""
+        return groups_of_batch(*self.batch_shape, self.data.groups)
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -133,9 +139,14 @@ def facts(job: Job) -> dict[str, str]:
     return {
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}",
-        "batch": f"{batch_size} x {length} tokens",
+        "batch": f"{batch_size} x {length} tokens{grouped(job)}",
         "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }
+
+
+def grouped(job: Job) -> str:
+    """What is to be said of the groups of a batch: nothing of a single one."""
+    return f", summed in {job.groups} groups of {job.batch_shape[0] // job.groups}" if job.groups > 1 else ""
 
 
 def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:

@@ -26,6 +26,7 @@ def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool) 
         grain=grain,
         barrier=job.dataflow.barrier,
         in_place=in_place,
+        groups=job.groups,
     )
 
 

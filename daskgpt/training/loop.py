@@ -146,7 +146,9 @@ def _steps(
     job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
-    validate = Inference(job.config, job.batch_shape, steps.chunk, state.layout, ("loss",), job.precision)
+    validate = Inference(
+        job.config, job.batch_shape, steps.chunk, state.layout, ("loss",), job.precision, groups=job.groups
+    )
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
     tokens = job.data.batch_size * job.data.sequence_length
     number = 0

@@ -169,7 +169,8 @@ def data_of(path: str | Path) -> DataConfig | None:
     if not written.is_file():
         return None
     try:
-        known = tomllib.loads(written.read_text(encoding="utf-8"))["data"]
+        # Runs from before there were groups had one.
+        known = {"groups": 1} | tomllib.loads(written.read_text(encoding="utf-8"))["data"]
         data = DataConfig(**{name: type(default)(known[name]) for name, default in asdict(DataConfig()).items()})
         vocabulary_size(data.encoding)
         return data

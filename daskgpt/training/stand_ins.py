@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -117,9 +117,7 @@ class Trial(LocalScheduler):
         """What returns stand-ins where the call would return arrays."""
         function = getattr(call.function, "__self__", call.function)
         if isinstance(function, RowSum):
-            # A sum that goes on from another one is made in its rows.
-            rows = Result(function.shape, function.call.dtype)
-            return lambda parts, start=None: self._array("gradients", rows) if start is None else start
+            return lambda parts, start=(): self._row_sum(function, start)
         if isinstance(function, RowUpdate):
             return lambda *arguments: self._update(function)
         if isinstance(function, KernelCall):
@@ -129,11 +127,29 @@ class Trial(LocalScheduler):
     def _array(self, name: str, result: Result) -> StandIn:
         return StandIn(self.account, name, math.prod(result.shape) * result.dtype.itemsize)
 
+    def _row_sum(self, function: RowSum, start: Any) -> Any:
+        """The totals that are left: a sum that goes on from others is made in their rows."""
+        totals = list(start) if isinstance(start, tuple) else [start]
+        rows = Result(function.shape, function.call.dtype)
+        totals += [self._array("gradients", rows) for _ in range(len(totals), function.left)]
+        pieces = range(function.first_piece, function.first_piece + len(function.counts))
+        self._bands(function.call, function.bands, pieces, len(totals))
+        return totals[0] if function.left == 1 else tuple(totals[: function.left])
+
     def _update(self, function: RowUpdate) -> None:
         """In place: a band of the gradient's rows at a time is all that is made, where the gradient is not given."""
-        for first, last in function.bands if function.sums else ():
+        if function.sums:
             call = function.sums[0]
-            self._array("gradients", Result((last - first, *call.shape[1:]), call.dtype))
+            self._bands(call, function.bands, range(len(call.order.pieces)), 0)
+
+    def _bands(self, call: ChunkSum, bands: Sequence[tuple[int, int]], pieces: range, held: int) -> None:
+        """The totals of some pieces' sum for a band of rows at a time, but for those that are held anyway."""
+        most = call.order.most_totals(pieces)
+        together: list[StandIn] = []
+        for first, last in bands:
+            together.clear()
+            rows = Result((last - first, *call.shape[1:]) if call.shape else (), call.dtype)
+            together += [self._array("gradients", rows) for _ in range(held, most)]
 
     def _results(self, key: Key, call: KernelCall) -> Any:
         origin, results = call.origin, call.results(key)
@@ -143,6 +159,8 @@ class Trial(LocalScheduler):
             return made[0] if len(made) == 1 else tuple(made)
         summed = isinstance(call, ChunkSum) and isinstance(origin, Origin) and origin.phase == "backward"
         made = [self._array("gradients" if summed else "activations", result) for result in results]
+        if isinstance(call, ChunkSum):
+            self._bands(call, call.bands()[:1], range(len(call.order.pieces)), 1)
         return made[0] if len(made) == 1 else tuple(made)
 
 

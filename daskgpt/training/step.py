@@ -74,12 +74,14 @@ class TrainingStep:
         grain: str = "block",
         barrier: str = "step",
         in_place: bool = False,
+        groups: int = 1,
     ) -> None:
         """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
         in_place  whether the state's arrays are written over: for schedulers that never compute a task again
+        groups    into how many groups of sequences sums over the batch are divided
         """
         self.config, self.optimizer, self.precision, self.barrier = config, optimizer, precision, barrier
-        self.in_place = in_place
+        self.in_place, self.groups = in_place, groups
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
@@ -95,7 +97,7 @@ class TrainingStep:
         self.chunk = chunk
         self.chunks = math.prod(whole // part for whole, part in zip(self.batch_shape, chunk))
         config, optimizer, precision = self.config, self.optimizer, self.precision
-        tape = Tape(precision)
+        tape = Tape(precision, self.groups)
         inputs = input_leaves(tape, self.batch_shape, chunk, self.row.hyper_size)
         state = {
             f"{kind}.{name}": leaf

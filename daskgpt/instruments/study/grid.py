@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import Checked, documented, setting
@@ -27,6 +28,7 @@ class StudyConfig(Checked):
 
     batch_size: int = setting(12, "B, sequences a step", least=1)
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
+    groups: int = groups_setting()
     precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1)
     steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1)
@@ -127,5 +129,6 @@ def job_of_point(config: GPT2Config, study: StudyConfig, point: Point) -> Job:
     Errors   ValueError where the point does not fit the model or the batch
     """
     check_address(point.scheduler)
-    asked = BenchConfig(batch_size=study.batch_size, sequence_length=study.sequence_length, seed=study.seed)
+    batch = {name: getattr(study, name) for name in ("batch_size", "sequence_length", "groups", "seed")}
+    asked = BenchConfig(**batch)
     return job_of(config, asked, DataflowConfig(**asdict(point), precision=study.precision, window=study.window))

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import refusal
+from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.instruments.study.dials import DIALS
 from daskgpt.instruments.study.grid import Point, StudyConfig
 
 MODEL = tuple(f.name for f in fields(GPT2Config))
-SHARED = ("batch_size", "sequence_length", "precision", "window", "warmup", "seed")
+SHARED = ("batch_size", "sequence_length", "groups", "precision", "window", "warmup", "seed")
 KEY = (*DIALS, "repetition")
 SHARES = ("overlap", "steps_overlap", "kernel_share", "inside_share", "scheduling_share", "waiting_share")
 KERNELS = ("forward_kernel_ms", "backward_kernel_ms", "update_kernel_ms")
@@ -51,6 +52,7 @@ class Table:
     def __init__(self, path: Path, model: GPT2Config, study: StudyConfig) -> None:
         self.path, self.rows = path, list[Row]()
         self.shared = asdict(model) | {name: asdict(study)[name] for name in SHARED}
+        self.shared["groups"] = groups_of_batch(study.batch_size, study.sequence_length, study.groups)
         if path.exists():
             self.rows = list(self._read())
 

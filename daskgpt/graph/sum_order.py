@@ -1,0 +1,139 @@
+"""The order of a sum over the batch, which no chunk changes: chains within groups of sequences, a tree over the groups.
+
+    a group       some consecutive sequences, whose rows are summed in one chain: sequence by sequence, in each token by
+                  token, a kernel going on from the total of the one before, wherever a chunk ends
+    the groups    a binary tree: total(lo, hi) = total(lo, mid) + total(mid, hi), mid halfway between
+    a start       of a sum that goes on from another one: what the first group's chain starts from
+
+The tree needs no recursion. Groups are summed one after the other, and the totals that wait for their right-hand side
+are a binary counter: when group g ends, as many additions follow as g has binary ones at its end, each adding the last
+total to the one before it. So before group g there are as many totals as g has ones, and its own comes after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.groups import check_groups
+
+
+def level(group: int) -> int:
+    """How many totals lie below that of a group while it is summed: where the group's own stands among them."""
+    return group.bit_count()
+
+
+def additions(group: int) -> int:
+    """How many additions of two totals follow when a group has been summed."""
+    return level(group) + 1 - level(group + 1)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sequences `first` .. `last` of a piece's chunks, which belong to one group."""
+
+    group: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Kernel calls (their arguments, in order) that sum rows of one group.
+
+    ends   whether they sum the last rows of the group
+    """
+
+    group: int
+    calls: Sequence[Sequence[Any]]
+    ends: bool
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """The order in which the rows of a batch in chunks enter a sum.
+
+    pieces     indices (along b, along t) of the chunks that are summed one after the other; where a chunk holds some
+               tokens of several sequences, all token chunks of these sequences are one piece
+    together   whether the token chunks of a piece are put together before the kernel is called, once; else it is
+               called for the rows of one sequence in one chunk
+    sequences  how many sequences each chunk along b has
+    groups     into how many groups of as many sequences the batch is divided, a power of two
+    """
+
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    together: bool
+    sequences: tuple[int, ...]
+    groups: int = 1
+
+    @classmethod
+    def of(cls, sequences: Sequence[int], tokens: Sequence[int], at_once: int, groups: int = 1) -> SumOrder:
+        """The order for chunks of these sizes; at_once: how many tokens of a sequence the kernel takes in one step,
+        which a chunk's end must not divide.
+
+        Errors   ValueError where groups is no power of two that divides the number of sequences
+        """
+        check_groups("SumOrder", groups, "sequences", sum(sequences))
+        together = any(count % at_once for count in tokens[:-1])
+        pieces: list[tuple[tuple[int, int], ...]] = []
+        for b, count in enumerate(sequences):
+            chunks = [(b, t) for t in range(len(tokens))]
+            pieces += [(chunk,) for chunk in chunks] if count == 1 and not together else [tuple(chunks)]
+        return cls(tuple(pieces), together, tuple(sequences), groups)
+
+    def most_totals(self, pieces: range) -> int:
+        """How many totals there are at most while some pieces are summed, that of the group being summed included."""
+        return 1 + max(level(cut.group) for piece in pieces for cut in self.cuts(piece))
+
+    @cached_property
+    def of_group(self) -> int:
+        """How many sequences a group has."""
+        return sum(self.sequences) // self.groups
+
+    def cuts(self, piece: int) -> list[Cut]:
+        """What a kernel is called for, one after the other: a piece is cut where a group ends."""
+        b = self.pieces[piece][0][0]
+        begin, count = self._begins[b], self.sequences[b]
+        if len(self.pieces[piece]) > 1 and not self.together:
+            return [Cut((begin + number) // self.of_group, number, number + 1) for number in range(count)]
+        own = self.of_group
+        ends = [0, *range(own - begin % own, count, own), count]
+        return [Cut((begin + first) // own, first, last) for first, last in pairwise(ends)]
+
+    def chains(self, calls: Iterable[tuple[int, Sequence[Any]]], after: int) -> list[Chain]:
+        """Calls in order, each with its group, as chains.
+
+        after   the piece that comes next, which may go on with the last group
+        """
+        by_group: dict[int, list[Sequence[Any]]] = {}
+        for group, arguments in calls:
+            by_group.setdefault(group, []).append(arguments)
+        return [Chain(group, own, group != self.group_of(after)) for group, own in by_group.items()]
+
+    def group_of(self, piece: int) -> int:
+        """The group of a piece's first rows; for the piece after the last one, how many groups there are."""
+        return self.groups if piece == len(self.pieces) else self._begins[self.pieces[piece][0][0]] // self.of_group
+
+    def totals_before(self, piece: int) -> int:
+        """How many totals there are before a piece is summed; none before the first one, one after the last."""
+        if piece == len(self.pieces):
+            return 1
+        b, t = self.pieces[piece][0]
+        inside = self._begins[b] % self.of_group or t
+        return level(self.group_of(piece)) + bool(inside)
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """The first sequence of each chunk along b."""
+        return [0, *accumulate(self.sequences)]
+
+
+def meet(totals: list[np.ndarray], group: int) -> None:
+    """The additions that follow when a group has been summed; its total is the last one of `totals` that counts."""
+    for last in range(level(group), level(group) - additions(group), -1):
+        np.add(totals[last - 1], totals[last], out=totals[last - 1])

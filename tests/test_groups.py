@@ -1,0 +1,164 @@
+"""Groups of sequences: sums of their own that meet in a binary tree, the same however the batch is cut."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from command_lines import refused, run, write_text
+from conftest import SMALL
+
+import daskgpt
+from daskgpt import bench
+from daskgpt.config.groups import groups_of_batch
+from daskgpt.config.run import DataflowConfig
+from daskgpt.graph.calls import apply
+from daskgpt.graph.sum_order import Chain, Cut, SumOrder, additions, level
+from daskgpt.instruments.memory import predict
+from daskgpt.kernels import embedding, linear
+from daskgpt.model.parameters import parameter_shapes
+from daskgpt.training.inference import loss_and_gradients
+
+B, T, C, V = 8, 6, 5, 7
+CHUNKS = [(8, 6), (8, 3), (4, 6), (4, 2), (2, 6), (2, 1), (1, 6), (1, 3), (1, 1), ((3, 5), (6,)), ((1, 6, 1), (4, 2))]
+
+
+def chained(terms: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """One number after the other."""
+    total = start.copy()
+    for term in terms.reshape(-1, *start.shape):
+        total += term
+    return total
+
+
+def tree(terms: np.ndarray, groups: int, start: np.ndarray) -> np.ndarray:
+    """The canonical order as DESIGN.md says it, by recursion."""
+    size = len(terms) // groups
+
+    def total(low: int, high: int) -> np.ndarray:
+        if high - low == 1:
+            return chained(terms[low * size : high * size], start if low == 0 else np.zeros_like(start))
+        middle = (low + high) // 2
+        return total(low, middle) + total(middle, high)
+
+    return total(0, groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("started", [False, True])
+def test_groups_meet_in_a_binary_tree(random, groups, started):
+    dy = (random.normal(size=(B, T, C)) * 10.0 ** random.integers(-3, 4, (B, T, 1))).astype(np.float32)
+    tokens = random.integers(0, V, (B, T)).astype(np.int32)
+    rows = np.zeros((B, T, V, C), np.float32)
+    rows[np.arange(B)[:, None], np.arange(T), tokens] = dy
+    bias, table = (random.normal(size=shape).astype(np.float32) * started for shape in ((C,), (V, C)))
+    wanted = tree(dy, groups, bias), tree(rows, groups, table)
+    for chunks in CHUNKS:
+        arrays = [da.from_array(value, chunks=(*chunks, C)[: value.ndim]) for value in (dy, tokens)]
+        starts = [da.from_array(value, chunks=-1) if started else None for value in (bias, table)]
+        (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], start=starts[0], groups=groups)
+        (dw,) = apply(
+            "dw", embedding.backward_wte, "btC, bt -> VC", arrays, start=starts[1], new_axes={"V": V}, groups=groups
+        )
+        found = dask.compute(db, dw, scheduler="sync")
+        for one, other in zip(found, wanted):
+            np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
+    # Numbers of many sizes: each number of groups rounds in its own way.
+    others = [tree(rows, other, table).tobytes() for other in (1, 2, 4, 8)]
+    assert len(set(others)) == 4
+
+
+def test_totals_wait_for_each_other_like_a_binary_counter():
+    assert [level(group) for group in range(8)] == [0, 1, 1, 2, 1, 2, 2, 3]
+    assert [additions(group) for group in range(8)] == [0, 1, 0, 2, 0, 1, 0, 3]
+
+
+def test_chunks_are_cut_where_a_group_ends():
+    order = SumOrder.of((6, 6), (20,), 1, groups=4)
+    assert order.cuts(0) == [Cut(0, 0, 3), Cut(1, 3, 6)]
+    assert order.cuts(1) == [Cut(2, 0, 3), Cut(3, 3, 6)]
+    order = SumOrder.of((4, 4, 4), (20,), 1, groups=2)
+    assert order.cuts(1) == [Cut(0, 0, 2), Cut(1, 2, 4)]
+    assert [order.totals_before(piece) for piece in range(4)] == [0, 1, 2, 1]
+    assert order.chains([(0, "a"), (1, "b")], after=2) == [Chain(0, ["a"], True), Chain(1, ["b"], False)]
+    # Tokens of one sequence in several chunks: a group that is begun is gone on with.
+    order = SumOrder.of((1, 1, 1, 1), (8, 8), 1, groups=4)
+    assert [order.totals_before(piece) for piece in range(9)] == [0, 1, 1, 2, 1, 2, 2, 3, 1]
+    # Sequences of several chunks are taken one by one.
+    assert SumOrder.of((2, 2), (8, 8), 1, groups=2).cuts(1) == [Cut(1, 0, 1), Cut(1, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "groups"),
+    [((12, 64), 1), ((8, 256), 1), ((8, 1024), 4), ((16, 256), 2), ((12, 1024), 4), ((7, 4096), 1), ((2, 2048), 2)],
+)
+def test_the_shape_of_the_batch_decides(batch, groups):
+    assert groups_of_batch(*batch) == groups
+    assert groups_of_batch(*batch, 2) == 2
+
+
+def test_groups_that_do_not_divide_the_batch_are_refused(tmp_path):
+    line = refused(run("train", "--groups", 3, "--out", tmp_path / "out"))
+    assert line == (
+        "DataConfig: groups must be a power of two that divides batch_size; got groups=3, batch_size=12. Try groups=4."
+    )
+    assert refused(run("bench", "--groups", 8)).endswith("; got groups=8, batch_size=12. Try groups=4.")
+    assert not (tmp_path / "out").exists()
+    tokens = da.zeros((6, 8), dtype=np.int32, chunks=(2, 8))
+    with pytest.raises(ValueError, match=r"groups must be a power of two .*; got groups=4, sequences=6. Try groups=2."):
+        loss_and_gradients(SMALL, daskgpt.initial_parameters(SMALL, 0), tokens, tokens, groups=4)
+
+
+def test_a_run_says_its_groups_and_records_them(tmp_path):
+    text, size = write_text(tmp_path), ["--blocks", 1, "--heads", 1, "--channels", 16, "--sequence-length", 16]
+    for groups, said in (("auto", "4 x 16 tokens"), (2, "4 x 16 tokens, summed in 2 groups of 2")):
+        flags = ["--batch-size", 4, "--groups", groups, "--steps", 2, "--sample-tokens", 0, "--validation-batches", 1]
+        folder = tmp_path / f"run-{groups}"
+        result = run("train", "--data", text, *size, *flags, "--out", folder)
+        assert result.returncode == 0, result.stderr
+        assert f"\nbatch      {said}\n" in result.stdout
+        written = tomllib.loads((folder / "config.toml").read_text())["data"]
+        assert written["groups"] == (1 if groups == "auto" else 2)
+    # A run from before there were groups had one.
+    older = (folder / "config.toml").read_text().replace("groups = 2\n", "")
+    (folder / "config.toml").write_text(older)
+    again = run("train", "--init", folder, *flags, "--plan")
+    assert again.returncode == 0, again.stderr
+
+
+def test_losses_and_validation_are_sums_of_the_same_groups(tmp_path):
+    data = daskgpt.DataConfig(data=str(write_text(tmp_path)), batch_size=4, sequence_length=16, groups=4)
+    model = daskgpt.GPT2Config(blocks=1, heads=1, channels=16, positions=16)
+    results = [
+        daskgpt.fit(model, data, dataflow=dataflow, run=daskgpt.RunConfig(steps=3, validation_batches=2), quiet=True)
+        for dataflow in (
+            DataflowConfig(scheduler="sync", batch_chunk=4),
+            DataflowConfig(threads=2, batch_chunk=1, sequence_chunk=8),
+        )
+    ]
+    assert results[0].losses == results[1].losses
+    assert results[0].validation_loss == results[1].validation_loss
+
+
+def test_a_benchmark_takes_groups(capsys):
+    flags = ["--blocks", "1", "--heads", "1", "--channels", "16", "--batch-size", "4", "--sequence-length", "16"]
+    flags += ["--groups", "2", "--steps", "1", "--warmup", "1", "--recorded", "1"]
+    assert bench.main([*flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"] == 2
+    assert bench.main([*flags, "--plan"]) == 0
+    assert "4 x 16 tokens, summed in 2 groups of 2" in capsys.readouterr().out
+
+
+def test_a_plan_counts_totals_that_wait():
+    """Each gradient has another total beside it, the tied table's two sums each their own, the loss one number."""
+
+    def made(groups):
+        asked = bench.BenchConfig(batch_size=4, sequence_length=12, groups=groups)
+        return predict(bench.job_of(SMALL, asked, DataflowConfig(grain="kernel", batch_chunk=1))).made["gradients"]
+
+    sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(SMALL).items()}
+    assert made(2) - made(1) == 4 * (sum(sizes.values()) + sizes["wte.weight"] + 1)
