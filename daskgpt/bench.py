@@ -62,14 +62,7 @@ class Chunks:
 
 def parser() -> Parser:
     """All flags."""
-    from argparse import RawDescriptionHelpFormatter
-
-    flags = Parser(
-        prog="daskgpt.bench",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    flags = Parser(prog="daskgpt.bench", description=DESCRIPTION)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
     flags.add_argument(

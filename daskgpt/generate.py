@@ -28,7 +28,7 @@ class GenerateConfig(Checked):
 
 def main(arguments: list[str]) -> int:
     """Print the prompt and what follows it, a token at a time."""
-    flags = Parser(prog="daskgpt.generate", description="Write text with a trained model.", allow_abbrev=False)
+    flags = Parser(prog="daskgpt.generate", description="Write text with a trained model.")
     flags.add_argument("model", metavar="MODEL", help="run folder, or model file (.safetensors, or llm.c's .bin)")
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)

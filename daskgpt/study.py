@@ -43,11 +43,7 @@ QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.
 
 def parser() -> Parser:
     """All flags."""
-    from argparse import RawDescriptionHelpFormatter
-
-    flags = Parser(
-        prog="daskgpt.study", description=DESCRIPTION, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
-    )
+    flags = Parser(prog="daskgpt.study", description=DESCRIPTION)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--quick", action="store_true", help="a very small model, few points, one repetition")
     flags.add_argument(

@@ -37,9 +37,7 @@ class Comparison:
 
 def main(arguments: list[str]) -> int:
     """Print a table; 0 if everything agrees, 1 if not."""
-    flags = Parser(
-        prog="daskgpt.verify", description="Compare a model's gradients with an llm.c debug state.", allow_abbrev=False
-    )
+    flags = Parser(prog="daskgpt.verify", description="Compare a model's gradients with an llm.c debug state.")
     flags.add_argument("model", metavar="MODEL", help="model file (.safetensors, or llm.c's .bin) or run folder")
     flags.add_argument("debug_state", metavar="DEBUG_STATE.bin", help="llm.c debug state of that model")
     add_flags(flags, DataflowConfig)

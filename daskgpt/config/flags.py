@@ -22,7 +22,14 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that names the nearest flag, says one line and exits with 2."""
+    """An argument parser that names the nearest flag, says one line and exits with 2.
+
+    No flag may be shortened, which a new one would make ambiguous; a description's lines stay as they are.
+    """
+
+    def __init__(self, *, allow_abbrev: bool = False, **options: Any) -> None:
+        options = {"formatter_class": argparse.RawDescriptionHelpFormatter} | options
+        super().__init__(allow_abbrev=allow_abbrev, **options)
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()

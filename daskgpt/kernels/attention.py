@@ -135,12 +135,25 @@ def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transp
                 gemm(blas, 0, 0, n, hs, last, ds, lds, k, ld, zero, dq + down, ld)
 
 
-def _check_heads(where: str, qkv: np.ndarray, heads: int) -> int:
+def check_heads(where: str, qkv: np.ndarray, heads: int) -> int:
+    """The channels of whole sequences' queries, keys and values; raises ValueError unless these are 3 heads HS."""
     channels = qkv.shape[-1] // 3
     if heads < 1 or qkv.shape[-1] != 3 * channels or channels % heads:
         rule = "qkv must have 3 * channels columns, channels a multiple of heads"
         got = {"columns": qkv.shape[-1], "heads": heads}
         raise refusal(ValueError, where, rule, got, "Check the order of the arguments.")
+    return channels
+
+
+def check_backward(
+    where: str, dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int
+) -> int:
+    """The channels; raises ValueError unless the shapes of what a backward is given fit."""
+    channels = check_heads(where, qkv, heads)
+    sequences, tokens = qkv.shape[:2]
+    check_shape(where, "dy", dy, (sequences, tokens, channels))
+    check_shape(where, "y", y, (sequences, tokens, channels))
+    check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
     return channels
 
 
@@ -165,7 +178,7 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
     Errors   ValueError when the columns are not 3 heads HS
     """
-    channels = _check_heads("attention.forward", qkv, heads)
+    channels = check_heads("attention.forward", qkv, heads)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), qkv.dtype), np.empty((sequences, heads, tokens), qkv.dtype)
     band, size = _band(tokens), channels // heads
@@ -188,12 +201,7 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   ValueError when the shapes do not fit
     """
-    where = "attention.backward"
-    channels = _check_heads(where, qkv, heads)
-    sequences, tokens = qkv.shape[:2]
-    check_shape(where, "dy", dy, (sequences, tokens, channels))
-    check_shape(where, "y", y, (sequences, tokens, channels))
-    check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
+    channels, tokens = check_backward("attention.backward", dy, qkv, y, logsumexp, heads), qkv.shape[1]
     dqkv = np.empty(qkv.shape, qkv.dtype)
     dy, qkv, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, logsumexp))
     band, size = _band(tokens), channels // heads

@@ -9,7 +9,7 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
+from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows, product
 from daskgpt.kernels.vectors.elementary import exp, fma, log, maximum
 from daskgpt.kernels.vectors.sums import sum_of
 
@@ -31,11 +31,6 @@ def _softmax(row):
     for j in range(row.size):
         row[j] *= factor
     return top + log(total)
-
-
-@kernel("n r2 r2 n w2")
-def _logits(blas, x, wte, vocabulary, y):
-    product(blas, 0, 1, x, wte[:vocabulary], x.dtype.type(0), y)
 
 
 @kernel("i1 n w1 w2")
@@ -64,11 +59,6 @@ def _backward_x(blas, dy, dlogits, wte, dx):
             dx[i, j] *= dy[i]
 
 
-@kernel("n r2 n r2 n w2")
-def _backward_wte(blas, dlogits, first_row, x, accumulate, total):
-    product_rows(blas, dlogits, first_row, x, x.dtype.type(accumulate), total)
-
-
 @kernel("r1 f n w1")
 def _mean(losses, inverse, accumulate, total):
     result = total[0] if accumulate else losses.dtype.type(0)
@@ -93,7 +83,7 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
     check_shape(where, "wte", wte, (len(wte), x.shape[-1]))
     _check_vocabulary(where, vocabulary, len(wte))
     dlogits = np.empty((*x.shape[:-1], len(wte)), x.dtype)
-    _logits(gemm_address(x.dtype), rows(x), np.ascontiguousarray(wte), vocabulary, rows(dlogits))
+    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(wte)[:vocabulary], rows(dlogits))
     return softmax_losses(dlogits, targets, vocabulary), dlogits
 
 
@@ -168,7 +158,7 @@ def backward_wte(
     check_shape(where, "x", x, (*dy.shape, x.shape[-1]))
     check_output(where, "total", total, (len(total), x.shape[-1]), x.dtype)
     check_rows(where, total, first_row, dlogits.shape[-1])
-    _backward_wte(gemm_address(x.dtype), rows(dlogits), first_row, rows(scale_rows(x, dy)), accumulate, total)
+    multiply_rows(gemm_address(x.dtype), rows(dlogits), first_row, rows(scale_rows(x, dy)), accumulate, total)
     return total
 
 

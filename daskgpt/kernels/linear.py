@@ -4,7 +4,7 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
 from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.float32.blas import gemm_address, product, product_rows
+from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows, product
 
 
 @kernel("n r2 r2 r1 w2")
@@ -14,16 +14,6 @@ def _forward(blas, x, weight, bias, y):
         for j in range(y.shape[1]):
             y[i, j] = bias[j]
     product(blas, 0, 1, x, weight, x.dtype.type(1), y)
-
-
-@kernel("n n r2 r2 w2")
-def _product(blas, b_transposed, a, b, c):
-    product(blas, 0, b_transposed, a, b, a.dtype.type(0), c)
-
-
-@kernel("n r2 n r2 n w2")
-def _backward_weight(blas, dy, first_row, x, accumulate, total):
-    product_rows(blas, dy, first_row, x, x.dtype.type(accumulate), total)
 
 
 @kernel("r2 w1 n")
@@ -65,7 +55,7 @@ def forward_without_bias(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """
     check_shape("linear.forward_without_bias", "weight", weight, (len(weight), x.shape[-1]))
     y = np.empty((*x.shape[:-1], len(weight)), x.dtype)
-    _product(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), rows(y))
+    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), rows(y))
     return y
 
 
@@ -82,7 +72,7 @@ def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
     outputs, channels = dy.shape[-1], weight.shape[1]
     check_shape("linear.backward_x", "weight", weight, (outputs, channels))
     dx = np.empty((*dy.shape[:-1], channels), dy.dtype)
-    _product(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), rows(dx))
+    multiply(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), rows(dx))
     return dx
 
 
@@ -102,7 +92,7 @@ def backward_weight(
     check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
     check_output(where, "total", total, (len(total), x.shape[-1]), x.dtype)
     check_rows(where, total, first_row, outputs)
-    _backward_weight(gemm_address(x.dtype), rows(dy), first_row, rows(x), accumulate, total)
+    multiply_rows(gemm_address(x.dtype), rows(dy), first_row, rows(x), accumulate, total)
     return total
 
 

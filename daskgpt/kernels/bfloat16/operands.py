@@ -13,11 +13,12 @@ FLOAT32 = np.dtype(np.float32)
 NOTHING = np.empty(0, BFLOAT16)
 
 
-def check_float32(where: str, name: str, array: np.ndarray) -> None:
-    """Raise TypeError unless an array is float32."""
-    if array.dtype != FLOAT32:
-        got = {f"{name}.dtype": array.dtype}
-        raise refusal(TypeError, where, f"{name} must be float32", got, "Convert it first.")
+def check_float32(where: str, **arrays: np.ndarray) -> None:
+    """Raise TypeError unless these arrays, by their names, are float32."""
+    for name, array in arrays.items():
+        if array.dtype != FLOAT32:
+            got = {f"{name}.dtype": array.dtype}
+            raise refusal(TypeError, where, f"{name} must be float32", got, "Convert it first.")
 
 
 def words(array: np.ndarray) -> np.ndarray:

@@ -78,7 +78,7 @@ def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first
              end at multiples of 32 (or the last row); RuntimeError for another unit's layout
     """
     where = "pack_weight"
-    check_float32(where, "weight", weight)
+    check_float32(where, weight=weight)
     rows, channels = weight.shape
     if packed is None:
         packed = empty_weight(rows, channels)

@@ -110,10 +110,10 @@ def _product(where: str, name: str, x: Any, weight: PackedWeight, backward: bool
     check_layout(where, weight)
     depth, width = (weight.outputs, weight.channels) if backward else (weight.channels, weight.outputs)
     check_shape(where, name, x, (*x.shape[:-1], depth))
-    check_float32(where, name, x)
+    check_float32(where, **{name: x})
     if bias is not None:
         check_shape(where, "bias", bias, (width,))
-        check_float32(where, "bias", bias)
+        check_float32(where, bias=bias)
     if not weight.in_tiles:
         return portable.product(x, weight, backward, bias)
     y = np.empty((*x.shape[:-1], width), FLOAT32)

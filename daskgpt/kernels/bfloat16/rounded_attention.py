@@ -14,7 +14,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from daskgpt.kernels import attention
-from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.bfloat16.operands import FLOAT32, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
 from daskgpt.kernels.bfloat16.rounding import rounded
@@ -343,8 +342,8 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     Errors   TypeError when qkv is not float32; ValueError when the columns are not 3 heads HS
     """
     where = "rounded_attention.forward"
-    channels = attention._check_heads(where, qkv, heads)
-    check_float32(where, "qkv", qkv)
+    channels = attention.check_heads(where, qkv, heads)
+    check_float32(where, qkv=qkv)
     if unit() is Unit.PORTABLE:
         return attention.forward(rounded(qkv), heads)
     sequences, tokens = qkv.shape[:2]
@@ -377,13 +376,8 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
     """
     where = "rounded_attention.backward"
-    channels = attention._check_heads(where, qkv, heads)
-    sequences, tokens = qkv.shape[:2]
-    check_shape(where, "dy", dy, (sequences, tokens, channels))
-    check_shape(where, "y", y, (sequences, tokens, channels))
-    check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
-    for name, array in (("dy", dy), ("qkv", qkv), ("y", y), ("logsumexp", logsumexp)):
-        check_float32(where, name, array)
+    channels, (sequences, tokens) = attention.check_backward(where, dy, qkv, y, logsumexp, heads), qkv.shape[:2]
+    check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
     if unit() is Unit.PORTABLE:
         return attention.backward(rounded(dy), rounded(qkv), y, logsumexp, heads)
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads

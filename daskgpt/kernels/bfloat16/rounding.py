@@ -32,7 +32,7 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     Cost     bound by memory
     Errors   TypeError when x is not float32
     """
-    check_float32("to_bfloat16", "x", x)
+    check_float32("to_bfloat16", x=x)
     y = np.empty(x.shape, BFLOAT16)
     _to_bfloat16(words(x), words(y), x.size)
     return y

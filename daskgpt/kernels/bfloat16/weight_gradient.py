@@ -151,8 +151,7 @@ def backward_weight(
     outputs, channels = dy.shape[-1], x.shape[-1]
     first, last = row_range(where, outputs, rows)
     check_output(where, "total", total, (last - first, channels), FLOAT32)
-    check_float32(where, "dy", dy)
-    check_float32(where, "x", x)
+    check_float32(where, dy=dy, x=x)
     if unit() is Unit.PORTABLE or not dy.size:
         return portable.gradient(dy, x, total, accumulate, first, last)
     runs, tokens = runs_of_tokens(dy)

@@ -135,11 +135,10 @@ def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
         check_tokens(where, dy, x)
         check_shape(where, "dy", dy, (*dy.shape[:-1], outputs))
         check_shape(where, "x", x, (*x.shape[:-1], channels))
-        check_float32(where, "dy", dy)
-        check_float32(where, "x", x)
+        check_float32(where, dy=dy, x=x)
     if gradient is not None:
         check_shape(where, "gradient", gradient, (last - first, channels))
-        check_float32(where, "gradient", gradient)
+        check_float32(where, gradient=gradient)
     return first, last
 
 

@@ -189,12 +189,18 @@ def product(blas, a_transposed, b_transposed, a, b, beta, c):
     gemm(blas, a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, beta, c_at, ldc)
 
 
-@helper
-def product_rows(blas, a, first_row, b, beta, c):
-    """c = rows of aᵀ @ b, from `first_row` on and as many as c has, + beta * c."""
+@kernel("n n r2 r2 w2")
+def multiply(blas, b_transposed, a, b, c):
+    """c = a @ b, or a @ bᵀ; what c has of further columns stays."""
+    product(blas, 0, b_transposed, a, b, a.dtype.type(0), c)
+
+
+@kernel("n r2 n r2 n w2")
+def multiply_rows(blas, a, first_row, b, accumulate, c):
+    """c = rows of aᵀ @ b, from `first_row` on and as many as c has, added to what is there with `accumulate`."""
     (k, lda), n, (m, ldc) = a.shape, b.shape[1], c.shape
     a_at = address_of(a) + first_row * a.itemsize
-    gemm(blas, 1, 0, m, n, k, a_at, lda, address_of(b), n, beta, address_of(c), ldc)
+    gemm(blas, 1, 0, m, n, k, a_at, lda, address_of(b), n, a.dtype.type(accumulate), address_of(c), ldc)
 
 
 _ONE = {"f": np.ones(1, np.float32), "d": np.ones(1, np.float64)}
