@@ -63,7 +63,7 @@ class Steps:
 
         Steps that overlap (barrier none) are timed together, and always so many: a value for each window is its mean.
         """
-        window = self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
+        window = self.window
         end, seconds = len(self.losses) + count, []
         while (done := len(self.losses)) < end:
             batches = [random_batch(self.job, self.seed, done + number) for number in range(window)]
@@ -99,6 +99,11 @@ class Steps:
     def cpu(self) -> float:
         """Seconds of processor time that this process and the workers have used."""
         return float(sum(self.scheduler.everywhere(process_time, here=True)))
+
+    @property
+    def window(self) -> int:
+        """How many steps the scheduler gets at once."""
+        return self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
 
     @property
     def tasks(self) -> int:

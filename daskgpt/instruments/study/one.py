@@ -16,7 +16,8 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
-from daskgpt.instruments.timeline import StepRecorder, Summary, summarise
+from daskgpt.instruments.timeline import StepRecorder, Summary, Timeline, summarise
+from daskgpt.model.origins import PHASES
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import compile_kernels
 
@@ -54,7 +55,7 @@ def run(order: Order) -> dict[str, Any]:
         steps.reset_peak()
         seconds = Spread.of(steps.run(_count(study, warm)))
         peak = steps.peak()
-        summary = _recorded(steps, study)
+        summary = summarise(recorded(steps, study.recorded))
         tasks, grain, chunk = steps.tasks, steps.step.grain, steps.step.chunk
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -81,24 +82,22 @@ def _count(study: StudyConfig, warm: list[float]) -> int:
     return max(study.steps, math.ceil(study.seconds / min(warm)))
 
 
-def _recorded(steps: Steps, study: StudyConfig) -> Summary:
-    recorder = StepRecorder(steps.step, steps.scheduler)
-    size = study.window if steps.job.dataflow.barrier == "none" else 1
-    for _ in range(-(-study.recorded // size)):
-        first = len(steps.losses)
+def recorded(steps: Steps, count: int) -> Timeline:
+    """The timeline of so many further steps, of some more where the last window has more."""
+    recorder, size, done = StepRecorder(steps.step, steps.scheduler), steps.window, len(steps.losses)
+    for first in range(done, done + count, size):
         with recorder.window(range(first, first + size)):
             steps.run(size)
-    return summarise(recorder.finish())
+    return recorder.finish()
 
 
 def _summary(found: Summary) -> dict[str, Any]:
     """Milliseconds a step, and shares. A phase has a time of its own only where it never runs beside another."""
     scale = 1e3 / found.steps
     walls = {f"{phase}_ms": round(seconds * scale, 3) for phase, seconds in found.phases.items()}
-    phases = ("forward", "backward", "update")
     return {
-        **{f"{phase}_ms": walls.get(f"{phase}_ms") for phase in phases},
-        **{f"{phase}_kernel_ms": round(found.kernel_seconds(phase) * scale, 3) for phase in phases},
+        **{f"{phase}_ms": walls.get(f"{phase}_ms") for phase in PHASES},
+        **{f"{phase}_kernel_ms": round(found.kernel_seconds(phase) * scale, 3) for phase in PHASES},
         "recorded_ms": round(found.wall * scale, 3),
         "critical_path_ms": round(found.critical_path * scale, 3),
         "overlap": round(found.overlap, 4),

@@ -9,8 +9,8 @@ from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.study.dials import BARRIERS
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
 from daskgpt.instruments.study.numbers import model_name
+from daskgpt.instruments.study.one import recorded
 from daskgpt.instruments.timeline import (
-    StepRecorder,
     Timeline,
     describe_summary,
     summarise,
@@ -36,12 +36,7 @@ def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list
         with open_scheduler("threads", point.threads) as scheduler:
             steps = Steps(job, scheduler, study.seed)
             steps.run(max(study.warmup, study.window))
-            recorder, first = StepRecorder(steps.step, scheduler), len(steps.losses)
-            size = study.window if barrier == "none" else 1
-            for number in range(first, first + study.window, size):
-                with recorder.window(range(number, number + size)):
-                    steps.run(size)
-        timeline = timelines[f"barrier {look.label}"] = recorder.finish()
+            timeline = timelines[f"barrier {look.label}"] = recorded(steps, study.window)
         pages.append(write_timeline(timeline, folder / barrier)[1])
         print(f"\nbarrier {barrier}: {pages[-1]}\n{describe_summary(summarise(timeline))}")
     title = f"{study.window} steps of {model_name(model)}, {study.batch_size} x {study.sequence_length} tokens a step"
