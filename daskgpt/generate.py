@@ -29,7 +29,7 @@ class GenerateConfig(Checked):
 def main(arguments: list[str]) -> int:
     """Print the prompt and what follows it, a token at a time."""
     flags = Parser(prog="daskgpt.generate", description="Write text with a trained model.")
-    flags.add_argument("model", metavar="MODEL", help="run folder, or model file (.safetensors, or llm.c's .bin)")
+    flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)
     options: GenerateConfig = from_flags(GenerateConfig, values)

@@ -38,7 +38,7 @@ class Comparison:
 def main(arguments: list[str]) -> int:
     """Print a table; 0 if everything agrees, 1 if not."""
     flags = Parser(prog="daskgpt.verify", description="Compare a model's gradients with an llm.c debug state.")
-    flags.add_argument("model", metavar="MODEL", help="model file (.safetensors, or llm.c's .bin) or run folder")
+    flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     flags.add_argument("debug_state", metavar="DEBUG_STATE.bin", help="llm.c debug state of that model")
     add_flags(flags, DataflowConfig)
     values = flags.parse_args(arguments)

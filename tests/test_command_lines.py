@@ -204,11 +204,11 @@ def test_a_folder_that_holds_a_run_is_never_overwritten(trained, text):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "verify"])
+@pytest.mark.parametrize("command", ["train", "generate", "verify", "convert"])
 def test_help_shows_defaults_and_units(command):
     result = run(command, "--help")
     assert result.returncode == 0
-    assert "(default: threads)" in result.stdout or command == "generate"
+    assert "(default: threads)" in result.stdout or command in ("generate", "convert")
     if command == "train":
         assert "[tokens]" in result.stdout
         assert "(default: 2000)" in result.stdout

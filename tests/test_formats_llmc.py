@@ -21,14 +21,13 @@ from llmc_samples import CONFIG, DEBUG_STATE, GOLDEN, MODEL, SMALL, small_debug_
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import (
-    from_bfloat16,
     read_debug_state,
     read_model,
-    to_bfloat16,
     write_debug_state,
     write_model,
 )
-from daskgpt.model.parameters import initial_parameters, parameter_shapes
+from daskgpt.formats.published import held, to_bfloat16
+from daskgpt.model.parameters import PARAMETERS, Tensor, initial_parameters, parameter_shapes
 
 
 def assert_same_bits(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
@@ -198,9 +197,14 @@ def test_rounding_to_bfloat16(value: int, expected: int) -> None:
     assert to_bfloat16(bits.view(np.float32)).tolist() == [expected]
 
 
+def widened(bits: np.ndarray) -> np.ndarray:
+    row = next(row for row in PARAMETERS if row.name == "wpe.weight")
+    return held(Tensor("wpe.weight", row, None, bits.shape), bits, "BF16")
+
+
 def test_every_bfloat16_widens_exactly_and_comes_back() -> None:
     bits = np.arange(2**16, dtype=np.uint16)
-    wide = from_bfloat16(bits)
+    wide = widened(bits)
     assert wide.dtype == np.float32
     np.testing.assert_array_equal(wide.view(np.uint32), bits.astype(np.uint32) << 16)
     quiet = np.where(np.isnan(wide), bits | 0x40, bits)
@@ -212,7 +216,7 @@ def test_rounding_picks_the_nearer_neighbour_of_random_values() -> None:
     below = values.view(np.uint32) & np.uint32(0xFFFF0000)
     neighbours = np.stack([below, below + np.uint32(0x10000)]).view(np.float32).astype(np.float64)
     distances = np.abs(neighbours - values)
-    rounded = from_bfloat16(to_bfloat16(values)).astype(np.float64)
+    rounded = widened(to_bfloat16(values)).astype(np.float64)
     np.testing.assert_array_equal(np.abs(rounded - values), distances.min(axis=0))
 
 

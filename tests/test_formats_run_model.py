@@ -19,6 +19,7 @@ from daskgpt.formats.models import read_model_file
 from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_model
 from daskgpt.model.parameters import initial_parameters, parameter_shapes, value_count
 
+ALONE = "It was written by another program: a GPT-2 of Hugging Face's is read as a folder, with its config.json."
 FOREIGN = "It was written by another program, or is damaged: give a file that daskgpt wrote."
 
 
@@ -248,10 +249,10 @@ def test_metadata_that_is_missing_or_no_configuration(path):
     entry = "the metadata must have an entry daskgpt with the model's configuration"
     for metadata, entries in (({"format": "pt"}, "format"), ({}, "none")):
         rewrite(path, header | {"__metadata__": metadata}, tensors)
-        refuses(path, entry, f", entries={entries}.")
+        refuses(path, entry, f", entries={entries}.", ALONE)
     del header["__metadata__"]
     rewrite(path, header, tensors)
-    refuses(path, entry, ", entries=none.")
+    refuses(path, entry, ", entries=none.", ALONE)
     kinds = "the metadata's daskgpt must have version (int), model (dict), encoding (str), sequence_length (int)"
     for text, rule, got in (
         ("no JSON", "the metadata's entry daskgpt must be JSON", " (JSONDecodeError)."),

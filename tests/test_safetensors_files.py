@@ -94,9 +94,9 @@ def test_tensors_are_asked_for_one_after_the_other(tmp_path):
 
 
 def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
-    from daskgpt.formats import safetensors_files
+    from daskgpt.formats import published
 
-    monkeypatch.setattr(safetensors_files.pieces, "__defaults__", (16,))
+    monkeypatch.setattr(published.pieces, "__defaults__", (16,))
     write_tensor_file(tmp_path / "a.safetensors", named(ARRAYS), {}, where="test")
     assert_holds(TensorFiles(tmp_path / "a.safetensors", "test"), ARRAYS)
 

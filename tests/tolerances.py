@@ -33,4 +33,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "whole model, float32": {"of largest": 1e-4},
     # Operands of every product rounded to 8 bits, through three blocks: in 20 random models 1.5 per cent at worst.
     "whole model, bfloat16": {"of largest": 1e-1},
+    # Logits of some units in float32 from another program (PyTorch), whose sums have another order: twelve blocks of
+    # sums over hundreds of products of relative error 6e-8 each. The bound that users are promised.
+    "another program's logits": {"rtol": 0.0, "atol": 1e-4},
 }

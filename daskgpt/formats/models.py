@@ -1,4 +1,4 @@
-"""Which format a model file has: told by its content when it is read, by its ending when it is written."""
+"""Which format a model has: told by its content when it is read, by its ending when it is written."""
 
 from __future__ import annotations
 
@@ -10,19 +10,41 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import KINDS, read_model, write_model
-from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_model
+from daskgpt.formats.huggingface import INDEX, MODEL, is_huggingface, open_huggingface
+from daskgpt.formats.llmc import KINDS, open_model, write_model
+from daskgpt.formats.opened import OpenedModel
+from daskgpt.formats.pickles import refuse_pickle
+from daskgpt.formats.run_model import READ, StoredModel, open_run_model, write_run_model
 
 OWN, LLMC = ".safetensors", ".bin"
 
 
 def read_model_file(path: str | os.PathLike[str]) -> StoredModel:
-    """A model from the run's own file, or from one of llm.c.
+    """A model from this program's own file, from one of llm.c, or from a folder of Hugging Face's GPT-2.
 
-    Errors   FileNotFoundError, or ValueError where the file is not such a model
+    Errors   as of open_model_file
+    """
+    model = open_model_file(path)
+    return StoredModel(model.config, model.parameters(), model.encoding, model.sequence_length)
+
+
+def open_model_file(path: str | os.PathLike[str]) -> OpenedModel:
+    """The same, before its tensors are read.
+
+    path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
+
+    Errors   FileNotFoundError, or ValueError where it is not such a model
     """
     path = Path(path)
-    return read_run_model(path) if _is_safetensors(path) else StoredModel(*read_model(path))
+    if is_huggingface(path):
+        return open_huggingface(path)
+    if path.is_dir():
+        index = path / INDEX
+        return open_run_model(index if index.exists() else path / MODEL)
+    if _is_safetensors(path) or path.suffix == ".json":
+        return open_run_model(path)
+    refuse_pickle(path, READ)
+    return open_model(path)
 
 
 def save(

@@ -1,6 +1,13 @@
-"""How Hugging Face's GPT-2 files hold the tensors: matrices of the blocks (in, out), a vocabulary without padding."""
+"""Between tensors as this program holds them and as files do: transposed matrices, padded vocabularies, 16-bit numbers.
+
+Hugging Face's GPT-2 has the matrices of the blocks (in, out) and a vocabulary without padding, llm.c has them as they
+are here, and both know values of 16 bits as well. Whatever a file holds, what comes from here is float32 in the table's
+shape.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,6 +18,16 @@ DESCRIPTION = (
     "Hugging Face's GPT-2: names without a prefix; matrices of the blocks are (in, out), the transpose of what "
     "activations are multiplied with; wte.weight has the rows of the vocabulary, and its padding only if that is not 0"
 )
+# The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
+READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PIECE_BYTES = 2**24
+# llm.c's program for graphics cards wants a multiple of it.
+PADDED_TO = 128
+
+
+def padded(vocabulary: int) -> int:
+    """Rows of llm.c's embedding table for so many token ids (50,257 -> 50,304)."""
+    return -(-vocabulary // PADDED_TO) * PADDED_TO
 
 
 def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
@@ -39,10 +56,66 @@ def from_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np
 
     Shapes   one of published_shapes -> tensor.shape, contiguous
     """
-    if tensor.row.is_conv1d:
-        return values.T.copy(order="C")
-    if values.shape == tensor.shape:
-        return values.copy()
-    padded = np.zeros(tensor.shape, values.dtype)
-    padded[: len(values)] = values
-    return padded
+    return in_memory(held(tensor, values.T if tensor.row.is_conv1d else values))
+
+
+def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
+    """Values of a file, turned the right way, in the table's shape: rows of padding are added as 0, or left out.
+
+    tensor   says by its shape how many rows there are to be
+    dtype    of the values, one of READABLE
+
+    Dtype    float32; 16-bit values are widened, which is exact
+    Cost     none for float32 that has all rows, which may be a view of read-only memory; else the tensor
+    """
+    values = values[: tensor.shape[0]]
+    if dtype == "F32" and values.shape == tensor.shape:
+        return values
+    found = np.zeros(tensor.shape, np.float32)
+    if dtype == "BF16":
+        bits = found.view(np.uint32)
+        bits[: len(values)] = values
+        bits <<= 16
+    else:
+        found[: len(values)] = values
+    return found
+
+
+def in_memory(values: np.ndarray) -> np.ndarray:
+    """The values as an array of one's own: contiguous, and writable. What is one already is not copied."""
+    own = values.flags.c_contiguous and values.flags.writeable
+    return values if own else values.copy(order="C")
+
+
+def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
+    """The values of an array in C order, in contiguous arrays of about that many bytes: views where they can be."""
+    if values.ndim < 2 or values.nbytes <= most:
+        yield np.ascontiguousarray(values)
+        return
+    rows = max(1, most * len(values) // values.nbytes)
+    for first in range(0, len(values), rows):
+        yield np.ascontiguousarray(values[first : first + rows])
+
+
+def same_bits(first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether two arrays of one shape and dtype hold the same bits."""
+    return all(one.tobytes() == other.tobytes() for one, other in zip(pieces(first), pieces(second), strict=True))
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The upper 16 bits of float32 values, rounded to the nearest, ties to even; a NaN stays one.
+
+    Shapes   one axis or more -> the same
+    Dtype    float32 -> uint16
+    Source   IEEE 754, roundTiesToEven; float32 bit patterns order as integers do, so a carry may enter the exponent
+    """
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += bits
+    rounded += 0x7FFF
+    rounded >>= 16
+    nan = np.isnan(values)
+    # The carry could turn a NaN into an infinity or a zero; its quiet bit keeps it a NaN.
+    rounded[nan] = bits[nan] >> 16 | 0x40
+    return rounded.astype(np.uint16)

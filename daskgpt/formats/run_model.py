@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import numpy as np
 from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.published import DESCRIPTION, from_published, published_shapes, to_published
+from daskgpt.formats.opened import OpenedModel
+from daskgpt.formats.published import DESCRIPTION, held, published_shapes, to_published
 from daskgpt.formats.safetensors_files import (
     SHARD_BYTES,
     NamedTensor,
@@ -23,7 +25,7 @@ from daskgpt.formats.safetensors_files import (
     write_tensor_file,
     write_tensor_files,
 )
-from daskgpt.model.parameters import check_dtypes, check_parameters, tensors
+from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, tensors
 
 ENTRY = "daskgpt"  # of the metadata, a JSON object
 VERSION = 1
@@ -31,6 +33,7 @@ VERSION = 1
 SIZES = ("blocks", "heads", "channels", "vocabulary", "padded_vocabulary", "positions")
 
 READ, WRITE = "read_run_model", "write_run_model"
+ALONE = "It was written by another program: a GPT-2 of Hugging Face's is read as a folder, with its config.json."
 FOREIGN = "It was written by another program, or is damaged: give a file that daskgpt wrote."
 
 
@@ -60,6 +63,12 @@ def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> None:
     write_tensor_file(path, _named(model), _metadata(model), where=WRITE)
 
 
+def stream_run_model(path: str | os.PathLike[str], model: OpenedModel) -> None:
+    """The same for a model whose tensors are read when it is their turn."""
+    metadata = metadata_of(model.config, model.encoding, model.sequence_length)
+    write_tensor_file(path, named_tensors(model.config, model.read), metadata, where=WRITE)
+
+
 def write_run_models(
     folder: str | os.PathLike[str], model: StoredModel, *, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, str]:
@@ -73,21 +82,40 @@ def write_run_models(
 def _named(model: StoredModel) -> list[NamedTensor]:
     check_parameters(model.config, model.parameters)
     check_dtypes(WRITE, model.parameters, np.float32)
+    return named_tensors(model.config, lambda tensor: model.parameters[tensor.name])
+
+
+def named_tensors(config: GPT2Config, read: Callable[[Tensor], np.ndarray]) -> list[NamedTensor]:
+    """What a file in Hugging Face's layout holds: every tensor of a model, read when it is its turn.
+
+    read   gives a tensor of the table in its shape, float32
+    """
     found = []
-    for name, tensor in tensors(model.config).items():
-        view = to_published(model.config, tensor, model.parameters[name])
-        found.append(NamedTensor(name, view.shape, "F32", lambda view=view: view))  # type: ignore[misc]
+    for tensor in tensors(config).values():
+        view = partial(_view, config, tensor, read)
+        # Only of the table of tokens does the shape depend on the values.
+        shape = view().shape if len(published_shapes(config, tensor)) > 1 else published_shapes(config, tensor)[0]
+        found.append(NamedTensor(tensor.name, shape, "F32", view))
     return found
 
 
+def _view(config: GPT2Config, tensor: Tensor, read: Callable[[Tensor], np.ndarray]) -> np.ndarray:
+    return to_published(config, tensor, read(tensor))
+
+
 def _metadata(model: StoredModel) -> dict[str, str]:
+    return metadata_of(model.config, model.encoding, model.sequence_length)
+
+
+def metadata_of(config: GPT2Config, encoding: str, sequence_length: int) -> dict[str, str]:
+    """The metadata of a file that holds such a model."""
     known = {
         "version": VERSION,
         "daskgpt": __version__,
         "layout": DESCRIPTION,
-        "model": asdict(model.config),
-        "encoding": model.encoding,
-        "sequence_length": model.sequence_length,
+        "model": asdict(config),
+        "encoding": encoding,
+        "sequence_length": sequence_length,
     }
     # transformers reads a file only if it says for which library it was written; the layout of all is the same.
     return {"format": "pt", ENTRY: json.dumps(known)}
@@ -105,13 +133,31 @@ def read_run_model(path: str | os.PathLike[str]) -> StoredModel:
              for metadata without a configuration, and for tensors that are missing, unknown, or of another shape or
              dtype
     """
+    model = open_run_model(path)
+    return StoredModel(model.config, model.parameters(), model.encoding, model.sequence_length)
+
+
+def open_run_model(path: str | os.PathLike[str]) -> OpenedModel:
+    """The same, before a tensor is read."""
     path = Path(path)
     files = TensorFiles(path, READ)
-    known = _known(path, files.metadata)
-    config = _config_of(path, known)
+    config, encoding, length = said_of(path, files.metadata)
     _check(path, config, files)
-    values = {name: from_published(config, tensor, files.read(name)) for name, tensor in tensors(config).items()}
-    return StoredModel(config, values, known["encoding"], known["sequence_length"])
+
+    def read(tensor: Tensor) -> np.ndarray:
+        values = files.read(tensor.name)
+        return held(tensor, values.T if tensor.row.is_conv1d else values)
+
+    return OpenedModel(config, files.files, "daskgpt", "float32", read, encoding, length)
+
+
+def said_of(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, int]:
+    """What the metadata of a file says: configuration, encoding, sequence length.
+
+    Errors   ValueError where it says none, or what cannot be
+    """
+    known = _known(path, metadata)
+    return _config_of(path, known), known["encoding"], known["sequence_length"]
 
 
 def _known(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -120,8 +166,8 @@ def _known(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         ENTRY in metadata,
         READ,
         f"the metadata must have an entry {ENTRY} with the model's configuration",
-        {"path": path, "entries": ", ".join(sorted(metadata))[:80] or "none"},
-        FOREIGN,
+        {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"},
+        ALONE,
     )
     try:
         known = json.loads(metadata[ENTRY])

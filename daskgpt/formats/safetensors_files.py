@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
+from daskgpt.formats.published import pieces
 
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 # NumPy has no bfloat16: its bits as uint16.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
 SHARD_BYTES = 5_000_000_000  # huggingface_hub's default
-PIECE_BYTES = 2**24
 # Headers and indexes of GPT-2 have some ten thousand bytes. The library reads up to 100 MB, of which JSON makes a GB.
 MOST_TEXT = 2**22
 
@@ -113,16 +113,6 @@ def write_tensor_file(
                 file.write(piece.data)
                 digest.update(piece.data)
     return digest.hexdigest()
-
-
-def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
-    """The values of an array in C order, in contiguous arrays of about that many bytes: views where they can be."""
-    if values.ndim < 2 or values.nbytes <= most:
-        yield np.ascontiguousarray(values)
-        return
-    rows = max(1, most * len(values) // values.nbytes)
-    for first in range(0, len(values), rows):
-        yield np.ascontiguousarray(values[first : first + rows])
 
 
 def _shards(tensors: Iterable[NamedTensor], most: int) -> list[list[NamedTensor]]:

@@ -20,7 +20,9 @@ from daskgpt.config.files import not_written, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.encodings import VOCABULARY, encoding_of, vocabulary_size
-from daskgpt.formats.models import read_model_file
+from daskgpt.formats.huggingface import is_huggingface
+from daskgpt.formats.models import open_model_file
+from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.run_model import StoredModel, write_run_model
 
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
@@ -135,8 +137,14 @@ def read_model_of(path: str | Path) -> StoredModel:
 
     Errors   FileNotFoundError, or ValueError where the file is not such a model
     """
+    model = open_model_of(path)
+    return StoredModel(model.config, model.parameters(), model.encoding, model.sequence_length)
+
+
+def open_model_of(path: str | Path) -> OpenedModel:
+    """The same, before its tensors are read."""
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() and not is_huggingface(path):
         found = [path / name for name in MODELS if (path / name).exists()]
         rule, advice = (
             f"the run folder must hold a {MODEL}",
@@ -144,7 +152,7 @@ def read_model_of(path: str | Path) -> StoredModel:
         )
         require(bool(found), "load", rule, {"path": path}, advice, FileNotFoundError)
         path = found[0]
-    model = read_model_file(path)
+    model = open_model_file(path)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
     require(model.encoding in ("", *VOCABULARY), "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model

@@ -1,0 +1,167 @@
+"""Turn a model into another program's files, or theirs into this one's: `python -m daskgpt.convert IN OUT`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from daskgpt.config.errors import require
+from daskgpt.config.flags import Parser, run_command
+from daskgpt.data.encodings import VOCABULARY, encoding_of, ranks_of
+from daskgpt.formats.gpt2_tokenizer import tokenizer_files
+from daskgpt.formats.huggingface import write_huggingface
+from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, stream_model
+from daskgpt.formats.opened import OpenedModel
+from daskgpt.formats.published import padded
+from daskgpt.formats.run_model import stream_run_model
+from daskgpt.model.parameters import parameter_count, tensors
+from daskgpt.training.run_folder import open_model_of
+
+FORMATS = ("huggingface", "llmc", "llmc-bfloat16", "daskgpt")
+
+LINES = """\
+IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llm.c (.bin, float32 or bfloat16), or a
+folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, OUT says by its name what to write:
+.safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, a name without an ending a folder for Hugging Face.
+
+Files of pickled Python objects are never opened, since they can run anything. Where you trust one, these lines write
+what can be read here. A pytorch_model.bin of Hugging Face's, where PyTorch and transformers are installed:
+
+    from transformers import GPT2LMHeadModel
+    GPT2LMHeadModel.from_pretrained("FOLDER").save_pretrained("NEW_FOLDER")
+
+A ckpt.pt of nanoGPT, where PyTorch and safetensors are installed. Its GELU is the exact one; the one here is its tanh
+form, as GPT-2's, which moves logits by some thousandths:
+
+    import json, os, torch
+    from safetensors.torch import save_file
+    known = torch.load("ckpt.pt", map_location="cpu", weights_only=True)
+    sizes, tensors = known["model_args"], {}
+    for name, values in known["model"].items():
+        name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
+        if name == "lm_head.weight" or name.endswith(".attn.bias"):
+            continue
+        values = values.T if name.startswith("h.") and values.ndim == 2 else values
+        tensors[name] = values.contiguous()
+        if name.endswith("weight") and not name.startswith("w"):
+            tensors.setdefault(name.replace("weight", "bias"), torch.zeros(values.shape[-1]))
+    config = {"n_" + name: sizes["n_" + name] for name in ("layer", "head", "embd")}
+    config |= {"model_type": "gpt2", "n_positions": sizes["block_size"], "vocab_size": sizes["vocab_size"]}
+    os.makedirs("NEW_FOLDER")
+    save_file(tensors, "NEW_FOLDER/model.safetensors", metadata={"format": "pt"})
+    json.dump(config, open("NEW_FOLDER/config.json", "w"))
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Convert, and say what was read and written."""
+    flags = Parser(
+        prog="daskgpt.convert",
+        description="Turn a model into another program's files, or theirs into this one's.",
+        epilog=LINES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("source", metavar="IN", help="run folder, checkpoint, model file, or Hugging Face's folder")
+    flags.add_argument("target", metavar="OUT", type=Path, help="what to write: a file, or a folder for Hugging Face")
+    flags.add_argument("--to", choices=FORMATS, help="format to write (default: what the name of OUT says)")
+    values = flags.parse_args(arguments)
+    target: Path = values.target
+    kind = values.to or guessed(target)
+    taken = target.exists() and not (target.is_dir() and kind == "huggingface")
+    rule, advice = "what is written must be new", "Nothing is written over: name another."
+    require(not taken, "convert", rule, {"path": target}, advice)
+    model = open_model_of(values.source)
+    for line in _read(model):
+        print(line, flush=True)
+    for line in WRITERS[kind](target, model):
+        print(line)
+    return 0
+
+
+def guessed(target: Path) -> str:
+    """The format that a name means.
+
+    Errors   ValueError where it means none
+    """
+    if target.suffix == ".bin":
+        return "llmc-bfloat16" if target.stem.endswith("bf16") else "llmc"
+    means = {".safetensors": "daskgpt", "": "huggingface"}
+    rule = "the name must say the format (.safetensors, .bin, or no ending for a folder)"
+    require(target.suffix in means, "convert", rule, {"path": target}, f"Add --to {' or '.join(FORMATS)}.")
+    return means[target.suffix]
+
+
+def _to_huggingface(target: Path, model: OpenedModel) -> list[str]:
+    encoding = model.encoding or encoding_of(model.config.vocabulary)
+    files, end, note = {}, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
+    if model.config.vocabulary == VOCABULARY[encoding]:
+        end = VOCABULARY[encoding] - 1
+        try:
+            files, note = tokenizer_files(ranks_of(encoding), model.config.positions), ""
+        except FileNotFoundError as error:  # the model is of use without
+            note = f"no tokenizer: {error}"
+    write_huggingface(target, model, files, end_of_text=end)
+    left_out = model.config.padded_vocabulary - model.config.vocabulary
+    notes = [*_listed(target, "Hugging Face, float32"), *([f"note   {note}"] if note else [])]
+    return notes + [f"note   {left_out} rows of padding of wte.weight left out"] * (left_out > 0)
+
+
+def _to_llmc(target: Path, model: OpenedModel, version: int = FLOAT32_VERSION) -> list[str]:
+    rows = padded(model.config.padded_vocabulary)
+    stream_model(target, replace(model.config, padded_vocabulary=rows), model.read, version)
+    added = rows - model.config.padded_vocabulary
+    lines = _listed(target, "llm.c, " + ("float32" if version == FLOAT32_VERSION else "bfloat16, nearest even"))
+    return lines + [f"note   {added} rows of 0 added to wte.weight, to {rows:,}, as llm.c has them"] * (added > 0)
+
+
+def _to_bfloat16(target: Path, model: OpenedModel) -> list[str]:
+    return _to_llmc(target, model, BFLOAT16_VERSION)
+
+
+def _to_daskgpt(target: Path, model: OpenedModel) -> list[str]:
+    stream_run_model(target, model)
+    return _listed(target, "daskgpt, float32")
+
+
+WRITERS: dict[str, Callable[[Path, OpenedModel], list[str]]] = {
+    "huggingface": _to_huggingface,
+    "llmc": _to_llmc,
+    "llmc-bfloat16": _to_bfloat16,
+    "daskgpt": _to_daskgpt,
+}
+
+
+def _read(model: OpenedModel) -> list[str]:
+    config, one = model.config, len(model.files) == 1
+    where = model.files[0] if one else f"{model.files[0].parent}/"
+    sizes = (
+        f"{config.blocks} blocks, {config.heads} heads, {config.channels:,} channels, {config.positions:,} positions"
+    )
+    count = f"{parameter_count(config):,} parameters in {len(tensors(config))} tensors"
+    ids = f"{config.vocabulary:,} token ids ({model.encoding or 'encoding not said'})"
+    return [
+        f"read   {model.kind}, {model.dtype}: {where}",
+        *_files(model.files),
+        f"       {sizes}",
+        f"       {ids}, {count}",
+    ]
+
+
+def _listed(target: Path, kind: str) -> list[str]:
+    files = sorted(target.iterdir()) if target.is_dir() else [target]
+    return [f"wrote  {kind}: {target}", *_files(files)]
+
+
+def _files(files: list[Path]) -> list[str]:
+    return [f"       {path.name:34} {_size(path):>12}" for path in files]
+
+
+def _size(path: Path) -> str:
+    size = path.stat().st_size
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+
+
+if __name__ == "__main__":
+    run_command(main)
