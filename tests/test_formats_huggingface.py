@@ -212,7 +212,7 @@ def test_bytes_are_a_vocabulary_without_merges():
 
 def test_a_token_that_no_merge_makes():
     ranks = {b"a": 0, b"b": 1, b"abb": 2}
-    with pytest.raises(ValueError, match="token 2 must be a merge of two before it"):
+    with pytest.raises(ValueError, match="every token must be a merge of two before it; got id=2. "):
         merges_of(ranks)
 
 

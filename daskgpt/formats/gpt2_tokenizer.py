@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from daskgpt.config.errors import require
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -57,8 +59,8 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
             parts = [token[n : n + 1] for n in range(len(token))]
             while len(parts) > 2:
                 least, place = min((ranks.get(a + b, rank), n) for n, (a, b) in enumerate(pairwise(parts)))
-                if least >= rank:
-                    raise ValueError(f"tokenizer_files: token {rank} must be a merge of two before it")
+                rule, advice = "every token must be a merge of two before it", "Give ids in the order of merges."
+                require(least < rank, "tokenizer_files", rule, {"id": rank}, advice)
                 parts[place : place + 2] = [parts[place] + parts[place + 1]]
             found.append((_written(parts[0]), _written(parts[1])))
     return found
