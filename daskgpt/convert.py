@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +60,6 @@ def main(arguments: list[str]) -> int:
         prog="daskgpt.convert",
         description="Turn a model into another program's files, or theirs into this one's.",
         epilog=LINES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("source", metavar="IN", help="run folder, checkpoint, model file, or Hugging Face's folder")
     flags.add_argument("target", metavar="OUT", type=Path, help="what to write: a file, or a folder for Hugging Face")
