@@ -11,6 +11,7 @@ from dataclasses import replace
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.stopping import STOPPED
 from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.generation.readable import readable
@@ -21,16 +22,29 @@ from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.loop import run_job
 from daskgpt.training.result import Result
+from daskgpt.training.resuming import SECTIONS, Beginning, Resumed, changeable, may_not_change
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import Start, open_dataset, start_values
 
 DEFAULT = "tiny"  # the preset
+EPILOG = (
+    f"Exit codes: 0 all steps are done; {STOPPED} Ctrl-C or SIGTERM has ended it after a step and a checkpoint, "
+    "--resume goes on; 130 a second one has ended it at once; 2 it could not run, or not to its end."
+)
 
 
 def parser() -> Parser:
     """All flags of a run."""
-    flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", allow_abbrev=False)
+    flags = Parser(
+        prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG, allow_abbrev=False
+    )
     flags.add_argument("--preset", help=f"size of the model: {', '.join(PRESETS)} (default: {DEFAULT})")
+    flags.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with a run, from its newest good checkpoint and in its folder; everything is as it was, but for "
+        f"{', '.join(changeable())}",
+    )
     flags.add_argument(
         "--plan",
         action="store_true",
@@ -46,20 +60,33 @@ def main(arguments: list[str]) -> int:
     """Check everything, then train, then show what came of it."""
     begin = time.perf_counter()
     values = parser().parse_args(arguments)
-    run, shown = from_flags(RunConfig, values), from_flags(TimelineConfig, values)
-    run = replace(run, out=run.out or new_folder())
-    folder = RunFolder(run.out)
-    start = Start.read(run.init) if run.init else None
-    job = job_of(values, run, start)
+    shown: TimelineConfig = from_flags(TimelineConfig, values)
+    resumed = resume(values) if values.resume else None
+    start = None
+    if resumed:
+        job, folder = resumed.job, resumed.folder
+    else:
+        run = from_flags(RunConfig, values)
+        run = replace(run, out=run.out or new_folder())
+        folder = RunFolder(run.out)
+        start = Start.read(run.init) if run.init else None
+        job = job_of(values, run, start)
     if values.plan:
         print(describe_prediction(job, predict(job)))
         return 0
-    initial = start_values(job, start)
+    first = resumed.beginning() if resumed else Beginning(start_values(job, start))
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        result = run_job(job, scheduler, initial, folder, watchers=[TimelineWatcher(shown)] if shown.timeline else [])
+        result = run_job(job, scheduler, first, folder, watchers=[TimelineWatcher(shown)] if shown.timeline else [])
     report(job, result, time.perf_counter() - begin)
-    return 0
+    return STOPPED if result.stopped else 0
+
+
+def resume(values: Namespace) -> Resumed:
+    """The run that --resume names, with the flags that may change."""
+    if values.preset:
+        raise may_not_change(values.resume, {"preset": values.preset})
+    return Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
 
 
 def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
@@ -90,17 +117,22 @@ def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabular
 
 def report(job: Job, result: Result, seconds: float) -> None:
     """A sample of text, the time, the losses and where the run was written."""
-    if job.run.sample_tokens:
+    if job.run.sample_tokens and not result.stopped:  # whoever stops it does not want to wait
         print("\n--- sample " + "-" * 60)
         print(sample_text(job, result))
         print("-" * 71)
     first, last = result.losses[0], result.losses[-1]
     validation = "" if math.isnan(result.validation_loss) else f", validation {result.validation_loss:.3f}"
     print(f"loss {first:.3f} -> {last:.3f}{validation} nats a token")
-    print(f"{len(result.losses)} steps in {result.seconds:.1f} s, {seconds:.1f} s in all")
-    if result.model:
-        folder = str(result.model.parent)
+    steps = len(result.losses) - result.first
+    of = f" of {len(result.losses)}" if result.first else ""
+    print(f"{steps}{of} steps in {result.seconds:.1f} s, {seconds:.1f} s in all")
+    if result.checkpoint:
+        folder = str(result.checkpoint.parent)
         print(f"run written to {folder}")
+        if result.stopped:
+            print(f"go on with: python -m daskgpt.train --resume {shlex.quote(folder)}")
+            return
         prompt = "def " if job.data.data == STANDARD_LIBRARY else "The "
         print(f'go on with: python -m daskgpt.generate {shlex.quote(folder)} --prompt "{prompt}"')
 

@@ -213,7 +213,7 @@ def run(tmp_path, name, *flags):
     losses = [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     with (tmp_path / name / "config.toml").open("rb") as file:
         config = tomllib.load(file)
-    return losses, (tmp_path / name / "model.safetensors").read_bytes(), config["dataflow"], result.stdout
+    return losses, (tmp_path / name / "latest" / "model.safetensors").read_bytes(), config["dataflow"], result.stdout
 
 
 @needs_own_product

@@ -14,6 +14,7 @@ from command_lines import SMALL, run, write_text
 from conftest import GOLDEN
 
 import daskgpt
+from daskgpt.config.stopping import STOPPED
 
 MODEL, STATE = str(GOLDEN / "gpt2_small.bin"), str(GOLDEN / "gpt2_small_debug_state.bin")
 
@@ -76,7 +77,7 @@ def test_generate_from_a_run_folder_and_from_its_file(trained):
     first, again, file = (
         run("generate", out, *arguments),
         run("generate", out, *arguments),
-        run("generate", out / "model.safetensors", *arguments),
+        run("generate", out / "latest" / "model.safetensors", *arguments),
     )
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("line 1")
@@ -238,7 +239,7 @@ def test_ctrl_c_keeps_what_was_learnt(text, tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
+    assert process.returncode == STOPPED, stderr
     assert "stopped after" in stdout + stderr
-    assert (out / "model.safetensors").exists()
+    assert (out / "latest" / "model.safetensors").exists()
     assert run("generate", out, "--tokens", 5).returncode == 0

@@ -62,7 +62,7 @@ def test_the_command_line_stops_at_the_first_loss_that_is_not_finite(text, tmp_p
     first, last = metrics_of(out)
     assert math.isfinite(first["loss"])
     assert (last["step"], last["loss"]) == (1, None)
-    assert {path.name for path in out.iterdir()} == {"config.toml", "metrics.jsonl"}
+    assert {path.name for path in out.iterdir()} == {".lock", "config.toml", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize("barrier", ["step", "none"])
@@ -82,7 +82,7 @@ def test_what_the_last_update_spoils_is_seen_at_the_validation(text, tmp_path):
     (record,) = metrics_of(tmp_path / "run")
     assert math.isfinite(record["loss"])
     assert record["validation_loss"] is None
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not list((tmp_path / "run").glob("step-*"))
 
 
 @pytest.mark.parametrize("dataflow", [{}, {"precision": "bfloat16"}, {"scheduler": "local", "threads": 2}])
@@ -93,7 +93,7 @@ def test_parameters_that_no_loss_reads_are_looked_at_too(text, tmp_path, random,
     with pytest.raises(RuntimeError, match=re.escape(message)):
         fit(text, dataflow=dataflow, parameters=parameters, out=str(tmp_path / "run"), validate_every=4)
     assert [math.isfinite(record["loss"]) for record in metrics_of(tmp_path / "run")] == [True] * 4
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not list((tmp_path / "run").glob("step-*"))
 
 
 def test_a_run_that_is_stopped_writes_no_model_of_them_either(text, tmp_path):
@@ -103,7 +103,7 @@ def test_a_run_that_is_stopped_writes_no_model_of_them_either(text, tmp_path):
     steep = daskgpt.OptimizerConfig(learning_rate=1e300, schedule="constant")  # more than float32 holds
     with pytest.raises(RuntimeError, match="parameters must stay finite; got step=0"):
         fit(text, steep, on_step=stop, out=str(tmp_path / "run"))
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not list((tmp_path / "run").glob("step-*"))
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "final_learning_rate", "eps", "weight_decay"])

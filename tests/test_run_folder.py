@@ -30,11 +30,12 @@ def fit(text, **settings):
 
 def test_a_folder_that_is_named_is_written_and_none_otherwise(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert fit(text).model is None
+    assert fit(text).checkpoint is None
     assert list(tmp_path.iterdir()) == []
     result = fit(text, out="named")
-    assert result.model == Path("named/model.safetensors")
-    assert {path.name for path in Path("named").iterdir()} == {"config.toml", "metrics.jsonl", "model.safetensors"}
+    assert result.checkpoint == Path("named/step-00000003")
+    names = {".lock", "config.toml", "metrics.jsonl", "latest", "step-00000003"}
+    assert {path.name for path in Path("named").iterdir()} == names
     with pytest.raises(FileExistsError, match="RunFolder: the folder must not hold a run already; got out=named"):
         fit(text, out="named")
 
@@ -84,16 +85,16 @@ def test_the_configuration_of_a_run_on_a_cluster(text, tmp_path):
 def test_names_that_toml_has_to_escape_come_back(tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
     names = {"a": 'quote " backslash \\ tab \t', "b": "\x7f delete, \u2028 line, 😀 beyond the first plane", "c": "ü"}
-    folder.create({"data": names})
+    folder.begin({"data": names})
     folder.close()
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))["data"] == names
 
 
 def test_two_runs_into_one_folder(tmp_path):
     first, second = RunFolder(str(tmp_path / "run")), RunFolder(str(tmp_path / "run"))  # neither is written yet
-    first.create({"run": {"seed": 1}})
+    first.begin({"run": {"seed": 1}})
     with pytest.raises(FileExistsError, match="RunFolder: the folder must not hold a run already; got out="):
-        second.create({"run": {"seed": 2}})
+        second.begin({"run": {"seed": 2}})
     first.log({"step": 0})
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'

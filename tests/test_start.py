@@ -62,7 +62,9 @@ def model_of(path, **numbers):
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_run_that_goes_on_takes_everything_from_the_first(first, tmp_path, kind):
     out = tmp_path / "second"
-    result = run("train", "--init", first if kind == "folder" else first / "model.safetensors", *SHORT, "--out", out)
+    result = run(
+        "train", "--init", first if kind == "folder" else first / "latest" / "model.safetensors", *SHORT, "--out", out
+    )
     assert result.returncode == 0, result.stderr
     old, new = config_of(first), config_of(out)
     assert new["model"] == old["model"]
@@ -71,7 +73,7 @@ def test_a_run_that_goes_on_takes_everything_from_the_first(first, tmp_path, kin
 
 
 def test_a_model_file_alone_knows_its_encoding_and_length(first, text, tmp_path):
-    alone = shutil.copy(first / "model.safetensors", tmp_path / "alone.safetensors")
+    alone = shutil.copy(first / "latest" / "model.safetensors", tmp_path / "alone.safetensors")
     line = refused(run("train", "--init", alone, "--data", text, "--encoding", "gpt2", "--out", tmp_path / "out"))
     assert "; got encoding=gpt2, init=" in line
     result = run("train", "--init", alone, "--data", text, *SHORT, "--out", tmp_path / "second")
@@ -84,7 +86,8 @@ def test_a_model_file_alone_knows_its_encoding_and_length(first, text, tmp_path)
 def test_a_run_folder_of_an_older_version_still_loads(first, tmp_path):
     copy = shutil.copytree(first, tmp_path / "copy")
     daskgpt.save(copy / "model.bin", *daskgpt.load(first))
-    (copy / "model.safetensors").unlink()
+    for path in copy.glob("step-*"):
+        shutil.rmtree(path)
     (config, parameters), (other, same) = daskgpt.load(first), daskgpt.load(copy)
     assert config == other
     assert all(values.tobytes() == same[name].tobytes() for name, values in parameters.items())
@@ -144,7 +147,7 @@ def test_a_run_of_gpt2_tokens_goes_on_with_gpt2_tokens(vocabulary, text, tmp_pat
     assert result.returncode == 0, result.stderr
     for init in (
         tmp_path / "first",
-        shutil.copy(tmp_path / "first" / "model.safetensors", tmp_path / "alone.safetensors"),
+        shutil.copy(tmp_path / "first" / "latest" / "model.safetensors", tmp_path / "alone.safetensors"),
     ):
         out = tmp_path / f"second-{init.stem if init.suffix else 'run'}"
         result = run("train", "--init", init, "--data", text, *SHORT[:-1], 20, "--out", out)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import daskgpt
-from daskgpt.config.stopping import delayed_interrupts, finishing_first, heeding_interrupts
+from daskgpt.config.stopping import STOPPED, delayed_interrupts, finishing_first, heeding_interrupts
 from daskgpt.kernels.compilation import compile_all
 
 PATIENCE = 300  # seconds for what should take a few
@@ -86,7 +86,7 @@ def test_ctrl_c_in_a_terminal_saves_the_model(scheduler, text, tmp_path):
     assert terminal.read_until(lambda: steps_of(out) > 3), terminal.shown
     children = terminal.process.children(recursive=True)
     terminal.control_c()
-    assert terminal.ended() == 0, terminal.shown
+    assert terminal.ended() == STOPPED, terminal.shown
     assert re.search(r"stopped after \d+ of 100,?000 steps", terminal.shown)
     assert not re.search(r"\bnan\b|Traceback|KeyboardInterrupt", terminal.shown), terminal.shown
     config, parameters = daskgpt.load(out)
@@ -101,7 +101,8 @@ def test_sigterm_saves_the_model_too(text, tmp_path):
     terminal = Terminal(*train(text, out, "--steps", 100000))
     assert terminal.read_until(lambda: steps_of(out) > 3), terminal.shown
     terminal.process.send_signal(signal.SIGTERM)
-    assert terminal.ended() == 0, terminal.shown
+    assert terminal.ended() == STOPPED, terminal.shown
+    assert "go on with: python -m daskgpt.train --resume" in terminal.shown
     assert daskgpt.load(out)
 
 
@@ -143,7 +144,7 @@ def test_the_first_signal_asks_and_the_second_interrupts(number):
         assert not asked()
         signal.raise_signal(number)
         assert asked()
-        assert said == ["stopping after this step, and saving; once more stops at once and saves nothing"]
+        assert said == ["stopping after this step, and saving; once more stops at once and saves nothing more"]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) is before

@@ -38,6 +38,15 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
         raise
 
 
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Let the names in a folder be on the disk: what was renamed or removed there stays so if the power goes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSError:
     """The system's refusal with the path, which it does not tell where a disk is full."""
     got, advice = f"path={path} ({error.strerror or error})", "Make room there, or name another place."

@@ -108,6 +108,14 @@ class RunConfig(Checked):
         500, "measure the validation loss each so many steps, 0 = at the end only", unit="steps", least=0
     )
     validation_batches: int = setting(20, "batches of a validation loss", least=1)
+    save_every: int = setting(0, "write a checkpoint each so many steps, 0 = by time only", unit="steps", least=0)
+    save_minutes: float = setting(
+        10.0, "write a checkpoint each so many minutes, and at the end; 0 = at the end only", unit="minutes", least=0
+    )
+    keep: int = setting(3, "how many of the newest checkpoints stay", least=1)
+    keep_every: int = setting(
+        0, "write a checkpoint each so many steps that is never deleted, 0 = none", unit="steps", least=0
+    )
     sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens", least=0)
 
 

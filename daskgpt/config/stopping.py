@@ -9,6 +9,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+# With what a command ends that was stopped and can be gone on with: sysexits.h's EX_TEMPFAIL. The second signal is 130.
+STOPPED = 75
+
 Handler = Callable[[int, FrameType | None], Any]
 
 
@@ -49,7 +52,7 @@ def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
         with suppress(RuntimeError):  # the signal came in the middle of a line to the same stream
-            say("stopping after this step, and saving; once more stops at once and saves nothing")
+            say("stopping after this step, and saving; once more stops at once and saves nothing more")
 
     with _handled(ask, signal.SIGINT, signal.SIGTERM):
         yield lambda: asked

@@ -38,6 +38,9 @@ _NAMES = {
     "batch-chunk": "chunk chunks chunk-size",
     "grain": "task-size granularity",
     "barrier": "barriers sync-mode",
+    "resume": "resume-from resume-from-checkpoint continue continue-from restart",
+    "save-every": "save-interval checkpoint-every checkpoint-interval save-steps",
+    "keep": "save-total-limit keep-last max-checkpoints max-to-keep",
     "timeline": "profile trace",
     "plan": "dry-run",
 }
@@ -47,8 +50,7 @@ _CLIPPING = "Gradients are not clipped here: a smaller --learning-rate or a long
 _CPUS = "Everything runs on CPUs: --scheduler and --threads say where."
 _DROPOUT = "There is no dropout here: --weight-decay is what restrains a model."
 _EPOCHS = "A run is counted in --steps of --batch-size times --sequence-length tokens, drawn at random."
-_RESUMING = "A run is not resumed with its optimizer's moments: --init RUN starts a new one from its model."
-_CHECKPOINTS = "A run writes its model once, at its end or when it is stopped with Ctrl-C."
+_CHECKPOINTS = "Checkpoints are always written: --save-every and --save-minutes say when, --keep how many stay."
 _ACCUMULATION = "Gradients are not accumulated over steps: --batch-chunk cuts a large batch into pieces."
 _COMPILING = "Kernels are always compiled, at the first start on a machine."
 _LOGGING = "Losses are written to metrics.jsonl in the folder of --out, a line a step."
@@ -62,8 +64,7 @@ MISSING = {
         "device gpu gpus cuda accelerator": _CPUS,
         "dropout attn-dropout resid-dropout": _DROPOUT,
         "epochs epoch num-epochs num-train-epochs n-epochs": _EPOCHS,
-        "resume resume-from resume-from-checkpoint continue restart": _RESUMING,
-        "save-every save-interval checkpoint-every save-steps always-save-checkpoint": _CHECKPOINTS,
+        "always-save-checkpoint save-checkpoint": _CHECKPOINTS,
         "gradient-accumulation-steps grad-accum accumulate accumulation-steps accum": _ACCUMULATION,
         "compile jit": _COMPILING,
         "wandb tensorboard log-interval log-every log wandb-log logging": _LOGGING,

@@ -100,7 +100,7 @@ class ClusterScheduler:
             if self.client.status == "running":
                 who, lost = "every worker", "a worker lost with its part of the parameters"
             rule, got = f"{who} must live until the end of a run", f"{type(error).__name__}, {lost}"
-            advice = "Start again, from an earlier model file with --init."
+            advice = "Go on from the last checkpoint with --resume."
             raise refusal(RuntimeError, "ClusterScheduler", rule, got, advice) from None
 
     def _held(self, value: Any) -> Any:

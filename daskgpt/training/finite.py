@@ -34,7 +34,15 @@ def require_finite(job: Job, scheduler: Scheduler, state: State, metrics: Mappin
         if not math.isfinite(metrics.get(name, 0.0)):
             raise _diverged(job, step, rule, f"{name}={metrics[name]}")
     if "validation_loss" in metrics:
-        _require_finite_parameters(job, step, not_finite(scheduler, state))
+        require_finite_state(job, scheduler, state, step)
+
+
+def require_finite_state(job: Job, scheduler: Scheduler, state: State, step: int) -> None:
+    """The same for every parameter, where the scheduler keeps it.
+
+    Errors   RuntimeError with step, learning rate and what to do
+    """
+    _require_finite_parameters(job, step, not_finite(scheduler, state))
 
 
 def require_finite_parameters(job: Job, step: int, parameters: Mapping[str, np.ndarray]) -> None:

@@ -96,13 +96,13 @@ class Job:
             threads=scheduler.threads,
         )
         data, run = self.data, self.run
-        source = data.data if data.data == STANDARD_LIBRARY else _from_root(data.data)
+        source = data.data if data.data == STANDARD_LIBRARY else from_root(data.data)
         return {
             "model": self.config,
             "data": replace(data, data=source, encoding=self.tokens.encoding_name, groups=self.groups),
             "optimizer": self.optimizer,
             "dataflow": dataflow,
-            "run": replace(run, init=_from_root(run.init), out=_from_root(run.out)),
+            "run": replace(run, init=from_root(run.init), out=from_root(run.out)),
         }
 
     @property
@@ -120,7 +120,7 @@ class Job:
         return self.data.batch_size, self.data.sequence_length
 
 
-def _from_root(path: str) -> str:
+def from_root(path: str) -> str:
     """A path that means the same from every folder; none stays none."""
     return str(Path(path).expanduser().resolve()) if path else ""
 

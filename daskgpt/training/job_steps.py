@@ -73,9 +73,11 @@ class JobSteps:
     def open(self) -> bool:
         return self.chunks.open or self.choice.open
 
-    def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
+    def initial(
+        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
+    ) -> State:
         """The state before the first step, see `TrainingStep.initial`."""
-        return self.step.initial(parameters)
+        return self.step.initial(parameters, moments, step)
 
     def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
         """A step a batch: their losses, and the state after them."""

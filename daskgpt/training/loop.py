@@ -1,8 +1,8 @@
-"""The training loop: batches through a recorded step, metrics and the model into a run folder."""
+"""The training loop: batches through a recorded step, metrics and checkpoints into a run folder."""
 
 from __future__ import annotations
 
-import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -11,36 +11,41 @@ from typing import Any
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import finishing_first
 from daskgpt.data.dataset import batch, validation_batches
-from daskgpt.formats.run_model import StoredModel
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.finite import require_finite, require_finite_parameters
+from daskgpt.training.checkpoints import step_folder
+from daskgpt.training.finite import require_finite, require_finite_parameters, require_finite_state
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job, compile_kernels, describe
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.progress import Progress
 from daskgpt.training.result import Result
-from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.resuming import Beginning, Resumed, facts
+from daskgpt.training.run_folder import METRICS, RunFolder
+from daskgpt.training.saving import Saver, reason
 from daskgpt.training.start import Start, open_dataset, start_values
 from daskgpt.training.step import State, TrainingStep
 from daskgpt.training.watching import Watcher
 
+Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
 
 
 def fit(
-    config: GPT2Config,
-    data: DataConfig | None = None,
-    optimizer: OptimizerConfig | None = None,
-    dataflow: DataflowConfig | None = None,
-    run: RunConfig | None = None,
+    config: GPT2Config | None = None,
+    data: DataConfig | Changes | None = None,
+    optimizer: OptimizerConfig | Changes | None = None,
+    dataflow: DataflowConfig | Changes | None = None,
+    run: RunConfig | Changes | None = None,
     *,
     parameters: Mapping[str, np.ndarray] | None = None,
+    resume: str | os.PathLike[str] = "",
     on_step: Any = None,
     watchers: Sequence[Watcher] = (),
     quiet: bool = False,
@@ -48,31 +53,69 @@ def fit(
     """Train a model; what `python -m daskgpt.train` does, from Python. A run is written where `run.out` names a folder.
 
     parameters   initial values, None for those of `run.init` or random ones
+    resume       a run folder to go on with, from its newest good checkpoint. Everything is the run's own then, but for
+                 what is given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
     on_step      called with (step, metrics) after each step, for a live plot
     watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
     quiet        whether nothing is printed: no header, no progress
 
-    Errors       ValueError where the configurations do not fit each other, FileNotFoundError for missing data,
-                 FileExistsError where `run.out` holds a run already, RuntimeError where a loss or a parameter does
-                 not stay finite
+    Errors       ValueError where the configurations do not fit each other or what is given may not change,
+                 FileNotFoundError for missing data or no run to go on with, FileExistsError where `run.out` holds a run
+                 already, RuntimeError where a loss or a parameter does not stay finite or another process trains the
+                 run, OSError where the last checkpoint cannot be written
     """
-    data, run = data or DataConfig(), run or RunConfig()
+    given = {"data": data, "optimizer": optimizer, "dataflow": dataflow, "run": run}
+    folder: RunFolder | None
+    if resume:
+        rule, advice = "a run that is gone on with has its own parameters", "Leave parameters out, or resume."
+        require(parameters is None, "fit", rule, {"resume": resume}, advice)
+        resumed = Resumed(os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in given.items()})
+        job, folder, beginning = resumed.job, resumed.folder, resumed.beginning()
+    else:
+        rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
+        require(config is not None, "fit", rule, {"config": config}, advice)
+        assert config is not None
+        job, beginning = _new_job(config, parameters, given)
+        folder = RunFolder(job.run.out) if job.run.out else None
+    try:
+        compile_kernels(job.precision)
+        with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+            return run_job(job, scheduler, beginning, folder, on_step, watchers, quiet)
+    finally:
+        if folder:
+            folder.close()
+
+
+def _new_job(
+    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, given: Mapping[str, Any]
+) -> tuple[Job, Beginning]:
+    """The job of a new run, and with what it begins."""
+    data: DataConfig = _configuration(DataConfig, given["data"])
+    run: RunConfig = _configuration(RunConfig, given["run"])
+    optimizer: OptimizerConfig = _configuration(OptimizerConfig, given["optimizer"])
+    dataflow: DataflowConfig = _configuration(DataflowConfig, given["dataflow"])
     origin = Start.read(run.init) if run.init else None
     if origin:
         rule = "the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    dataset = open_dataset(data, config.vocabulary, origin)
-    job = Job(config, data, optimizer or OptimizerConfig(), dataflow or DataflowConfig(), run, dataset)
-    folder = RunFolder(run.out) if run.out else None
-    compile_kernels(job.precision)
-    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        return run_job(job, scheduler, start_values(job, origin, parameters), folder, on_step, watchers, quiet)
+    job = Job(config, data, optimizer, dataflow, run, open_dataset(data, config.vocabulary, origin))
+    return job, Beginning(start_values(job, origin, parameters))
+
+
+def _configuration(kind: Any, given: Any) -> Any:
+    """A whole configuration from one, from some of its fields, or from nothing."""
+    return kind(**given) if isinstance(given, Mapping) else given or kind()
+
+
+def _changes(given: Any) -> Mapping[str, Any]:
+    """What a configuration or a mapping gives anew."""
+    return {} if given is None else given if isinstance(given, Mapping) else asdict(given)
 
 
 def run_job(
     job: Job,
     scheduler: Scheduler,
-    parameters: Mapping[str, np.ndarray],
+    beginning: Beginning,
     folder: RunFolder | None,
     on_step: Any = None,
     watchers: Sequence[Watcher] = (),
@@ -80,70 +123,114 @@ def run_job(
 ) -> Result:
     """The loop itself. Ctrl-C or SIGTERM ends it after a step, and it keeps what it has learnt.
 
-    Errors   KeyboardInterrupt at the second of them: nothing is saved then
+    Errors   KeyboardInterrupt at the second of them: nothing more is saved then
     """
-    progress = Progress(job.run.steps, quiet=quiet)
+    progress = Progress(job.run.steps, done=beginning.step, quiet=quiet)
     with finishing_first(progress.say) as asked_to_stop:
-        return _run(job, scheduler, parameters, folder, on_step, watchers, progress, asked_to_stop)
+        loop = _Loop(job, scheduler, beginning, folder, progress)
+        try:
+            return loop.run(on_step, watchers, asked_to_stop)
+        except Exception:
+            loop.wait()  # for a checkpoint on its way: what ends the run came after it
+            raise
+        finally:
+            progress.close()
+            if folder:
+                folder.close()
 
 
-def _run(
-    job: Job,
-    scheduler: Scheduler,
-    parameters: Mapping[str, np.ndarray],
-    folder: RunFolder | None,
-    on_step: Any,
-    watchers: Sequence[Watcher],
-    progress: Progress,
-    asked_to_stop: Callable[[], bool],
-) -> Result:
-    losses: list[float] = []
-    validation = math.nan
-    steps = JobSteps(job, scheduler, progress.say)
-    if folder:
-        folder.create(job.resolved(scheduler, steps.chunk, steps.grain))
-    progress.say(describe(job, scheduler, steps.described_chunks))
-    if not steps.choice.open:  # else it is said when it is known
-        progress.say(f"grain      {_tasks(steps.step)}")
-    state = steps.initial(parameters)
-    watching = [(watcher.begin(job, steps.step, scheduler), watcher) for watcher in watchers]
-    start, settled = time.perf_counter(), not steps.open
-    progress.begin()
-    try:
-        for latest, metrics in _steps(job, scheduler, steps, state, watching):
+class _Loop:
+    """One run from where it begins to its end."""
+
+    def __init__(
+        self, job: Job, scheduler: Scheduler, beginning: Beginning, folder: RunFolder | None, progress: Progress
+    ) -> None:
+        self.job, self.scheduler, self.beginning, self.folder = job, scheduler, beginning, folder
+        self.progress = progress
+        self.losses, self.validation = list(beginning.losses), beginning.validation
+        self.steps = JobSteps(job, scheduler, progress.say)
+        self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
+
+    def wait(self) -> None:
+        """Until what is being saved is written."""
+        if self.saver:
+            self.saver.wait()
+
+    def run(self, on_step: Any, watchers: Sequence[Watcher], asked_to_stop: Callable[[], bool]) -> Result:
+        """Train, save, and let the instruments write what they have seen."""
+        job, progress, steps = self.job, self.progress, self.steps
+        if self.folder:
+            self.folder.begin(job.resolved(self.scheduler, steps.chunk, steps.grain), self.beginning.step)
+        for line in (describe(job, self.scheduler, steps.described_chunks), *self.beginning.said):
+            progress.say(line)
+        if not steps.choice.open:  # else it is said when it is known
+            progress.say(f"grain      {_tasks(steps.step)}")
+        state = steps.initial(self.beginning.parameters, self.beginning.moments, self.beginning.step)
+        watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
+        start = time.perf_counter()
+        progress.begin()
+        state, stopped = self._train(state, watching, on_step, asked_to_stop)
+        seconds = time.perf_counter() - start
+        progress.close()
+        result = Result(job.config, state.parameters(self.scheduler), self.losses, self.validation, seconds)
+        result.first, result.stopped = self.beginning.step, stopped
+        require_finite_parameters(job, max(len(self.losses) - 1, 0), result.parameters)
+        if self.saver and self.folder:
+            self.saver.save(state, self._facts(state), last=True)
+            result.checkpoint = step_folder(self.folder.path, state.step)
+            self.folder.write_metrics()
+        for watcher in watchers:  # whose files may not get written: the model is safe by now
+            watcher.end()
+        return result
+
+    def _train(
+        self, state: State, watching: Watching, on_step: Any, asked_to_stop: Callable[[], bool]
+    ) -> tuple[State, bool]:
+        """All steps, or those until somebody asks to stop: the state after them, and whether somebody has."""
+        job, steps, losses, settled = self.job, self.steps, self.losses, not self.steps.open
+        for latest, metrics in _steps(job, self.scheduler, steps, state, watching, self.saver):
             state = latest
             losses.append(metrics["loss"])
-            validation = metrics.get("validation_loss", validation)
-            progress.step(metrics)
-            if folder:
+            self.validation = metrics.get("validation_loss", self.validation)
+            self.progress.step(metrics)
+            if self.folder and self.saver:
                 if not settled:
                     # What was chosen with this step, over what stood there.
-                    folder.configure(job.resolved(scheduler, steps.chunk, steps.grain))
+                    self.folder.configure(job.resolved(self.scheduler, steps.chunk, steps.grain))
                     settled = not steps.open
-                folder.log(metrics)
+                self._log(metrics | self.saver.news())
             if on_step:
                 on_step(metrics["step"], metrics)
-            require_finite(job, scheduler, state, metrics)
+            require_finite(job, self.scheduler, state, metrics)
             # Of steps that overlap there is a state after the last one only.
-            if asked_to_stop() and state.step == len(losses) < job.run.steps:
-                progress.say(f"stopped after {len(losses)} of {job.run.steps} steps")
-                break
-    finally:
-        progress.close()
-        if folder:
-            folder.close()
-    result = Result(job.config, state.parameters(scheduler), losses, validation, time.perf_counter() - start)
-    require_finite_parameters(job, max(len(losses) - 1, 0), result.parameters)
-    if folder:
-        stored = StoredModel(result.config, result.parameters, job.tokens.encoding_name, job.data.sequence_length)
-        result.model = folder.save(stored)
-    for watcher in watchers:  # whose files may not get written: the model is safe by now
-        watcher.end()
-    return result
+            if state.step != len(losses) or state.step == job.run.steps:
+                continue
+            if asked_to_stop():
+                self.progress.say(f"stopped after {len(losses)} of {job.run.steps} steps")
+                return state, True
+            if self.saver and self.saver.due(state.step):
+                if "validation_loss" not in metrics:  # else they were looked at
+                    require_finite_state(job, self.scheduler, state, metrics["step"])
+                self.saver.save(state, self._facts(state))
+        return state, False
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics of a step; a full disk is said once, and no reason to end."""
+        assert self.folder is not None
+        waiting = len(self.folder.unwritten)
+        try:
+            self.folder.log(metrics)
+        except OSError as error:
+            if not waiting:
+                where = self.folder.path / METRICS
+                self.progress.say(f"metrics    {where} waits for room: {reason(error)}; training goes on")
+
+    def _facts(self, state: State) -> dict[str, Any]:
+        return facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
 
 
 def _steps(
-    job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching
+    job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching, saver: Saver | None
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step."""
     validate = Inference(
@@ -151,10 +238,10 @@ def _steps(
     )
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
     tokens = job.data.batch_size * job.data.sequence_length
-    number = 0
+    number = state.step
     while number < job.run.steps:
         start = time.perf_counter()
-        numbers = range(number, number + _together(job, steps, number, watching))
+        numbers = range(number, number + _together(job, steps, number, watching, saver))
         batches = [batch(job.tokens.training, **size, seed=job.run.seed, step=n) for n in numbers]
         with ExitStack() as looking:
             if not steps.open:
@@ -177,11 +264,12 @@ def _next_validation(job: Job, number: int) -> int:
     return min((number // every + 1) * every, job.run.steps)
 
 
-def _together(job: Job, steps: JobSteps, number: int, watching: Watching) -> int:
+def _together(job: Job, steps: JobSteps, number: int, watching: Watching, saver: Saver | None) -> int:
     """How many steps from this one on may overlap."""
     if job.dataflow.barrier != "none" or steps.open:
         return 1
     ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
+    ends += [end] if saver and (end := saver.next_fixed(number)) else []
     return min(job.dataflow.window, min(ends) - number)
 
 

@@ -26,11 +26,18 @@ class Progress:
     A terminal and a notebook have one line that is written over, and a line that stays for each validation. A file has
     the latter and a line at the first step and each `plain_every` seconds. `quiet` shows nothing at all.
 
+    done     steps that an earlier process has made
     stream   where the line goes; None = stdout in a notebook, whose parts of one stream stay together, else stderr
     """
 
     def __init__(
-        self, steps: int, *, quiet: bool = False, stream: TextIO | None = None, plain_every: float = PLAIN_EVERY
+        self,
+        steps: int,
+        *,
+        done: int = 0,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        plain_every: float = PLAIN_EVERY,
     ) -> None:
         notebook = in_notebook()
         self.steps, self.plain_every = steps, plain_every
@@ -39,7 +46,8 @@ class Progress:
         self.live = not self.quiet and (notebook or self.stream.isatty())
         self.gone: set[TextIO] = set()  # streams that take nothing any more
         self.last_line = -float("inf")
-        self.done, self.validation = 0, ""
+        self.first = self.done = done
+        self.validation = ""
         self.loss, self.rate, self.seconds = (EMA(SMOOTHING) for _ in range(3))
         self.line: _Line | None = None
 
@@ -89,7 +97,7 @@ class Progress:
 
     def live_words(self, room: int) -> str:
         """What stands beside the bar: as much as there is room for."""
-        if not self.done:
+        if self.done == self.first:
             return ""
         rate = f"{tqdm.format_sizeof(self.rate())} tokens/s"
         return self._words(self.validation, rate, self.left, room)
@@ -133,7 +141,14 @@ class _Line(tqdm):
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self.progress = progress
-        super().__init__(total=progress.steps, file=stream, leave=False, ncols=DEFAULT_COLUMNS, disable=False)
+        super().__init__(
+            total=progress.steps,
+            initial=progress.done,
+            file=stream,
+            leave=False,
+            ncols=DEFAULT_COLUMNS,
+            disable=False,
+        )
 
     @property
     def format_dict(self) -> dict[str, Any]:

@@ -20,13 +20,18 @@ class Result:
              parameters: dict[str, np.ndarray]
                  GPT-2's tensors under their published names, float32
              losses: list[float]
-                 of each step, before its update [nats a token]
+                 of each step of the run, before its update; nan for one of an earlier process that no metrics
+                 tell of [nats a token]
              validation_loss: float
                  the last one measured, nan if there was none [nats a token]
              seconds: float
-                 of all steps and validations [s]
-             model: Path | None
-                 the model file, None where no run folder was written
+                 of all steps and validations of this process [s]
+             checkpoint: Path | None
+                 the folder with the model, which `daskgpt.load` reads; None where no run folder was written
+             first: int
+                 how many steps earlier processes have made
+             stopped: bool
+                 whether Ctrl-C or SIGTERM has ended it before its last step
     """
 
     config: GPT2Config
@@ -34,14 +39,17 @@ class Result:
     losses: list[float]
     validation_loss: float
     seconds: float
-    model: Path | None = None
+    checkpoint: Path | None = None
+    first: int = 0
+    stopped: bool = False
 
     def __repr__(self) -> str:
         """A few lines without any array: `parameters` and `losses` hold the numbers."""
         steps = len(self.losses)
-        lines = [f"Result of {steps:,} step{'s' * (steps != 1)} in {self.seconds:.1f} s"]
+        own = f" ({steps - self.first:,} of them now)" if self.first else ""
+        lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{own} in {self.seconds:.1f} s"]
         lines.append(f"model       {parameter_count(self.config):,} parameters in {len(self.parameters)} arrays")
         lines += [f"loss        {self.losses[0]:.3f} -> {self.losses[-1]:.3f} nats a token"] if self.losses else []
         if self.validation_loss == self.validation_loss:
             lines.append(f"validation  {self.validation_loss:.3f} nats a token")
-        return "\n".join([*lines, f"written to  {self.model or 'nowhere'}"])
+        return "\n".join([*lines, f"written to  {self.checkpoint or 'nowhere'}"])

@@ -1,17 +1,21 @@
-"""The folder of a run: its configuration, one line of metrics a step, its model."""
+"""The folder of a run: its configuration, one line of metrics a step, its checkpoints."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
+import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -23,10 +27,19 @@ from daskgpt.data.encodings import VOCABULARY, encoding_of, vocabulary_size
 from daskgpt.formats.huggingface import is_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.run_model import StoredModel, write_run_model
+from daskgpt.formats.run_model import StoredModel
+from daskgpt.training.checkpoints import (
+    checked_state,
+    checkpoints,
+    is_checkpoint,
+    newest_good,
+    remove_leftovers,
+    require_checkpoint,
+)
 
-CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
-MODELS = (MODEL, "model.bin")  # the second is what older versions wrote
+CONFIG, METRICS, LOCK = "config.toml", "metrics.jsonl", ".lock"
+MODEL = "model.safetensors"  # of a checkpoint
+MODELS = (MODEL, "model.bin")  # what older versions wrote into the run folder itself
 
 
 def new_folder() -> str:
@@ -37,14 +50,26 @@ def new_folder() -> str:
 
 
 class RunFolder:
-    """Writes a run. Nothing exists on disk before `create`.
+    """Writes a run. Nothing of a new run exists on disk before `begin`; one that is gone on with is held from here on.
 
-    Errors   FileExistsError where the folder already holds a run; ValueError where no folder can be made there
+    resumed   whether it is gone on with
+
+    Errors    FileExistsError where a new run's folder already holds one; ValueError where no folder can be made there;
+              FileNotFoundError where there is no run to go on with; RuntimeError where another process trains it
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        if any((self.path / name).exists() for name in (CONFIG, METRICS, *MODELS)):
+    def __init__(self, path: str, *, resumed: bool = False) -> None:
+        self.path, self.resumed = Path(path), resumed
+        self.metrics: BinaryIO | None = None
+        self.lock: BinaryIO | None = None
+        self.unwritten: list[bytes] = []  # metrics for which there was no room
+        if resumed:
+            rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
+            holds = (self.path / CONFIG).is_file() and (self.path / METRICS).is_file()
+            require(holds, "RunFolder", rule, {"resume": self.path}, advice, FileNotFoundError)
+            self._hold()
+            return
+        if any((self.path / name).exists() for name in (CONFIG, METRICS, *MODELS)) or checkpoints(self.path):
             raise self._taken()
         parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         where, got = "RunFolder", {"out": self.path}
@@ -53,23 +78,62 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def create(self, sections: Mapping[str, Any]) -> None:
-        """Make the folder, and in it the configuration and an empty file of metrics.
+    def begin(self, sections: Mapping[str, Any], steps: int = 0) -> None:
+        """Write the configuration, and open the metrics: empty for a new run, else with the first so many steps.
 
         Errors   FileExistsError where another run has come here since
         """
+        remove_leftovers(self.path) if self.resumed else self._claim()
+        try:
+            self.configure(sections)
+        except BaseException:
+            self.close()
+            if not self.resumed:  # without a configuration it is no run, and holds no folder
+                (self.path / METRICS).unlink()
+                (self.path / LOCK).unlink(missing_ok=True)
+            raise
+        if self.resumed:
+            self._cut(steps)
+
+    def _claim(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             # The file of metrics is what a run holds a folder by: only one of two that start at once can make it.
             self.metrics = (self.path / METRICS).open("xb", buffering=0)
         except FileExistsError:
             raise self._taken() from None
+        self._hold()
+
+    def _hold(self) -> None:
+        """Keep other processes from going on with this run; the system lets go of it when this process ends."""
+        self.lock = (self.path / LOCK).open("a+b", buffering=0)
         try:
-            self.configure(sections)
-        except BaseException:  # without a configuration it is no run, and holds no folder
-            self.metrics.close()
-            (self.path / METRICS).unlink()
-            raise
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            holder = self.lock.read(20).decode(errors="replace").strip()
+            self.lock.close()
+            rule, advice = "no other process must train this run", "Wait for its end, or stop it."
+            got = {"resume": self.path, "process": holder}
+            raise refusal(RuntimeError, "RunFolder", rule, got, advice) from None
+        except OSError:
+            return  # a file system without locks: whoever starts two at once there has to know
+        with suppress(OSError):  # it only serves to say who
+            self.lock.truncate(0)
+            self.lock.write(f"{os.getpid()}\n".encode())
+
+    def _cut(self, steps: int) -> None:
+        """Leave the metrics of the first so many steps, and go on behind them."""
+        path = self.path / METRICS
+        kept = b"".join(line for _, line in _lines(path, steps))
+        if kept != path.read_bytes():
+            with replacing(path, "RunFolder") as file:
+                file.write(kept)
+        self.metrics = path.open("ab", buffering=0)
+
+    def known_metrics(self, steps: int) -> list[dict[str, Any]]:
+        """What the metrics say of the first so many steps; a step may be missing."""
+        return [record for record, _ in _lines(self.path / METRICS, steps)]
 
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the resolved configuration, or write it again: a TOML table a dataclass or mapping."""
@@ -83,28 +147,47 @@ class RunFolder:
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one step to the metrics; a number that is not finite, which JSON does not know, as null.
 
-        Errors   OSError where there is no room for all of the line: nothing of it is left then
+        Errors   OSError where there is no room for all of the line: it is kept, and written once there is
         """
         valid = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        line, before = f"{json.dumps(valid, allow_nan=False)}\n".encode(), self.metrics.tell()
-        try:
-            while line:
-                line = line[self.metrics.write(line) :]
-        except OSError as error:
-            self.metrics.truncate(before)
-            raise not_written(error, "RunFolder", self.path / METRICS) from error
+        self.unwritten.append(f"{json.dumps(valid, allow_nan=False)}\n".encode())
+        self.write_metrics()
 
-    def save(self, model: StoredModel) -> Path:
-        """Write the model file."""
-        write_run_model(self.path / MODEL, model)
-        return self.path / MODEL
+    def write_metrics(self) -> None:
+        """Write what is not written yet.
+
+        Errors   OSError where there is no room for it: only whole lines are in the file then
+        """
+        assert self.metrics is not None
+        while self.unwritten:
+            line, before = self.unwritten[0], self.metrics.tell()
+            try:
+                while line:
+                    line = line[self.metrics.write(line) :]
+            except OSError as error:
+                self.metrics.truncate(before)
+                self.metrics.seek(before)
+                raise not_written(error, "RunFolder", self.path / METRICS) from error
+            del self.unwritten[0]
+
+    def sync_metrics(self) -> None:
+        """Let the metrics so far be on the disk.
+
+        Errors   OSError where they are not all written
+        """
+        if self.metrics is not None and not self.metrics.closed:
+            os.fsync(self.metrics.fileno())
+        if self.unwritten:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / METRICS))
 
     def close(self) -> None:
-        """Close the metrics: the run has ended, well or not."""
-        self.metrics.close()
+        """Close the metrics, and let go of the folder: the run has ended, well or not."""
+        for file in (self.metrics, self.lock):
+            if file is not None:
+                file.close()
 
     def _taken(self) -> FileExistsError:
         return refusal(
@@ -116,13 +199,29 @@ class RunFolder:
         )
 
 
+def _lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Records of a file of metrics and the lines that they are on, of steps below a number; what is no record is not
+    among them, such as the part of a line that a killed process has left, nor is a step that was there before.
+    """
+    known = -1
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+            step = record["step"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if line.endswith(b"\n") and isinstance(step, int) and known < step < steps:
+            known = step
+            yield record, line
+
+
 def _toml(value: Any) -> str:
     """A number, truth value or text as TOML: JSON writes them alike, but for the one character it does not escape."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """A model: from a run folder, or from a model file of this program (.safetensors) or of llm.c (.bin).
+    """A model: the newest good checkpoint of a run folder, a checkpoint, or a model file that `daskgpt.convert` knows.
 
     Shapes   those of the table, wte.weight with the rows of the padded vocabulary
     Dtype    float32
@@ -133,29 +232,40 @@ def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
 
 
 def read_model_of(path: str | Path) -> StoredModel:
-    """What a run folder or a model file holds.
+    """What a run folder, a checkpoint or a model file holds.
 
-    Errors   FileNotFoundError, or ValueError where the file is not such a model
+    Errors   FileNotFoundError, or ValueError where the file is not such a model, or a checkpoint is damaged
     """
     model = open_model_of(path)
     return StoredModel(model.config, model.parameters(), model.encoding, model.sequence_length)
 
 
 def open_model_of(path: str | Path) -> OpenedModel:
-    """The same, before its tensors are read."""
+    """The same, before its tensors are read. A damaged checkpoint that is passed over is a line on stderr."""
     path = Path(path)
-    if path.is_dir() and not is_huggingface(path):
-        found = [path / name for name in MODELS if (path / name).exists()]
-        rule, advice = (
-            f"the run folder must hold a {MODEL}",
-            "A run writes it at its end: wait for that, or name another.",
-        )
-        require(bool(found), "load", rule, {"path": path}, advice, FileNotFoundError)
-        path = found[0]
-    model = open_model_file(path)
+    model = open_model_file(_model_of(path))
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
     require(model.encoding in ("", *VOCABULARY), "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model
+
+
+def _model_of(path: Path) -> Path:
+    """The file or folder with the model: of a run the newest good checkpoint, or the file that an older version wrote."""
+    if is_checkpoint(path):
+        checked_state(path, model_only=True)
+        return path
+    if checkpoints(path):
+        return require_checkpoint(newest_good(path, _warn, model_only=True), path)[0]
+    if not path.is_dir() or is_huggingface(path):
+        return path
+    found = [path / name for name in MODELS if (path / name).exists()]
+    rule, advice = "the run folder must hold a checkpoint", "A run writes them while it trains: wait, or name another."
+    require(bool(found), "load", rule, {"path": path}, advice, FileNotFoundError)
+    return found[0]
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def trained_with(path: str | Path, model: StoredModel) -> tuple[str, int]:
@@ -168,12 +278,13 @@ def trained_with(path: str | Path, model: StoredModel) -> tuple[str, int]:
 def data_of(path: str | Path) -> DataConfig | None:
     """What a run was trained on, None for a model file that belongs to no run.
 
-    path     run folder, or the model file in it
+    path     run folder, a checkpoint in it, or its model file
 
     Errors   ValueError where the folder's configuration is not that of a run
     """
     path = Path(path)
-    written = (path if path.is_dir() else path.parent) / CONFIG
+    folder = path if path.is_dir() else path.parent
+    written = (folder.resolve().parent if is_checkpoint(folder) else folder) / CONFIG
     if not written.is_file():
         return None
     try:
@@ -183,8 +294,8 @@ def data_of(path: str | Path) -> DataConfig | None:
         vocabulary_size(data.encoding)
         return data
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        if path.is_file() and path.name not in MODELS:
-            return None  # a model file that lies beside somebody else's file of that name
+        if is_checkpoint(folder) or (path.is_file() and path.name not in MODELS):
+            return None  # a model that lies beside somebody else's file of that name
         raise refusal(
             ValueError,
             "load",

@@ -142,8 +142,13 @@ class TrainingStep:
             runnable = runnable.with_barriers(stage_of(graph, self.barrier), tokens=not self.in_place)
         self.runnable, self.grain = runnable, grain
 
-    def initial(self, parameters: Mapping[str, np.ndarray]) -> State:
-        """Zero moments beside the parameters. In place they are written over: keep a copy if they are needed.
+    def initial(
+        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
+    ) -> State:
+        """The state before a step. In place it is written over: keep a copy of what is given if that is needed.
+
+        moments   "MOMENT.NAME" of every tensor; None = zeros
+        step      how many steps have led to it
 
         The zeros are written, where `np.zeros` would only promise them: the first update would otherwise fetch each
         moment's memory page by page from the system, and its kernel times, which choose chunks and grain, be five
@@ -151,11 +156,10 @@ class TrainingStep:
         """
         values = held_weights(self.config, parameters, self.precision)
         for moment in self.row.moments:
-            values |= {
-                f"{moment}.{name}": np.full(tensor.shape, 0, self.precision.dtype)
-                for name, tensor in tensors(self.config).items()
-            }
-        return State(self.runnable.layout, self.runnable.layout.pack(values))
+            for name, tensor in tensors(self.config).items():
+                key = f"{moment}.{name}"
+                values[key] = moments[key] if moments else np.full(tensor.shape, 0, self.precision.dtype)
+        return State(self.runnable.layout, self.runnable.layout.pack(values), step)
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray, steps: int

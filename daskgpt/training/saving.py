@@ -1,0 +1,218 @@
+"""When a run saves its state, and how: a copy is taken between two steps and written while the next ones compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from daskgpt.config.errors import refusal
+from daskgpt.formats.run_model import StoredModel
+from daskgpt.graph.nodes import Graph, Key, task
+from daskgpt.graph.recording import Submission
+from daskgpt.model.precision import values_of
+from daskgpt.schedulers.machine_memory import available_memory
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.checkpoints import Checkpoint, prune, step_folder, write_checkpoint
+from daskgpt.training.job import Job
+from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.step import State
+
+COPY_BYTES = 2**24  # that one task copies
+SPARE = 1.1  # free memory for a copy, as a multiple of it
+
+
+@dataclass
+class _Save:
+    """One save, on its way or done."""
+
+    step: int
+    waited: float  # seconds that training has waited for it
+    seconds: float = 0.0
+    error: Exception | None = None
+
+
+class Saver:
+    """Saves the states of one run, one at a time.
+
+    Under the local schedulers, which write over the state, training waits for a copy in memory, or where there is no
+    room for one until all is written. A cluster's state never changes: it is fetched while the next steps compute.
+    What goes wrong costs a checkpoint and a line, never the run.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        scheduler: Scheduler,
+        say: Callable[[str], None],
+        newest: int = 0,
+        spared: frozenset[Path] = frozenset(),
+    ) -> None:
+        """newest   the step of the checkpoint that is gone on from, 0 where there is none
+        spared   damaged checkpoints, which are not deleted
+        """
+        self.job, self.folder, self.scheduler, self.say, self.spared = job, folder, scheduler, say, spared
+        self.since = time.monotonic()
+        self.thread: threading.Thread | None = None
+        self.current: _Save | None = None
+        self.saved = newest
+        self.told_of_memory = False
+        self.metrics: dict[str, Any] = {}
+
+    def next_fixed(self, done: int) -> int | None:
+        """How many steps will have been made at the next checkpoint that the number of steps decides."""
+        run = self.job.run
+        ends = [(done // every + 1) * every for every in (run.save_every, run.keep_every) if every]
+        return min(ends, default=None)
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is due after so many steps. One by time waits until the one before is written."""
+        run = self.job.run
+        if any(every and done % every == 0 for every in (run.save_every, run.keep_every)):
+            return True
+        late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
+        return bool(late) and not (self.thread and self.thread.is_alive())
+
+    def save(self, state: State, facts: Mapping[str, Any], *, last: bool = False) -> None:
+        """Begin to save a state; an earlier save is waited for.
+
+        facts   see `Checkpoint`
+        last    whether nothing is computed meanwhile: then it is written from where it is, and waited for
+
+        Errors  OSError where the last one cannot be written, with what stays
+        """
+        start = time.perf_counter()
+        self.wait()
+        self._ended()
+        if last and self.saved == state.step:
+            return
+        self.since = time.monotonic()
+        take, wait = self._taken(state, copied=not last)
+        save = self.current = _Save(state.step, time.perf_counter() - start)
+        # Nobody waits for a daemon as the process ends: what it has not finished is a leftover under its own name.
+        self.thread = threading.Thread(target=self._write, args=(save, take, facts), name="checkpoint", daemon=True)
+        self.thread.start()
+        if wait or last:
+            self.thread.join()
+            save.waited = time.perf_counter() - start
+        if last:
+            self._require_saved(save)
+
+    def wait(self) -> None:
+        """Wait until what is being saved is written."""
+        if self.thread:
+            self.thread.join()
+
+    def news(self) -> dict[str, Any]:
+        """Metrics of what was saved since this was last asked; empty where nothing was."""
+        self._ended()
+        news, self.metrics = self.metrics, {}
+        return news
+
+    def _ended(self) -> None:
+        """Note what has become of a save that is no longer on its way."""
+        save = self.current
+        if save is None or self.thread is None or self.thread.is_alive():
+            return
+        self.current = None
+        if save.error:
+            stays = f", step {self.saved} stays" if self.saved else ""
+            self.say(f"checkpoint step {save.step} is not saved: {reason(save.error)}; training goes on{stays}")
+            return
+        seconds, waited = round(save.seconds, 3), round(save.waited, 3)
+        self.metrics = {"checkpoint_step": save.step, "checkpoint_s": seconds, "checkpoint_waited_s": waited}
+
+    def _require_saved(self, save: _Save) -> None:
+        if save.error:
+            stays = f" from step {self.saved}" if self.saved else ""
+            raise refusal(
+                OSError,
+                "train",
+                "the last checkpoint must be written",
+                f"path={step_folder(self.folder.path, save.step)} ({reason(save.error)})",
+                f"Make room there and go on with --resume{stays}.",
+            ) from save.error
+
+    def _taken(self, state: State, *, copied: bool) -> tuple[Callable[[], Mapping[str, np.ndarray]], bool]:
+        """What gives the arrays of a state, by name, and whether training must wait until they are written."""
+        layout, packs, scheduler = state.layout, state.packs, self.scheduler
+        if not scheduler.in_place:
+            return lambda: _values(layout.unpack(scheduler.fetch(packs))), False
+        values = _values(layout.unpack(packs))
+        size = sum(value.nbytes for value in values.values())
+        free = available_memory()
+        if copied and (free is None or free >= SPARE * size):
+            copies = copied_in_tasks(scheduler, values)
+            return lambda: copies, False
+        if copied and not self.told_of_memory:
+            self.told_of_memory = True
+            self.say(
+                f"checkpoint training waits while one is written: {size / 1e9:.2f} GB for a copy are not free "
+                f"({(free or 0) / 1e9:.2f} GB are)"
+            )
+        return lambda: values, True
+
+    def _write(self, save: _Save, take: Callable[[], Mapping[str, np.ndarray]], facts: Mapping[str, Any]) -> None:
+        start, job = time.perf_counter(), self.job
+        try:
+            values = take()
+            weights = {n.partition(".")[2]: value for n, value in values.items() if n.startswith("weight.")}
+            moments = {name: value for name, value in values.items() if not name.startswith("weight.")}
+            model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
+            checkpoint = Checkpoint(save.step, model, moments, facts)
+            write_checkpoint(self.folder.path, checkpoint, before=self.folder.sync_metrics)
+            self.saved = save.step
+            prune(self.folder.path, job.run.keep, job.run.keep_every, self.spared)
+        except Exception as error:  # of whatever kind: it must not end the run, and `news` tells it
+            save.error = error
+        save.seconds = time.perf_counter() - start
+
+
+def reason(error: Exception) -> str:
+    """Why a file was not written, in the system's words where it has said it."""
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+    return str(text).splitlines()[0]
+
+
+def copied_in_tasks(scheduler: Scheduler, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Copies of arrays, made by tasks on all threads."""
+    token = uuid4().hex[:8]
+    graph: Graph = {}
+    leaves: dict[Key, Any] = {}
+    groups: dict[Key, list[str]] = {}
+    for number, names in enumerate(_shares(values)):
+        leaf, key = (f"state-{number}_-{token}",), (f"state.copy-{number}_-{token}",)
+        leaves[leaf], groups[key] = tuple(values[name] for name in names), names
+        graph[key] = task(key, _copied, [leaf])
+    found = scheduler.fetch(scheduler.run(Submission(graph, leaves, list(groups))))
+    return {name: copy for names, copies in zip(groups.values(), found) for name, copy in zip(names, copies)}
+
+
+def _copied(arrays: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    return [array.copy() for array in arrays]
+
+
+def _shares(values: Mapping[str, np.ndarray]) -> list[list[str]]:
+    """The names in groups of some size."""
+    shares: list[list[str]] = [[]]
+    size = 0
+    for name, value in values.items():
+        if size >= COPY_BYTES:
+            shares.append([])
+            size = 0
+        shares[-1].append(name)
+        size += value.nbytes
+    return shares
+
+
+def _values(held: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of a state, which may hold some of them packed as well."""
+    return {name: values_of(value) for name, value in held.items()}
