@@ -54,6 +54,7 @@ def test_a_checkpoint_has_the_model_the_moments_and_the_state(saved):
     assert state["configuration"]["model"]["channels"] == 16
     assert state["configuration"]["dataflow"]["threads"] == len(os.sched_getaffinity(0))
     assert state["asked"]["grain"] == "auto"
+    assert state["groups"] == state["configuration"]["data"]["groups"] == 1
     assert state["arithmetic"]["precision"] == "float32"
     assert state["versions"]["numpy"] == np.__version__
     for name, known in state["files"].items():

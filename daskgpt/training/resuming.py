@@ -87,6 +87,7 @@ def facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, st
         },
         "configuration": resolved,
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
+        "groups": job.groups,
         "arithmetic": arithmetic(job),
         "versions": {"python": platform.python_version(), "daskgpt": daskgpt.__version__}
         | {name: version(name) for name in PACKAGES},

@@ -167,8 +167,8 @@ class Saver:
             moments = {name: value for name, value in values.items() if not name.startswith("weight.")}
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             checkpoint = Checkpoint(save.step, model, moments, facts)
-            write_checkpoint(self.folder.path, checkpoint, before=self.folder.sync_metrics)
-            self.saved = save.step
+            written = write_checkpoint(self.folder.path, checkpoint, before=self.folder.sync_metrics)
+            self.saved, self.spared = save.step, self.spared - {written}
             prune(self.folder.path, job.run.keep, job.run.keep_every, self.spared)
         except Exception as error:  # of whatever kind: it must not end the run, and `news` tells it
             save.error = error
