@@ -249,11 +249,6 @@ def _check_file(path: Path, size: int, sha256: str) -> None:
         raise DamagedCheckpoint(f"{path.name} has another SHA-256 than when it was written")
 
 
-def read_model_in(folder: Path) -> StoredModel:
-    """The model of a checkpoint."""
-    return read_run_model(_tensor_path(folder, MODEL))
-
-
 def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: tuple[str, ...]) -> Checkpoint:
     """All of a checkpoint whose state was checked.
 
@@ -262,7 +257,7 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: tuple[str, 
     Dtype     float32, in memory of its own
     Errors    ValueError where the optimizer's file does not hold these moments of the model's tensors
     """
-    model = read_model_in(folder)
+    model = read_run_model(_tensor_path(folder, MODEL))
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
     return Checkpoint(state["step"], model, _moments(model.config, files, moments), state)
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, count
@@ -250,7 +250,7 @@ def open_model_of(path: str | Path) -> OpenedModel:
 
 
 def _model_of(path: Path) -> Path:
-    """The file or folder with the model: of a run the newest good checkpoint, or the file that an older version wrote."""
+    """Where the model is: of a run in the newest good checkpoint, or the file that an older version wrote."""
     if is_checkpoint(path):
         checked_state(path, model_only=True)
         return path
