@@ -38,6 +38,38 @@ def test_tokens_are_mapped_and_read_only(tmp_path: Path):
         tokens[0] = 1
 
 
+def test_nanogpts_ids_without_a_header(tmp_path: Path):
+    for name, tokens in (("train.bin", np.arange(2000) % 777), ("val.bin", TOKENS[:1])):
+        (tmp_path / name).write_bytes(tokens.astype("<u2").tobytes())
+        found = read_tokens(tmp_path / name)
+        assert found.dtype == np.uint16
+        assert not found.flags.writeable
+        np.testing.assert_array_equal(found, tokens)
+    assert read_tokens(str(tmp_path / "*.bin")).size == 2001
+
+
+def test_ids_of_a_vocabulary_that_is_pickled(tmp_path: Path):
+    (tmp_path / "train.bin").write_bytes(TOKENS.astype("<u2").tobytes())
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}.")
+    text = "read_tokens: ids must be of an encoding that is known here, not of a meta.pkl; "
+    text += (
+        f"got path={tmp_path / 'train.bin'}, beside=meta.pkl. It holds pickled Python objects, which are not opened: "
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}give the text that the ids were made from.$"):
+        read_tokens(tmp_path / "train.bin")
+    write_tokens(tmp_path / "own.bin", TOKENS)  # llm.c's say by themselves what they are
+    assert read_tokens(tmp_path / "own.bin").size == TOKENS.size
+
+
+def test_a_pickle_is_no_text(tmp_path: Path):
+    from daskgpt.data.text import read_text
+
+    (tmp_path / "meta.pkl").write_bytes(b"(dp0\n.")
+    text = f"got path={tmp_path / 'meta.pkl'} (.pkl, an ending of pickled Python objects). Give a text, or token files."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        read_text(str(tmp_path / "meta.pkl"))
+
+
 def test_glob_puts_files_in_a_row(tmp_path: Path):
     for name in ("part_000002.bin", "part_000001.bin", "other.bin"):
         write_tokens(tmp_path / name, np.array([len(name), int("2" in name)]))
@@ -138,9 +170,34 @@ NO_MAGIC = "an llm.c token file must begin with 20240520; got path={path}, magic
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", NO_MAGIC.replace("{magic}", "0")),
-        (header(20240520, 1, 1)[:1023], NO_MAGIC.replace("{magic}", "0")),
-        (header(20240326, 3), NO_MAGIC.replace("{magic}", "20240326") + "Raw ids without a header"),
+        (b"", "the file must hold token ids; got path={path}, bytes=0. Write it again."),
+        (
+            header(20240520, 1, 1)[:1023],
+            "the file must begin with a header of 1024 bytes; got path={path}, bytes=1023. The file is truncated: ",
+        ),
+        (
+            header(20240326, 3),
+            NO_MAGIC.replace("{magic}", "20240326") + "It is an llm.c model: read it with read_model.",
+        ),
+        (header(20240801, 7, 2), NO_MAGIC.replace("{magic}", "20240801") + "It is an llm.c token file of Llama 3."),
+        (
+            header(20240521, 1, 1) + b"ab",
+            NO_MAGIC.replace("{magic}", "20240521") + "It is damaged: write it again.",
+        ),
+        (
+            b"abc",
+            "ids without a header must be 2 bytes each, as nanoGPT writes them; got path={path}, bytes=3. "
+            "The file is truncated, or none of token ids.",
+        ),
+        (
+            (100).to_bytes(8, "little") + b"{" + bytes(199),
+            "the file must hold token ids; got path={path}, kind=safetensors. It is a model: give token files, or a ",
+        ),
+        (
+            b"PK\3\4",
+            "the file must be one that can be read without running what is in it; got path={path} (a zip archive, as "
+            "PyTorch writes it, with pickled Python objects). Give the text that the ids were made from.",
+        ),
         (
             header(20240520, 2, 1) + b"ab",
             "the version must be 1 (uint16 ids); got path={path}, version=2. Write it again.",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.paths import matching_files
+from daskgpt.formats.pickles import refuse_pickle
 
 STANDARD_LIBRARY = "stdlib"
 
@@ -45,6 +46,7 @@ def read_text(source: str) -> list[Document]:
     if source == STANDARD_LIBRARY:
         documents = _standard_library(Path(sysconfig.get_path("stdlib")))
     elif path.is_file():
+        refuse_pickle(path, "read_text", "Give a text, or token files.")
         documents = [Document(path.name, _decode_whole(path, source))]
     elif path.is_dir():
         documents = _decode_all(_files_below(path), source)

@@ -1,4 +1,4 @@
-"""llm.c's token files: a header of 256 int32 (magic, version, count), then uint16 token ids."""
+"""Token files: llm.c's, a header of 256 int32 (magic, version, count) and uint16 ids; nanoGPT's, the ids alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.paths import matching_files
+from daskgpt.formats.llmc import KINDS
+from daskgpt.formats.pickles import refuse_pickle
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
 LARGEST_ID = 2**16 - 1
 LARGEST_COUNT = 2**31 - 1
+META = "meta.pkl"  # nanoGPT's, beside ids of characters: which id is which
+PICKLED = "Give the text that the ids were made from."
 
 
 def write_tokens(path: str | os.PathLike[str], tokens: np.ndarray) -> None:
@@ -52,6 +56,8 @@ def _check_writable(tokens: np.ndarray) -> None:
 def read_tokens(source: str | os.PathLike[str]) -> np.ndarray:
     """The tokens of one file, or of all files that a glob matches, one after the other in sorted order.
 
+    A file without llm.c's header is taken for one of nanoGPT's: uint16 ids and nothing else.
+
     Shapes   (N,)
     Dtype    uint16, read-only
     Cost     one file is mapped, not read; several are copied into memory
@@ -66,13 +72,26 @@ def read_tokens(source: str | os.PathLike[str]) -> np.ndarray:
 
 
 def _map(path: Path) -> np.ndarray:
-    size = path.stat().st_size
+    refuse_pickle(path, "read_tokens", PICKLED)
     header = np.fromfile(path, "<i4", count=256)
-    magic, version, count = (int(number) for number in header[:3]) if header.size == 256 else (0, 0, 0)
+    return _ids_behind_header(path, header) if _begins_with_header(path, header) else _ids_alone(path)
+
+
+def _begins_with_header(path: Path, header: np.ndarray) -> bool:
+    """Whether a file is one of llm.c's, good or damaged: by its first number, or by all that is 0 behind the eighth.
+
+    Ids alone would begin so only with 496 times the id 0.
+    """
+    return header.size > 0 and (int(header[0]) in KINDS or (header.size == 256 and not header[8:].any()))
+
+
+def _ids_behind_header(path: Path, header: np.ndarray) -> np.ndarray:
+    size = path.stat().st_size
+    magic, version, count = (int(number) for number in header[:3]) if header.size == 256 else (int(header[0]), 0, 0)
     rule = f"an llm.c token file must begin with {MAGIC}"
-    _require(
-        magic == MAGIC, path, rule, {"magic": magic}, "Raw ids without a header, as nanoGPT's, are another format."
-    )
+    _require(magic == MAGIC, path, rule, {"magic": magic}, KINDS.get(magic, "It is damaged: write it again."))
+    rule = f"the file must begin with a header of {HEADER_BYTES} bytes"
+    _require(header.size == 256, path, rule, {"bytes": size}, "The file is truncated: write it again.")
     rule = f"the version must be {VERSION} (uint16 ids)"
     _require(version == VERSION, path, rule, {"version": version}, "Write it again.")
     _require(count > 0, path, "the file must hold tokens", {"count": count}, "Write it again.")
@@ -82,6 +101,23 @@ def _map(path: Path) -> np.ndarray:
     _require(size == expected, path, rule, {"bytes": size}, "Something follows the last token: write it again.")
     # A plain array over the mapping: arithmetic on it then gives plain arrays.
     return np.asarray(np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,)))
+
+
+def _ids_alone(path: Path) -> np.ndarray:
+    """nanoGPT's `train.bin`: nothing in it says what it is, so that what else it could be is asked first."""
+    size, meta = path.stat().st_size, path.with_name(META)
+    with open(path, "rb") as file:
+        start = file.read(9)
+    tensors = start[8:] == b"{" and int.from_bytes(start[:8], "little") < size
+    rule = "the file must hold token ids"
+    _require(not tensors, path, rule, {"kind": "safetensors"}, "It is a model: give token files, or a text.")
+    _require(size > 0, path, rule, {"bytes": size}, "Write it again.")
+    rule = "ids without a header must be 2 bytes each, as nanoGPT writes them"
+    _require(size % 2 == 0, path, rule, {"bytes": size}, "The file is truncated, or none of token ids.")
+    rule = f"ids must be of an encoding that is known here, not of a {META}"
+    advice = "It holds pickled Python objects, which are not opened: give the text that the ids were made from."
+    _require(not meta.exists(), path, rule, {"beside": meta.name}, advice)
+    return np.asarray(np.memmap(path, "<u2", mode="r"))
 
 
 def _require(holds: bool, path: Path, rule: str, got: dict[str, object], advice: str) -> None:
