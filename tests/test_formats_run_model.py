@@ -63,9 +63,10 @@ def rewrite(path, header, tensors):
 
 
 def edit(path, **changes):
-    """The file with another entry of the metadata."""
+    """The file with another entry of the metadata, and no checksum of it."""
     header, tensors = parts(path)
     known = json.loads(header["__metadata__"]["daskgpt"])
+    del known["check"]
     for name, value in changes.items():
         (known["model"] if name in known["model"] or name not in known else known)[name] = value
     header["__metadata__"]["daskgpt"] = json.dumps(known)
@@ -372,10 +373,19 @@ def test_matrices_that_are_not_transposed(path):
     refuses(path, "h.0.attn.c_attn.weight must have shape (4, 12) in a file", ", shape=(12, 4).")
 
 
+def test_a_flipped_bit_of_the_metadata(path):
+    path.write_bytes(path.read_bytes().replace(b'\\"heads\\": 2', b'\\"heads\\": 1'))
+    rule = "the metadata's daskgpt must be what was written, by its checksum"
+    with pytest.raises(
+        ValueError, match=f"^read_run_model: {re.escape(rule)}; got path={re.escape(str(path))}, check="
+    ):
+        read_run_model(path)
+
+
 def test_a_setting_that_came_later_means_its_default(path):
     header, tensors = parts(path)
     known = json.loads(header["__metadata__"]["daskgpt"])
-    del known["model"]["norm"]
+    del known["model"]["norm"], known["check"]
     header["__metadata__"]["daskgpt"] = json.dumps(known)
     rewrite(path, header, tensors)
     assert read_run_model(path).config == SMALL

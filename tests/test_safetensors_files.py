@@ -177,7 +177,9 @@ def test_an_index_without_a_map(index, of):
     refused(index, f"test: weight_map must say of each tensor in which file it is; got path={index}, weight_map=")
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/a.safetensors", "a.bin", "", "a\nb.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/a.safetensors", "a.bin", "", "a\nb.safetensors", "9" * 400 + ".safetensors"]
+)
 def test_an_index_names_files_beside_it_only(index, name):
     index.write_text(json.dumps({"weight_map": {"one": name}}))
     refused(index, f"test: weight_map must name .safetensors files beside the index; got path={index}, file=")
@@ -200,6 +202,14 @@ def test_an_index_and_files_that_do_not_fit(index, tmp_path):
     copy.write_bytes((tmp_path / of["half"]).read_bytes())
     index.write_text(json.dumps({"weight_map": of | {"half": copy.name}}))
     refused(index, "test: every tensor must be in one file; got path=")
+
+
+def test_files_of_two_models(index, tmp_path):
+    file = json.loads(index.read_text())["weight_map"]["half"]
+    arrays = {name: ARRAYS[name] for name, of in json.loads(index.read_text())["weight_map"].items() if of == file}
+    write_tensor_file(tmp_path / file, named(arrays), {"for": "others"}, where="test")
+    text = f"test: all files of a model must have the same metadata; got path={tmp_path / file}, entry=for. "
+    refused(index, text)
 
 
 def test_a_header_of_absurd_size(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -28,6 +29,7 @@ from daskgpt.formats.safetensors_files import (
 from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, tensors
 
 ENTRY = "daskgpt"  # of the metadata, a JSON object
+CHECK = "check"  # among its parts
 VERSION = 1
 # The numbers that every file has. A field of GPT2Config that came later means its default where a file lacks it.
 SIZES = ("blocks", "heads", "channels", "vocabulary", "padded_vocabulary", "positions")
@@ -117,8 +119,15 @@ def metadata_of(config: GPT2Config, encoding: str, sequence_length: int) -> dict
         "encoding": encoding,
         "sequence_length": sequence_length,
     }
+    known |= {CHECK: _check_of(known)}
     # transformers reads a file only if it says for which library it was written; the layout of all is the same.
     return {"format": "pt", ENTRY: json.dumps(known)}
+
+
+def _check_of(known: Mapping[str, Any]) -> int:
+    """A checksum of what the metadata says: nothing else in a file would tell a flipped bit of heads or encoding."""
+    said = {name: value for name, value in known.items() if name != CHECK}
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
 
 def read_run_model(path: str | os.PathLike[str]) -> StoredModel:
@@ -175,6 +184,9 @@ def _known(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         rule = f"the metadata's entry {ENTRY} must be JSON"
         raise refusal(ValueError, READ, rule, {"path": f"{path} ({type(error).__name__})"}, FOREIGN) from error
     _require_kinds(path, ENTRY, known, {"version": int, "model": dict, "encoding": str, "sequence_length": int})
+    if CHECK in known:  # older files have none
+        rule = f"the metadata's {ENTRY} must be what was written, by its checksum"
+        require(known[CHECK] == _check_of(known), READ, rule, {"path": path, CHECK: short(known[CHECK])}, FOREIGN)
     rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
     require(known["version"] == VERSION, READ, rule, {"path": path, "version": short(known["version"])}, advice)
     return dict(known)

@@ -189,7 +189,7 @@ class TensorFiles:
         names = sorted(set(of.values()))
         for name in names:
             # It is somebody else's text: nothing outside of the folder is opened.
-            plain = name == Path(name).name and name.endswith(ENDING) and name.isprintable()
+            plain = name == Path(name).name and name.endswith(ENDING) and name.isprintable() and len(name) <= 100
             rule = "weight_map must name .safetensors files beside the index"
             require(plain, self._where, rule, {"path": self.path, "file": short(name)}, advice)
         self.files = [self.path.with_name(name) for name in names]
@@ -223,8 +223,7 @@ class TensorFiles:
         """The header's entries, which the library has checked: kinds, sizes, and that they fill the file."""
         try:
             with safe_open(path, framework="numpy") as file:
-                # The first file speaks for all.
-                self.metadata = self.metadata or dict(file.metadata() or {})
+                metadata = dict(file.metadata() or {})
         except SafetensorError as error:
             rule, advice = (
                 "the file must be a whole safetensors file",
@@ -232,6 +231,10 @@ class TensorFiles:
             )
             got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
             raise refusal(ValueError, self._where, rule, got, advice) from error
+        self.metadata = metadata if not self._maps else self.metadata
+        wrong = min((key for key, value in metadata.items() ^ self.metadata.items()), default="")
+        rule, got = "all files of a model must have the same metadata", {"path": path, "entry": short(wrong)}
+        require(metadata == self.metadata, self._where, rule, got, "They are of two models, or damaged.")
         entries: dict[str, Any] = json.loads(text)
         entries.pop("__metadata__", None)
         return entries
