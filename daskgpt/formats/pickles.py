@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from daskgpt.config.errors import refusal
@@ -14,9 +15,8 @@ TOLD = "`python -m daskgpt.convert --help` has the lines that convert one."
 
 def refuse_pickle(path: Path, where: str, advice: str = TOLD) -> None:
     """Errors   ValueError where a file is one of them, by its first bytes or, if they say nothing else, its ending"""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
+    start = b""
+    with suppress(OSError), open(path, "rb") as file:  # what cannot be read is told of by who reads it
         start = file.read(4)
     kind = ""
     if start == ZIP:
