@@ -17,9 +17,10 @@ from daskgpt import bench
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import apply
-from daskgpt.graph.sum_order import Chain, Cut, SumOrder, additions, level
+from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.instruments.memory import predict
 from daskgpt.kernels import embedding, linear
+from daskgpt.kernels.totals import additions, level
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.training.inference import loss_and_gradients
 

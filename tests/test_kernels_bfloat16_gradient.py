@@ -104,6 +104,32 @@ def test_an_update_in_one_pass_has_the_same_bits(name, shape, given):
     assert_same_bits(packed.backward, fresh.backward)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_totals_of_groups_meet_before_the_update(name, count, given):
+    """The same bits as products, additions and update one after the other, also where a group has several chunks."""
+    outputs, channels, tokens = 300, 70, (3, 40, 33, 64, 5, 32, 1, 50, 7)
+    groups = [0, *range(8)] if count == 8 else [number * count // len(tokens) for number in range(len(tokens))]
+    dys, xs = (arrays(seed, *((n, width) for n in tokens)) for seed, width in ((20, outputs), (21, channels)))
+    (gradient,) = arrays(22, (outputs, channels))
+    weight, m, v = state(23, outputs, channels)
+    expected = [each.copy() for each in (weight, m, v)]
+    sums = np.zeros((count, outputs, channels), np.float32)
+    sums[0] = gradient if given else 0
+    for number, (dy, x, group) in enumerate(zip(dys, xs, groups)):
+        begun = groups[number - 1] == group if number else given
+        backward_weight(dy, x, total=sums[group], accumulate=begun)
+    while len(sums) > 1:
+        sums = sums[::2] + sums[1::2]
+    adamw_inplace(expected[0], sums[0], *expected[1:], HYPER, **OPTIONS)
+    packed, start = pack_weight(weight), gradient if given else None
+    update_weight(dys, xs, weight, m, v, packed, HYPER, groups=groups, gradient=start, **OPTIONS)
+    for found, wanted in zip((weight, m, v), expected):
+        assert_same_bits(found, wanted)
+    with pytest.raises(ValueError, match=r"groups must be one a chunk, .*; got groups=\[0, 2, "):
+        update_weight(dys, xs, weight, m, v, packed, HYPER, groups=[0, *[2] * (len(dys) - 1)], **OPTIONS)
+
+
 @pytest.mark.parametrize("name", TILE_UNITS)
 def test_updates_of_rows_make_the_whole(name):
     with using(name):

@@ -40,7 +40,7 @@ def groups_of_batch(batch_size: int, sequence_length: int, given: int = 0) -> in
 
 def check_groups(where: str, groups: int, name: str, sequences: int) -> None:
     """Errors   ValueError where groups is no power of two that divides the sequences (of this name)"""
-    powers = [2**power for power in range(sequences.bit_length()) if sequences % 2**power == 0]
+    powers = [2**power for power in range(max(sequences.bit_length(), 1)) if sequences % 2**power == 0]
     if groups not in powers:
         near = min(powers, key=lambda power: (abs(power - groups), -power))
         rule = f"groups must be a power of two that divides {name}"

@@ -15,8 +15,9 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, GraphNode, Key, is_leaf
-from daskgpt.graph.sum_order import Chain, Cut, SumOrder, level, meet
+from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
+from daskgpt.kernels.totals import level, meet
 
 CUT = "bt"
 ROWS_ELEMENTS = 768 * 1024  # of a gradient that is summed at a time: 3 MiB of float32, in the last cache

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.graph.nodes import Graph, Key, combined, nested, only, reference
-from daskgpt.graph.sum_order import level
+from daskgpt.kernels.totals import level
 
 TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
 
@@ -122,7 +122,7 @@ class RowUpdate:
         fused: Callable[..., Any] | None,
         origin: Any,
     ) -> None:
-        """fused   does sum and update of rows in one pass where there is only one chain; None where no kernel does"""
+        """fused   does sum and update of rows in one pass where there is only one sum; None where no kernel does"""
         self.sums, self.counts, self.kernel, self.options = tuple(sums), tuple(counts), kernel, options
         self.bands, self.base, self.fused, self.origin = tuple(bands), base, fused, origin
 
@@ -142,8 +142,9 @@ class RowUpdate:
         chains = [call.in_order(own) for call, own in zip(self.sums, pieces)]
         if self.fused is not None:
             first, last = self.bands[0][0], self.bands[-1][1]
-            ((chain,),) = chains
-            self.fused(chain.calls, start[0] if start else None, state, first, last, **self.options)
+            parts = [part for chain in chains[0] for part in chain.calls]
+            groups = [chain.group for chain in chains[0] for _ in chain.calls]
+            self.fused(parts, groups, start[0] if start else None, state, first, last, **self.options)
             return
         *tensors, hyper = state
         for first, last in self.bands:
@@ -196,8 +197,7 @@ def update_in_place(
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
             base = 0 if shared else bands[0][0]
-            one_chain = len(calls) == 1 and calls[0].order.groups == 1
-            one_pass = fused.get(calls[0].kernel) if one_chain else None
+            one_pass = fused.get(calls[0].kernel) if len(calls) == 1 else None
             program = RowUpdate(
                 calls, [len(own) for own in arguments], kernel, call.options, bands, base, one_pass, call.origin
             )

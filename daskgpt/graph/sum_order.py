@@ -5,9 +5,7 @@
     the groups    a binary tree: total(lo, hi) = total(lo, mid) + total(mid, hi), mid halfway between
     a start       of a sum that goes on from another one: what the first group's chain starts from
 
-The tree needs no recursion. Groups are summed one after the other, and the totals that wait for their right-hand side
-are a binary counter: when group g ends, as many additions follow as g has binary ones at its end, each adding the last
-total to the one before it. So before group g there are as many totals as g has ones, and its own comes after them.
+Groups are summed one after the other; `kernels.totals` says when which of their totals meet.
 """
 
 from __future__ import annotations
@@ -18,19 +16,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
-
 from daskgpt.config.groups import check_groups
-
-
-def level(group: int) -> int:
-    """How many totals lie below that of a group while it is summed: where the group's own stands among them."""
-    return group.bit_count()
-
-
-def additions(group: int) -> int:
-    """How many additions of two totals follow when a group has been summed."""
-    return level(group) + 1 - level(group + 1)
+from daskgpt.kernels.totals import level
 
 
 @dataclass(frozen=True)
@@ -131,9 +118,3 @@ class SumOrder:
     def _begins(self) -> list[int]:
         """The first sequence of each chunk along b."""
         return [0, *accumulate(self.sequences)]
-
-
-def meet(totals: list[np.ndarray], group: int) -> None:
-    """The additions that follow when a group has been summed; its total is the last one of `totals` that counts."""
-    for last in range(level(group), level(group) - additions(group), -1):
-        np.add(totals[last - 1], totals[last], out=totals[last - 1])

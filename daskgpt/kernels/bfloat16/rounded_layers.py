@@ -160,6 +160,7 @@ class PackedUpdate:
 
 def linear_update(
     parts: Sequence[Sequence[np.ndarray]],
+    groups: Sequence[int],
     start: np.ndarray | None,
     state: Sequence[Any],
     first: int,
@@ -169,9 +170,13 @@ def linear_update(
     """Gradient, AdamW and packing of some rows of a linear layer's weight in one pass; the same bits as one by one.
 
     parts    pairs of dy and x, in the order in which their rows are summed
+    groups   of each the group whose total it enters, see `kernels.totals`
     start    rows of the gradient that the sum goes on from, or None
     state    weight, m, v (whole), hyper
     """
     weight, m, v, hyper = state
     dys, xs = zip(*parts)
-    update_weight(dys, xs, weight.values, m, v, weight.packed, hyper, gradient=start, rows=(first, last), **options)
+    update_weight(
+        dys, xs, weight.values, m, v, weight.packed, hyper,
+        groups=groups, gradient=start, rows=(first, last), **options,
+    )  # fmt: skip

@@ -21,12 +21,14 @@ from daskgpt.kernels.bfloat16.weight_gradient import (
     sum_rows,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.totals import additions, level, meet
 from daskgpt.kernels.vectors.operations import address_of, copy_row, read_real, read_whole, write_real
 
 # The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
-# What the table of runs of tokens says of each: addresses of dy and x, tokens.
-_FIELDS = 3
+# What the table of runs of tokens says of each: addresses of dy and x, tokens, which total they enter, whether that
+# begins with them at zero, and how many additions of two totals follow.
+_FIELDS = 6
 
 
 @helper
@@ -40,12 +42,21 @@ def _pack_x(table, runs, channels, right):
 
 
 @helper
+def _add_rows(source, target, step, rows, columns):
+    for row in range(rows):
+        for i in range(columns):
+            write_real(target + row * step, i, read_real(target + row * step, i) + read_real(source + row * step, i))
+
+
+@helper
 def _sum_runs(
-    unit, table, runs, outputs, channels, row0, rows, fresh, zeros, left, right, sums, sums_step, band_columns
+    unit, table, runs, outputs, channels, row0, rows, zeros, left, right, totals, total_step, sums_step, band_columns
 ):
-    """sums (+)= dyᵀ x for `rows` rows, run after run."""
+    """The first total (+)= dyᵀ x for `rows` rows, run after run, the others being those of groups that wait."""
     for run in range(runs):
         dy, tokens = read_whole(table, run * _FIELDS), read_whole(table, run * _FIELDS + 2)
+        sums = totals + read_whole(table, run * _FIELDS + 3) * total_step
+        fresh, meetings = read_whole(table, run * _FIELDS + 4), read_whole(table, run * _FIELDS + 5)
         steps = (tokens + 31) // 32
         panel = steps * STEP
         pack_pairs(dy + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
@@ -53,12 +64,15 @@ def _sum_runs(
             columns = min(band_columns, channels - column)
             for i in range(0, rows, 32):
                 target = sums + i * sums_step + column * 4
-                start, start_step = (zeros, 0) if fresh and run == 0 else (target, sums_step)
+                start, start_step = (zeros, 0) if fresh else (target, sums_step)
                 panels = right + column // 32 * panel
                 sum_rows(
                     unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, sums_step
                 )
         right += (channels + 31) // 32 * panel
+        for _ in range(meetings):
+            _add_rows(sums, sums - total_step, sums_step, rows, channels)
+            sums -= total_step
 
 
 @helper
@@ -78,10 +92,10 @@ def _step(weight, gradient, m, v, channels, scalars):
         write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rate, m_scale, v_scale, eps, decay))
 
 
-@kernel("h1 H1 H1 H1 h1 H1 H1 h1 h1 n n n n n n n n n n n n n")
+@kernel("h1 H1 H1 H1 h1 H1 H1 h1 h1 n n n n n n n n n n n n n n")
 def _update(
     table, weight, m, v, gradient, forward, backward, scalars, zeros, unit, configuration, runs, outputs, channels,
-    first, last, left, right, sums, sums_step, band_rows, band_columns,
+    first, last, left, right, sums, total_step, sums_step, band_rows, band_columns,
 ):  # fmt: skip
     wide_vectors()
     open_unit(unit, configuration)
@@ -93,8 +107,8 @@ def _update(
             for row in range(rows):
                 copy_row(address_of(gradient) + (row0 - first + row) * row_bytes, sums + row * sums_step, channels)
         _sum_runs(
-            unit, address_of(table), runs, outputs, channels, row0, rows, gradient.size == 0, address_of(zeros),
-            left, right, sums, sums_step, band_columns,
+            unit, address_of(table), runs, outputs, channels, row0, rows, address_of(zeros), left, right, sums,
+            total_step, sums_step, band_columns,
         )  # fmt: skip
         place = row0 * row_bytes
         for row in range(rows):
@@ -110,17 +124,22 @@ def _update(
 
 
 @functools.lru_cache(1024)
-def _plan(longest: int, channels: int) -> tuple[int, int]:
-    """Rows and columns of a patch, for runs of up to `longest` steps of 32 tokens."""
-    rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4) // 32 * 32))
+def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
+    """Rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and so many totals."""
+    rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4 * totals) // 32 * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
 
 
-def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
+def _check(where, dys, xs, groups, weight, m, v, packed, gradient, rows):
     """Raise unless the arguments of update_weight fit; returns the rows to update."""
     if not dys or len(dys) != len(xs):
         rule, found = "dys and xs must have as many chunks", f"{len(dys)} and {len(xs)}"
         raise refusal(ValueError, where, rule, found, "Give one of each.")
+    count = len({*groups})
+    in_order = [*groups] == sorted(groups) and {*groups} == {*range(count)}
+    if len(groups) != len(dys) or not in_order or count.bit_count() != 1:
+        rule = "groups must be one a chunk, 0 ... 0 1 ... 1 and so on, as many as a power of two"
+        raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Leave them out for a single one.")
     outputs, channels = weight.shape
     first, last = row_range(where, outputs, rows)
     check_panel_rows(where, outputs, first, last)
@@ -142,11 +161,18 @@ def _check(where, dys, xs, weight, m, v, packed, gradient, rows):
     return first, last
 
 
-def _in_two_steps(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options):
-    total = np.empty((last - first, weight.shape[1]), FLOAT32) if gradient is None else gradient.copy()
-    for chunk, (dy, x) in enumerate(zip(dys, xs)):
-        backward_weight(dy, x, total=total, accumulate=gradient is not None or chunk > 0, rows=(first, last))
-    adamw_inplace(weight[first:last], total, m[first:last], v[first:last], hyper, **options)
+def _in_two_steps(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options):
+    shape = last - first, weight.shape[1]
+    totals = [np.empty(shape, FLOAT32) for _ in range(1 + max(map(level, groups)))]
+    if gradient is not None:
+        totals[0][:] = gradient
+    begun = gradient is not None
+    for dy, x, group, after in zip(dys, xs, groups, [*groups[1:], None]):
+        backward_weight(dy, x, total=totals[level(group)], accumulate=begun, rows=(first, last))
+        begun = group == after
+        if not begun:
+            meet(totals, group)
+    adamw_inplace(weight[first:last], totals[0], m[first:last], v[first:last], hyper, **options)
     pack_weight(weight[first:last], packed, first=first)
 
 
@@ -157,21 +183,32 @@ def _runs(dy, x):
     return [(dy.ctypes.data + run * down, x.ctypes.data + run * across, tokens) for run in range(runs)]
 
 
-def _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options):
+def _table(operands, groups, started):
+    """The fields of every run; the first group goes on from a gradient where it is `started`."""
+    runs = [(*place, group) for (dy, x), group in zip(operands, groups) for place in _runs(dy, x)]
+    rows, before = [], 0 if started else None
+    for (*place, group), after in zip(runs, [*(run[-1] for run in runs[1:]), None]):
+        rows.append((*place, level(group), group != before, additions(group) if group != after else 0))
+        before = group
+    return np.array(rows, np.int64)
+
+
+def _in_one_pass(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options):
     outputs, channels = weight.shape
     operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in zip(dys, xs)]
-    table = np.array([place for dy, x in operands for place in _runs(dy, x)], np.int64)
-    steps = [ceiling(count, 32) // 32 for count in table[:, 2].tolist()]
-    band_rows, band_columns = _plan(max(steps), channels)
+    table = _table(operands, groups, gradient is not None)
+    steps, totals = [ceiling(count, 32) // 32 for count in table[:, 2].tolist()], 1 + int(table[:, 3].max())
+    band_rows, band_columns = _plan(max(steps), channels, totals)
     sums_step = ceiling(channels, 32) * 4 + 64
+    total_step = band_rows * sums_step
     left, right, sums = scratch(
-        band_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, band_rows * sums_step
+        band_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, totals * total_step
     )
     scalars = np.array(step_scalars(hyper, **options), FLOAT32)
     _update(
         words(table), words(weight), words(m), words(v), NOTHING if gradient is None else words(gradient),
         packed.forward, packed.backward, words(scalars), ZEROS, unit(), CONFIGURATION, len(table), outputs, channels,
-        first, last, left, right, sums, sums_step, band_rows, band_columns,
+        first, last, left, right, sums, total_step, sums_step, band_rows, band_columns,
     )  # fmt: skip
 
 
@@ -188,6 +225,7 @@ def update_weight(
     beta2: float,
     eps: float,
     weight_decay: float,
+    groups: Sequence[int] | None = None,
     gradient: np.ndarray | None = None,
     rows: tuple[int, int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, PackedWeight]:
@@ -195,18 +233,21 @@ def update_weight(
 
     g = gradient + Σ_chunks Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight: the same bits as these three in a row
 
+    groups   of each chunk its group, whose totals meet as `kernels.totals` says; the first one's goes on from gradient
+
     Shapes   dys of (..., O), xs of (..., C), weight, m, v (O, C), gradient (O, C) or, with rows=(first, end),
              (end - first, C), hyper (3,) float64 -> weight, m, v, packed
     Dtype    float32; dys and xs are rounded
     Cost     2 O C operations a token, 28 bytes a number; the gradient stays in the second cache, some rows at a time
-    Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not begin and end at multiples of 32
-             (or the last row), or an array cannot be written; RuntimeError for another unit's layout
+    Errors   TypeError for other dtypes; ValueError when shapes or groups do not fit, rows do not begin and end at
+             multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another unit's layout
     """
     where = "bfloat16.update_weight"
-    first, last = _check(where, dys, xs, weight, m, v, packed, gradient, rows)
+    groups = [0] * len(dys) if groups is None else groups
+    first, last = _check(where, dys, xs, groups, weight, m, v, packed, gradient, rows)
     options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if packed.in_tiles and all(dy.size for dy in dys):
-        _in_one_pass(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options)
+        _in_one_pass(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options)
     else:
-        _in_two_steps(dys, xs, weight, m, v, packed, hyper, gradient, first, last, options)
+        _in_two_steps(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options)
     return weight, m, v, packed
