@@ -55,7 +55,7 @@ def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSE
 
 @contextmanager
 def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
-    """A folder under a temporary name beside it, which takes the final name when all that was written in it is there.
+    """A folder under a temporary name beside it, which takes the final name when what was written in it is on the disk.
 
     where    who asks, for error messages
 
@@ -73,7 +73,9 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
+        sync_folder(temporary)
         os.rename(temporary, target)
+        sync_folder(parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is not None:

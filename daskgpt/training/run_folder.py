@@ -29,6 +29,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.training.checkpoints import (
+    DamagedCheckpoint,
     checked_state,
     checkpoints,
     is_checkpoint,
@@ -252,7 +253,11 @@ def open_model_of(path: str | Path) -> OpenedModel:
 def _model_of(path: Path) -> Path:
     """Where the model is: of a run in the newest good checkpoint, or the file that an older version wrote."""
     if is_checkpoint(path):
-        checked_state(path, model_only=True)
+        try:
+            checked_state(path, model_only=True)
+        except DamagedCheckpoint as error:
+            rule, advice = "the checkpoint must be as it was written", "Name its run: the newest good one is taken."
+            raise refusal(ValueError, "load", rule, f"path={path} ({error})", advice) from error
         return path
     if checkpoints(path):
         return require_checkpoint(newest_good(path, _warn, model_only=True), path)[0]
