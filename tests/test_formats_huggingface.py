@@ -334,6 +334,19 @@ def test_metadata_of_another_model_of_ours(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "first"),
+    [(b"", "none"), (b"ab", "61 62"), (b"# no model", "23 20 6e 6f"), (b'{"a": 1}', "7b 22 61 22")],
+)
+def test_files_that_are_no_model(tmp_path, content, first):
+    path = tmp_path / "something.json"
+    path.write_bytes(content)
+    rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
+    text = f"read_model_file: {rule}; got path={path}, first bytes={first}. It is something else, or damaged."
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        daskgpt.load(path)
+
+
+@pytest.mark.parametrize(
     ("start", "name", "kind"),
     [
         (b"PK\3\4" + bytes(100), "ckpt.pt", "a zip archive, as PyTorch writes it, with pickled Python objects"),
@@ -347,7 +360,7 @@ def test_pickles_are_not_opened(tmp_path, start, name, kind):
     path = tmp_path / name
     path.write_bytes(start)
     text = f"the file must be one that can be read without running what is in it; got path={path} ({kind}). "
-    with pytest.raises(ValueError, match=f"^read_run_model: {re.escape(text)}`python -m daskgpt.convert --help` has"):
+    with pytest.raises(ValueError, match=f"^read_model_file: {re.escape(text)}`python -m daskgpt.convert --help` has"):
         daskgpt.load(path)
 
 

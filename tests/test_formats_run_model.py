@@ -204,7 +204,7 @@ def test_no_such_file(tmp_path):
     for name, where in (("a.safetensors", "read_run_model"), ("a.bin", "read_model")):
         with pytest.raises(FileNotFoundError, match=f"^{where}: the file must exist; got path={tmp_path / name}"):
             daskgpt.load(tmp_path / name)
-    text = f"load: the run folder must hold a checkpoint; got path={tmp_path}. "
+    text = f"load: the folder must hold a checkpoint, or be Hugging Face's; got path={tmp_path}. "
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}"):
         daskgpt.load(tmp_path)
 

@@ -18,6 +18,9 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt.config.model import GPT2Config
 from daskgpt.convert import LINES
+from daskgpt.formats.huggingface import write_huggingface
+from daskgpt.formats.opened import OpenedModel
+from daskgpt.formats.published import held
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
@@ -105,6 +108,17 @@ def test_ours_read_there(config, tmp_path):
     model, said = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "folder", output_loading_info=True)
     assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_logits(own_logits(tmp_path / "own.safetensors", tokens), logits_of(model.eval(), tokens))
+
+
+def test_our_shards_read_there(tmp_path):
+    parameters = random_parameters(SMALL, np.random.default_rng(3))
+    model = OpenedModel(SMALL, [], "", "", lambda tensor: held(tensor, parameters[tensor.name]))
+    write_huggingface(tmp_path / "folder", model, {}, shard_bytes=8000)
+    assert len(list((tmp_path / "folder").glob("model-*.safetensors"))) > 2
+    theirs, said = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "folder", output_loading_info=True)
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = batch_of(SMALL)
+    assert_same_logits(own_logits(tmp_path / "folder", tokens), logits_of(theirs.eval(), tokens))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

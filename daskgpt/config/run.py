@@ -102,7 +102,7 @@ class RunConfig(Checked):
 
     steps: int = setting(2000, "optimizer steps", least=1)
     seed: int = setting(0, "seed of initial values, batches and the sample", least=0)
-    init: str = setting("", "model file or run folder to start from; empty = random initial values")
+    init: str = setting("", "run folder, or any model that daskgpt.convert reads, to start from; empty = random values")
     out: str = setting("", "folder for the run; empty = runs/DATE-TIME on the command line, none from Python")
     validate_every: int = setting(
         500, "measure the validation loss each so many steps, 0 = at the end only", unit="steps", least=0

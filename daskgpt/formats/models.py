@@ -14,8 +14,10 @@ from daskgpt.formats.huggingface import INDEX, MODEL, is_huggingface, open_huggi
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.pickles import refuse_pickle
-from daskgpt.formats.run_model import READ, StoredModel, open_run_model, write_run_model
+from daskgpt.formats.run_model import StoredModel, open_run_model, write_run_model
+from daskgpt.formats.safetensors_files import INDEX_ENDING
 
+WHERE = "read_model_file"
 OWN, LLMC = ".safetensors", ".bin"
 
 
@@ -41,10 +43,21 @@ def open_model_file(path: str | os.PathLike[str]) -> OpenedModel:
     if path.is_dir():
         index = path / INDEX
         return open_run_model(index if index.exists() else path / MODEL)
-    if _is_safetensors(path) or path.suffix == ".json":
+    if _is_safetensors(path) or path.name.endswith(INDEX_ENDING):
         return open_run_model(path)
-    refuse_pickle(path, READ)
+    refuse_pickle(path, WHERE)
+    _refuse_unknown(path)
     return open_model(path)
+
+
+def _refuse_unknown(path: Path) -> None:
+    if path.is_file():
+        with open(path, "rb") as file:
+            start = file.read(4)
+        rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
+        got = {"path": path, "first bytes": start.hex(" ") or "none"}
+        known = len(start) == 4 and int.from_bytes(start, "little") in KINDS
+        require(known, WHERE, rule, got, "It is something else, or damaged.")
 
 
 def save(

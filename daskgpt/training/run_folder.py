@@ -264,7 +264,10 @@ def _model_of(path: Path) -> Path:
     if not path.is_dir() or is_huggingface(path):
         return path
     found = [path / name for name in MODELS if (path / name).exists()]
-    rule, advice = "the run folder must hold a checkpoint", "A run writes them while it trains: wait, or name another."
+    rule, advice = (
+        "the folder must hold a checkpoint, or be Hugging Face's",
+        "A run writes them while it trains: wait, or name another.",
+    )
     require(bool(found), "load", rule, {"path": path}, advice, FileNotFoundError)
     return found[0]
 
