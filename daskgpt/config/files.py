@@ -1,9 +1,11 @@
 """Files that are there whole or not at all."""
 
+import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +38,32 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
         if isinstance(error, OSError):
             raise not_written(error, where, path) from error
         raise
+
+
+def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
+    """Write parts of a file one after another; the SHA-256 of all of them, in hexadecimal.
+
+    Making and hashing a part takes as long as writing one, so the next one is made by another thread meanwhile. The
+    system is told to bring each to the disk at once: else it would begin when all are written.
+    """
+    digest, left, position = hashlib.sha256(), iter(parts), file.tell()
+
+    def following() -> memoryview | None:
+        part = next(left, None)
+        if part is not None:
+            digest.update(part)
+        return part
+
+    with ThreadPoolExecutor(1) as maker:
+        ahead = maker.submit(following)
+        while (part := ahead.result()) is not None:
+            ahead = maker.submit(following)
+            file.write(part)
+            file.flush()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), position, part.nbytes, os.POSIX_FADV_DONTNEED)
+            position += part.nbytes
+    return digest.hexdigest()
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

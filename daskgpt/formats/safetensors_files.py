@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing
+from daskgpt.config.files import replacing, write_hashed
 from daskgpt.formats.published import pieces
 
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
@@ -103,16 +104,9 @@ def write_tensor_file(
     names = [tensor.name for tensor in tensors]
     twice = next((name for name in names if names.count(name) > 1), "") if len(set(names)) < len(names) else ""
     require(not twice, where, "every tensor must have a name of its own", {"name": twice}, "Rename one.")
-    digest = hashlib.sha256()
+    values = (piece.data for tensor in tensors for piece in pieces(_values(tensor, where)))
     with replacing(path, where) as file:
-        header = _header(tensors, metadata)
-        file.write(header)
-        digest.update(header)
-        for tensor in tensors:
-            for piece in pieces(_values(tensor, where)):
-                file.write(piece.data)
-                digest.update(piece.data)
-    return digest.hexdigest()
+        return write_hashed(file, chain([memoryview(_header(tensors, metadata))], values))
 
 
 def _shards(tensors: Iterable[NamedTensor], most: int) -> list[list[NamedTensor]]:
