@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -214,6 +215,8 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(text, little_disk, saved)
 
     def on_step(step, metrics):
         if step == 9:
+            while list(out.glob(".step-*.tmp")):  # the one of step 8 must have failed by then
+                time.sleep(0.01)
             filled.unlink()
 
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
