@@ -198,11 +198,11 @@ def test_model_files_that_are_none(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_never_overwritten(trained, text):
     out, _ = trained
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     result = run("train", "--data", text, *SMALL, "--steps", 2, "--out", out)
     assert result.returncode == 2
     assert result.stderr == f"RunFolder: the folder must not hold a run already; got out={out}. Give another --out.\n"
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "verify", "convert"])

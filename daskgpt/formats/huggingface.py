@@ -17,7 +17,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.published import READABLE, held, published_shapes, same_bits
+from daskgpt.formats.published import READABLE, published_shapes, same_bits, view_published
 from daskgpt.formats.run_model import ENTRY, metadata_of, named_tensors, said_of
 from daskgpt.formats.safetensors_files import (
     ENDING,
@@ -94,8 +94,7 @@ def open_huggingface(path: str | os.PathLike[str]) -> OpenedModel:
 
     def read(tensor: Tensor) -> np.ndarray:
         name = stored[tensor.name]
-        values = files.read(name)
-        return held(tensor, values.T if tensor.row.is_conv1d else values, files.dtype(name))
+        return view_published(tensor, files.read(name), files.dtype(name))
 
     listed = [folder / CONFIG, *([files.path] if files.path.name == INDEX else []), *files.files]
     return OpenedModel(config, listed, "Hugging Face", ", ".join(dtypes), read, encoding, length)

@@ -51,18 +51,24 @@ def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.n
     return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
 
 
-def from_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.ndarray:
+def from_published(tensor: Tensor, values: np.ndarray) -> np.ndarray:
     """The tensor as this program holds it, in memory of its own: the bits that to_published was given.
 
     Shapes   one of published_shapes -> tensor.shape, contiguous
     """
-    return in_memory(held(tensor, values.T if tensor.row.is_conv1d else values))
+    return in_memory(view_published(tensor, values))
+
+
+def view_published(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
+    """The same as held: where nothing has to be changed, a view of the file, which need not be contiguous."""
+    return held(tensor, values.T if tensor.row.is_conv1d else values, dtype)
 
 
 def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
-    """Values of a file, turned the right way, in the table's shape: rows of padding are added as 0, or left out.
+    """Values of a file in the table's shape: rows of padding are added as 0, or left out.
 
     tensor   says by its shape how many rows there are to be
+    values   in the table's layout; its rows may be fewer or more
     dtype    of the values, one of READABLE
 
     Dtype    float32; 16-bit values are widened, which is exact

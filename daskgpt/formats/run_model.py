@@ -17,7 +17,7 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.published import DESCRIPTION, held, published_shapes, to_published
+from daskgpt.formats.published import DESCRIPTION, published_shapes, to_published, view_published
 from daskgpt.formats.safetensors_files import (
     SHARD_BYTES,
     NamedTensor,
@@ -154,8 +154,7 @@ def open_run_model(path: str | os.PathLike[str]) -> OpenedModel:
     _check(path, config, files)
 
     def read(tensor: Tensor) -> np.ndarray:
-        values = files.read(tensor.name)
-        return held(tensor, values.T if tensor.row.is_conv1d else values)
+        return view_published(tensor, files.read(tensor.name))
 
     return OpenedModel(config, files.files, "daskgpt", "float32", read, encoding, length)
 

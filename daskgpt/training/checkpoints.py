@@ -272,7 +272,7 @@ def _moments(config: GPT2Config, files: TensorFiles, moments: tuple[str, ...]) -
         right = files.dtype(name) == "F32" and files.shape(name) in published_shapes(config, tensor)
         got = {"path": files.path, name: f"{files.dtype(name)} {files.shape(name)}"}
         require(right, "read_checkpoint", rule, got, advice)
-    return {name: from_published(config, tensor, files.read(name)) for name, tensor in expected.items()}
+    return {name: from_published(tensor, files.read(name)) for name, tensor in expected.items()}
 
 
 def _tensor_path(folder: Path, name: str) -> Path:
