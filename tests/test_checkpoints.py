@@ -121,6 +121,13 @@ def test_steps_that_overlap_end_where_a_checkpoint_is_due(text, tmp_path, saved,
         assert tensors_of(tmp_path / "run", step) == tensors_of(saved[0], step)
 
 
+@pytest.mark.slow
+def test_a_cluster_s_state_is_fetched_while_it_goes_on(text, tmp_path, saved):
+    fit(text, tmp_path / "run", dataflow={"scheduler": "local", "threads": 2, "batch_chunk": 2}, save_every=5)
+    for step in (5, 10, 12):
+        assert tensors_of(tmp_path / "run", step) == tensors_of(saved[0], step)
+
+
 def test_a_stopped_run_ends_with_a_checkpoint(text, tmp_path):
     result = fit(text, tmp_path / "run", on_step=stopping_at(7))
     assert result.stopped

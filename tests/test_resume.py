@@ -167,7 +167,7 @@ def test_where_every_checkpoint_is_damaged(copy):
     assert steps_in(copy) == [5, 7]
 
 
-def test_a_run_without_a_checkpoint_is_refused(copy, tmp_path):
+def test_a_run_without_a_checkpoint_is_refused(copy, tmp_path, whole):
     for folder in copy.glob("step-*"):
         shutil.rmtree(folder)
     line = refused(run("train", "--resume", copy))
@@ -175,6 +175,9 @@ def test_a_run_without_a_checkpoint_is_refused(copy, tmp_path):
         f"train: the run must have a good checkpoint; got resume={copy} (none). "
         "It ended before its first: start again with another --out."
     )
+    shutil.copy(whole / "latest" / "model.safetensors", copy)
+    line = refused(run("train", "--resume", copy))
+    assert line.endswith("An older version wrote it: start a new run from its model with --init.")
     for path in (tmp_path / "nowhere", tmp_path):
         line = refused(run("train", "--resume", path))
         assert line == (

@@ -25,7 +25,7 @@ from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoints import Checkpoint, checkpoints, is_checkpoint, newest_good, read_checkpoint, step_of
 from daskgpt.training.job import Job, from_root
-from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.run_folder import MODELS, RunFolder
 from daskgpt.training.start import open_dataset
 
 SECTIONS: Mapping[str, type] = {
@@ -143,6 +143,8 @@ class Resumed:
             count = len(checkpoints(Path(self.path)))
             got = f"resume={self.path} ({f'{count} damaged' if count else 'none'})"
             advice = f"Nothing of it can be gone on with: {again}" if count else f"It ended before its first: {again}"
+            if any((Path(self.path) / name).exists() for name in MODELS):
+                advice = "An older version wrote it: start a new run from its model with --init."
             raise refusal(FileNotFoundError, "train", rule, "; ".join([got, *self.said]), advice)
         folder, self.state = found
         self.spared = frozenset(path for path in checkpoints(folder.parent) if step_of(path) > step_of(folder))
