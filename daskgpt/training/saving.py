@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +27,8 @@ from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.step import State
 
 COPY_BYTES = 2**24  # that one task copies
+# Niceness of the writer beside steps, which use all cores: it takes what they leave, and a tenth of a core.
+BESIDE = 10
 SPARE = 1.1  # free memory for a copy, as a multiple of it
 
 
@@ -97,7 +101,8 @@ class Saver:
         take, wait = self._taken(state, copied=not last)
         save = self.current = _Save(state.step, time.perf_counter() - start)
         # Nobody waits for a daemon as the process ends: what it has not finished is a leftover under its own name.
-        self.thread = threading.Thread(target=self._write, args=(save, take, facts), name="checkpoint", daemon=True)
+        arguments = (save, take, facts, wait or last)
+        self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self.thread.start()
         if wait or last:
             self.thread.join()
@@ -159,9 +164,14 @@ class Saver:
             )
         return lambda: values, True
 
-    def _write(self, save: _Save, take: Callable[[], Mapping[str, np.ndarray]], facts: Mapping[str, Any]) -> None:
+    def _write(
+        self, save: _Save, take: Callable[[], Mapping[str, np.ndarray]], facts: Mapping[str, Any], awaited: bool
+    ) -> None:
         start, job = time.perf_counter(), self.job
         try:
+            if not awaited and sys.platform == "linux":  # elsewhere this means the whole process
+                own = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, own, max(BESIDE, os.getpriority(os.PRIO_PROCESS, own)))
             values = take()
             weights = {n.partition(".")[2]: value for n, value in values.items() if n.startswith("weight.")}
             moments = {name: value for name, value in values.items() if not name.startswith("weight.")}
