@@ -224,8 +224,16 @@ def test_what_a_run_keeps_is_refused_with_a_list_of_what_may_change(copy, flag, 
 
 
 def test_what_is_given_as_it_was_is_no_change(copy, text):
-    result = run("train", "--resume", copy, "--data", text, "--batch-size", 4, "--out", copy, cwd=copy.parent)
+    same = ("--data", text, "--batch-size", 4, "--out", copy, "--encoding", "auto", "--precision", "auto")
+    result = run("train", "--resume", copy, *same, cwd=copy.parent)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_same_configurations_with_resume_are_no_change(text, copy, whole):
+    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
+    result = daskgpt.fit(MODEL, data, OPTIMIZER, run=daskgpt.RunConfig(steps=STEPS), resume=copy, quiet=True)
+    assert (result.first, len(result.losses)) == (7, STEPS)
+    assert tensors_of(copy) == tensors_of(whole)
 
 
 def test_only_a_run_folder_is_gone_on_with(copy):

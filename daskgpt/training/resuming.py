@@ -44,6 +44,8 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
         *("save_every", "save_minutes", "keep", "keep_every"),
     ),
 }
+# What leaves open what the run has settled: the same command again, with --resume, asks for no change.
+OPEN = {"encoding": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
 SAMPLED_BYTES = 2**23  # at each end of the training tokens, by which they are told from others
@@ -181,9 +183,9 @@ class Resumed:
 
     def _require_changeable(self, section: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         for name, value in given.items():
-            same = known.get(name) == value or (name in ("data", "out") and known[name] == from_root(str(value)))
-            # From Python a whole configuration may be given, whose other fields have their defaults.
-            if name not in MAY_CHANGE.get(section, ()) and not same and not (name == "out" and value == ""):
+            same = value in (known.get(name), OPEN.get(name))
+            same |= name in ("data", "out", "init") and known[name] == from_root(str(value))
+            if name not in MAY_CHANGE.get(section, ()) and not same:
                 raise may_not_change(self.path, {name: value}, known.get(name))
 
     def _job(self) -> Job:
