@@ -93,5 +93,5 @@ def _diverged(job: Job, step: int, rule: str, got: str) -> RuntimeError:
         "train",
         f"{rule} must stay finite",
         f"step={step}, {got}, learning_rate={rate:g}",
-        f"Lower --learning-rate or give more --warmup. No model is written{losses}.",
+        f"Lower --learning-rate or give more --warmup. No such model is written{losses}.",
     )
