@@ -276,7 +276,7 @@ def _together(job: Job, steps: JobSteps, number: int, watching: Watching, saver:
 def _tasks(step: TrainingStep) -> str:
     """Size and number of a step's tasks, and what that means on a cluster."""
     text = f"{step.grain}, {step.runnable.tasks} tasks a step"
-    return text if step.in_place else f"{text}, each costs a cluster 2 to 3 ms besides its kernels"
+    return text if step.in_place else f"{text}, each costs a cluster 2 to 4 ms besides its kernels"
 
 
 def validation_loss(job: Job, scheduler: Scheduler, inference: Inference, state: State) -> float:
