@@ -57,7 +57,8 @@ def test_the_command_line_stops_at_the_first_loss_that_is_not_finite(text, tmp_p
     assert "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1] == (
         "train: the loss must stay finite; got step=1, loss=nan, learning_rate=1e+30. "
-        f"Lower --learning-rate or give more --warmup. No such model is written; the losses are in {out / 'metrics.jsonl'}."
+        "Lower --learning-rate or give more --warmup. No such model is written; "
+        f"the losses are in {out / 'metrics.jsonl'}."
     )
     first, last = metrics_of(out)
     assert math.isfinite(first["loss"])
