@@ -165,6 +165,8 @@ def test_where_every_checkpoint_is_damaged(copy):
         "Nothing of it can be gone on with: start again with another --out."
     )
     assert steps_in(copy) == [5, 7]
+    with pytest.raises(FileNotFoundError, match=r"All of its checkpoints are damaged: name another model, or start"):
+        daskgpt.load(copy)
 
 
 def test_a_run_without_a_checkpoint_is_refused(copy, tmp_path, whole):

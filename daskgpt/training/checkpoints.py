@@ -286,6 +286,7 @@ def require_checkpoint(found: tuple[Path, dict[str, Any]] | None, run: Path) -> 
     Errors   FileNotFoundError where that is nothing
     """
     if found is None:
-        rule, advice = "the run must have a good checkpoint", "It ended before its first: start it again."
-        raise refusal(FileNotFoundError, "load", rule, {"path": run}, advice)
+        damaged = "All of its checkpoints are damaged: name another model, or start it again."
+        advice = damaged if checkpoints(run) else "It ended before its first: start it again."
+        raise refusal(FileNotFoundError, "load", "the run must have a good checkpoint", {"path": run}, advice)
     return found
