@@ -99,7 +99,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             groups=model.groups,
         )
         state = step.initial(start_values(model.config))
-        if dials.barrier == "none":
+        if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training
             losses = []
             for first in range(0, steps, dials.window):
                 found, state = step.window(scheduler, state, batches[first : first + dials.window], steps)
