@@ -88,6 +88,20 @@ def test_a_window_of_overlapping_steps_gives_the_same_bits():
     assert_same_bits(results[1], results[0], "window")
 
 
+def test_steps_that_make_new_state_do_not_overlap():
+    """They would all begin with the first one's."""
+    random = np.random.default_rng(5)
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), barrier="none", in_place=False)
+    state = step.initial(random_parameters(SMALL, random))
+    with (
+        open_scheduler("sync") as scheduler,
+        pytest.raises(
+            RuntimeError, match=r"TrainingStep.window: steps that overlap must write over their state; got in"
+        ),
+    ):
+        step.window(scheduler, state, [random_batch(SMALL, random)] * 2, 2)
+
+
 def test_a_reader_waits_for_the_update_of_the_step_before_and_for_nothing_else_of_it():
     step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", barrier="none", in_place=True)
     graph = step.runnable.window(2)

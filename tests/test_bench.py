@@ -276,6 +276,16 @@ def test_a_plan_says_whether_its_peak_fits(tmp_path, monkeypatch):
     assert fits(job_of(scheduler="tcp://host:1"), 10**9).startswith("1.0 GB are needed by the cluster's workers")
 
 
+def control_groups(tmp_path, monkeypatch, own, files):
+    """Let this process be in the control groups of some files."""
+    (tmp_path / "cgroup").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine_memory, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("own", "files", "limit"),
     [
@@ -286,12 +296,7 @@ def test_a_plan_says_whether_its_peak_fits(tmp_path, monkeypatch):
     ],
 )
 def test_a_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
-    (tmp_path / "cgroup").write_text(own)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine_memory, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path)
+    control_groups(tmp_path, monkeypatch, own, files)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine_memory.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
 
@@ -318,12 +323,7 @@ def test_a_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
     ],
 )
 def test_memory_that_is_free_now_is_what_machine_and_container_leave(tmp_path, monkeypatch, own, files, left):
-    (tmp_path / "cgroup").write_text(own)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine_memory, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path)
+    control_groups(tmp_path, monkeypatch, own, files)
     monkeypatch.setattr(machine_memory, "MEMORY_INFO", tmp_path / "meminfo")
     assert machine_memory.available_memory() == left
 

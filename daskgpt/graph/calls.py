@@ -14,7 +14,7 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.graph.nodes import Graph, GraphNode, Key, is_leaf
+from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 from daskgpt.kernels.totals import level, meet
@@ -330,8 +330,3 @@ def origin_of(node: GraphNode) -> Any:
 def is_pick(node: GraphNode) -> bool:
     """Whether a task takes one result of several out of a tuple: no work of its own."""
     return isinstance(getattr(node, "func", None), Pick)
-
-
-def origins_of(graph: Graph) -> dict[Key, Any]:
-    """Task -> what it was made for, picks included."""
-    return {key: origin_of(node) for key, node in graph.items() if not is_leaf(node)}

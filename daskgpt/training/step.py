@@ -10,6 +10,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import is_pick, origin_of
@@ -177,7 +178,12 @@ class TrainingStep:
     def window(
         self, scheduler: Scheduler, state: State, batches: Sequence[Batch], steps: int
     ) -> tuple[list[float], State]:
-        """Several steps that overlap as one graph, with the same results: their losses, and the state after them."""
+        """Several steps that overlap as one graph, with the same results: their losses, and the state after them.
+
+        Errors   RuntimeError unless the state is updated in place: each step would begin with the state of the first
+        """
+        rule, advice = "steps that overlap must write over their state", "Submit one after the other."
+        require(self.in_place, "TrainingStep.window", rule, {"in_place": False}, advice, RuntimeError)
         values = [self._values(batch, state.step + number, steps) for number, batch in enumerate(batches)]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         losses = [self.loss(scheduler, own) for own in self.runnable.split_window(results, len(batches))]
