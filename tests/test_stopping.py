@@ -169,10 +169,22 @@ def test_a_process_started_without_interrupts_ignores_them():
         process = subprocess.Popen([sys.executable, "-c", "input(); print('lived')"], stdin=-1, stdout=-1, text=True)
     process.send_signal(signal.SIGINT)
     assert process.communicate("\n")[0] == "lived\n"
-    found = []
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_interrupt_is_delayed_whichever_thread_takes_it(others):
+    over, found = threading.Event(), []
+    threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
     with pytest.raises(KeyboardInterrupt), delayed_interrupts():
-        found.append(os.kill(os.getpid(), signal.SIGINT))
-    assert found == [None]
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        found.append("after the signal")
+    assert found == ["after the signal"]
+    over.set()
+    for thread in threads:
+        thread.join()
 
 
 SCRIPT = """

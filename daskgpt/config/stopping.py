@@ -60,12 +60,25 @@ def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Ctrl-C comes when this is over, and never to threads and processes that are started inside."""
+    """Ctrl-C comes when this is over, and never to threads and processes that are started inside.
+
+    They inherit that it is blocked. Threads that were there before take it, and Python then interrupts the main one:
+    so it is kept until the end as well.
+    """
+    heard = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard = True
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        with _handled(remember, signal.SIGINT):
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
