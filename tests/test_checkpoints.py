@@ -48,7 +48,7 @@ def test_a_checkpoint_has_the_model_the_moments_and_the_state(saved):
     for name, values in model.items():
         own = result.parameters[name]
         assert np.array_equal(values, own.T if "c_" in name and own.ndim == 2 else own)
-        assert optimizer[f"v.{name}"].shape == values.shape
+        assert optimizer[f"v.{name}"].shape == own.shape
     assert all((values > 0).any() for name, values in optimizer.items() if name.startswith("v."))
     state = json.loads((out / "latest" / "state.json").read_text())
     assert (state["step"], state["seed"], state["data"]["next_batch"]) == (STEPS, 0, STEPS)
@@ -89,7 +89,7 @@ def test_each_is_the_state_after_its_steps_although_the_run_has_gone_on(text, tm
 
 def test_without_memory_for_a_copy_training_waits_and_says_so(text, tmp_path, saved, monkeypatch, capfd):
     monkeypatch.setattr(saving, "available_memory", lambda: 10_000)
-    monkeypatch.setattr(saving, "copied_in_tasks", None)
+    monkeypatch.setattr(saving, "copy_in_tasks", None)
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
     settings = daskgpt.RunConfig(steps=STEPS, validation_batches=1, save_every=5, out=tmp_path / "run")
     daskgpt.fit(MODEL, data, daskgpt.OptimizerConfig(warmup=3), run=settings)

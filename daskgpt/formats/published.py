@@ -51,16 +51,14 @@ def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.n
     return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
 
 
-def from_published(tensor: Tensor, values: np.ndarray) -> np.ndarray:
-    """The tensor as this program holds it, in memory of its own: the bits that to_published was given.
-
-    Shapes   one of published_shapes -> tensor.shape, contiguous
-    """
-    return in_memory(view_published(tensor, values))
-
-
 def view_published(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
-    """The same as held: where nothing has to be changed, a view of the file, which need not be contiguous."""
+    """The tensor as this program holds it: the bits that to_published was given.
+
+    dtype    of the values, one of READABLE
+
+    Shapes   one of published_shapes -> tensor.shape
+    Cost     none where nothing has to be changed: a view of the file, which need not be contiguous
+    """
     return held(tensor, values.T if tensor.row.is_conv1d else values, dtype)
 
 

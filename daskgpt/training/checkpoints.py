@@ -1,7 +1,7 @@
 """A checkpoint on disk: a folder with model, optimizer and state of a run after some steps, there whole or not at all.
 
     RUN/step-00001000/model.safetensors      in Hugging Face's names and layout
-                      optimizer.safetensors  the moments, under `m.NAME` and so on, in the same layout
+                      optimizer.safetensors  the moments, under `m.NAME` and so on, in the parameters' own shapes
                       state.json             step, seed, data, configuration, versions, SHA-256 of each file
     RUN/latest -> step-00001000
 
@@ -17,7 +17,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, sync_folder
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.published import DESCRIPTION, from_published, published_shapes, to_published
+from daskgpt.formats.published import in_memory
 from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
 from daskgpt.formats.safetensors_files import (
     ENDING,
@@ -98,7 +100,9 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before: Callable[[], Non
     temporary = run / f".{target.name}.{_unique()}.tmp"
     temporary.mkdir()
     try:
-        digests = write_run_models(temporary, checkpoint.model) | _write_moments(temporary, checkpoint)
+        with ThreadPoolExecutor(1) as beside:  # a SHA-256 is a chain: one file alone is slower than the disk
+            model = beside.submit(write_run_models, temporary, checkpoint.model)
+            digests = _write_moments(temporary, checkpoint) | model.result()
         files = {
             name: {"bytes": (temporary / name).stat().st_size, "sha256": digest} for name, digest in digests.items()
         }
@@ -118,12 +122,12 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before: Callable[[], Non
 
 
 def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    config, known, named = checkpoint.model.config, tensors(checkpoint.model.config), []
     kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
-    for kind, name in product(kinds, known):  # in the table's order, whatever the order in the state
-        view = to_published(config, known[name], checkpoint.moments[f"{kind}.{name}"])
-        named.append(NamedTensor(f"{kind}.{name}", view.shape, "F32", lambda view=view: view))  # type: ignore[misc]
-    metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": DESCRIPTION})}
+    named = []
+    for kind, name in product(kinds, tensors(checkpoint.model.config)):  # in the table's order, whatever the state's
+        values = checkpoint.moments[f"{kind}.{name}"]
+        named.append(NamedTensor(f"{kind}.{name}", values.shape, "F32", partial(np.asarray, values)))
+    metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
     return write_tensor_files(folder, named, metadata, where="write_checkpoint", name=OPTIMIZER)
 
 
@@ -269,10 +273,10 @@ def _moments(config: GPT2Config, files: TensorFiles, moments: tuple[str, ...]) -
     got = {"path": files.path, "tensor": short(min(wrong, default=""))}
     require(not wrong, "read_checkpoint", rule, got, advice)
     for name, tensor in expected.items():
-        right = files.dtype(name) == "F32" and files.shape(name) in published_shapes(config, tensor)
+        right = files.dtype(name) == "F32" and files.shape(name) == tensor.shape
         got = {"path": files.path, name: f"{files.dtype(name)} {files.shape(name)}"}
         require(right, "read_checkpoint", rule, got, advice)
-    return {name: from_published(tensor, files.read(name)) for name, tensor in expected.items()}
+    return {name: in_memory(files.read(name)) for name in expected}
 
 
 def _tensor_path(folder: Path, name: str) -> Path:

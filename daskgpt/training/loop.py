@@ -208,6 +208,8 @@ class _Loop:
             if asked_to_stop():
                 self.progress.say(f"stopped after {len(losses)} of {job.run.steps} steps")
                 return state, True
+            if self.saver:
+                self.saver.prepare(state)
             if self.saver and self.saver.due(state.step):
                 if "validation_loss" not in metrics:  # else they were looked at
                     require_finite_state(job, self.scheduler, state, metrics["step"])

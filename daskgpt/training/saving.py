@@ -1,4 +1,4 @@
-"""When a run saves its state, and how: a copy is taken between two steps and written while the next ones compute."""
+"""When a run saves its state, and how: it is copied between two steps, and written while the next ones compute."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ class Saver:
         self.current: _Save | None = None
         self.saved = newest
         self.told_of_memory = False
+        self.room: dict[str, np.ndarray] = {}  # what the state is copied into, made once
+        self.room_maker: threading.Thread | None = None
         self.metrics: dict[str, Any] = {}
 
     def next_fixed(self, done: int) -> int | None:
@@ -83,6 +85,38 @@ class Saver:
             return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
         return bool(late) and not (self.thread and self.thread.is_alive())
+
+    def prepare(self, state: State) -> None:
+        """Halfway to the first checkpoint, have room for a copy of the state made while steps run.
+
+        Memory that is written to for the first time comes from the system page by page: that takes several times as
+        long as the copy.
+        """
+        if self.room_maker or not self.scheduler.in_place or not self._halfway(state.step):
+            return
+        values = _values(state.layout.unpack(state.packs))
+        free, size = available_memory(), sum(value.nbytes for value in values.values())
+        if free is None or free >= SPARE * size:
+            self.room_maker = threading.Thread(target=self._make_room, args=(values,), name="room", daemon=True)
+            self.room_maker.start()
+        elif not self.told_of_memory:
+            self.told_of_memory = True
+            self.say(
+                f"checkpoint training waits while one is written: {size / 1e9:.2f} GB for a copy are not free "
+                f"({free / 1e9:.2f} GB are)"
+            )
+
+    def _halfway(self, done: int) -> bool:
+        first, minutes = self.next_fixed(0), self.job.run.save_minutes
+        by_steps = first is not None and first < self.job.run.steps and 2 * done >= first
+        return by_steps or bool(minutes) and time.monotonic() - self.since >= 30 * minutes
+
+    def _make_room(self, values: Mapping[str, np.ndarray]) -> None:
+        _give_way()
+        room = {name: np.empty_like(value) for name, value in values.items()}
+        for array in room.values():
+            array.fill(0)
+        self.room = room
 
     def save(self, state: State, facts: Mapping[str, Any], *, last: bool = False) -> None:
         """Begin to save a state; an earlier save is waited for.
@@ -151,17 +185,11 @@ class Saver:
         if not scheduler.in_place:
             return lambda: _values(layout.unpack(scheduler.fetch(packs))), False
         values = _values(layout.unpack(packs))
-        size = sum(value.nbytes for value in values.values())
-        free = available_memory()
-        if copied and (free is None or free >= SPARE * size):
-            copies = copied_in_tasks(scheduler, values)
-            return lambda: copies, False
-        if copied and not self.told_of_memory:
-            self.told_of_memory = True
-            self.say(
-                f"checkpoint training waits while one is written: {size / 1e9:.2f} GB for a copy are not free "
-                f"({(free or 0) / 1e9:.2f} GB are)"
-            )
+        if copied and self.room_maker:
+            self.room_maker.join()
+        if copied and self.room:
+            copy_in_tasks(scheduler, values, self.room)
+            return lambda: self.room, False
         return lambda: values, True
 
     def _write(
@@ -169,9 +197,8 @@ class Saver:
     ) -> None:
         start, job = time.perf_counter(), self.job
         try:
-            if not awaited and sys.platform == "linux":  # elsewhere this means the whole process
-                own = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, own, max(BESIDE, os.getpriority(os.PRIO_PROCESS, own)))
+            if not awaited:
+                _give_way()
             values = take()
             weights = {n.partition(".")[2]: value for n, value in values.items() if n.startswith("weight.")}
             moments = {name: value for name, value in values.items() if not name.startswith("weight.")}
@@ -192,22 +219,28 @@ def reason(error: Exception) -> str:
     return str(text).splitlines()[0]
 
 
-def copied_in_tasks(scheduler: Scheduler, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Copies of arrays, made by tasks on all threads."""
+def _give_way() -> None:
+    """Lower this thread's priority, and that of threads it starts."""
+    if sys.platform == "linux":  # elsewhere this means the whole process
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, max(BESIDE, os.getpriority(os.PRIO_PROCESS, own)))
+
+
+def copy_in_tasks(scheduler: Scheduler, values: Mapping[str, np.ndarray], into: Mapping[str, np.ndarray]) -> None:
+    """Copy arrays into others of the same names and shapes, by tasks on all threads."""
     token = uuid4().hex[:8]
     graph: Graph = {}
     leaves: dict[Key, Any] = {}
-    groups: dict[Key, list[str]] = {}
     for number, names in enumerate(_shares(values)):
         leaf, key = (f"state-{number}_-{token}",), (f"state.copy-{number}_-{token}",)
-        leaves[leaf], groups[key] = tuple(values[name] for name in names), names
-        graph[key] = task(key, _copied, [leaf])
-    found = scheduler.fetch(scheduler.run(Submission(graph, leaves, list(groups))))
-    return {name: copy for names, copies in zip(groups.values(), found) for name, copy in zip(names, copies)}
+        leaves[leaf] = tuple((values[name], into[name]) for name in names)
+        graph[key] = task(key, _copy, [leaf])
+    scheduler.fetch(scheduler.run(Submission(graph, leaves, list(graph))))
 
 
-def _copied(arrays: tuple[np.ndarray, ...]) -> list[np.ndarray]:
-    return [array.copy() for array in arrays]
+def _copy(pairs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> None:
+    for values, into in pairs:
+        np.copyto(into, values)
 
 
 def _shares(values: Mapping[str, np.ndarray]) -> list[list[str]]:
