@@ -177,10 +177,14 @@ def test_an_interrupt_is_delayed_whichever_thread_takes_it(others):
     threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(others)]
     for thread in threads:
         thread.start()
-    with pytest.raises(KeyboardInterrupt), delayed_interrupts():
+
+    def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
         found.append("after the signal")
+
+    with pytest.raises(KeyboardInterrupt), delayed_interrupts():
+        interrupt()
     assert found == ["after the signal"]
     over.set()
     for thread in threads:

@@ -109,7 +109,7 @@ class Saver:
     def _halfway(self, done: int) -> bool:
         first, minutes = self.next_fixed(0), self.job.run.save_minutes
         by_steps = first is not None and first < self.job.run.steps and 2 * done >= first
-        return by_steps or bool(minutes) and time.monotonic() - self.since >= 30 * minutes
+        return by_steps or (bool(minutes) and time.monotonic() - self.since >= 30 * minutes)
 
     def _make_room(self, values: Mapping[str, np.ndarray]) -> None:
         _give_way()
