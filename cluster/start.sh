@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 usage: cluster/start.sh [--workers N] [--port PORT] [--host ADDRESS] [--scheduler-file FILE]
-                        [--patience SECONDS] [HOST ...]
+                        [--dashboard ADDRESS] [--patience SECONDS] [HOST ...]
 
 Start a Dask scheduler here, and worker processes of one thread here or on every HOST, until Ctrl-C.
 
@@ -13,8 +13,11 @@ Start a Dask scheduler here, and worker processes of one thread here or on every
   --port PORT            port of the scheduler, 0 for any free one (default: 8786)
   --host ADDRESS         address of this machine to listen at (default: 127.0.0.1, seen by this machine alone)
   --scheduler-file FILE  where the scheduler's address is written; removed at the end
+  --dashboard ADDRESS    where the scheduler's dashboard listens (default: 127.0.0.1:8787, seen by this machine alone)
   --patience SECONDS     how long to wait for all workers (default: 60)
   HOST ...               run the workers there, through ssh; localhost is this machine, without ssh
+
+Where DASK_CONFIG names the dask.yaml of cluster/certificates.sh, all of them speak TLS and refuse whoever does not.
 TEXT
 }
 
@@ -28,12 +31,12 @@ give_up() {
     exit 1
 }
 
-workers=2 port=8786 host=127.0.0.1 scheduler_file="" patience=60 hosts=()
+workers=2 port=8786 host=127.0.0.1 dashboard=127.0.0.1:8787 scheduler_file="" patience=60 hosts=()
 
 read_flags() {
     while (($#)); do
         case $1 in
-            --workers | --port | --host | --scheduler-file | --patience)
+            --workers | --port | --host | --dashboard | --scheduler-file | --patience)
                 [[ -n ${2-} ]] || refuse "$1 must have a value; got none. Try --help."
                 ;;
         esac
@@ -42,6 +45,7 @@ read_flags() {
             --workers) workers=$2 && shift ;;
             --port) port=$2 && shift ;;
             --host) host=$2 && shift ;;
+            --dashboard) dashboard=$2 && shift ;;
             --scheduler-file) scheduler_file=$2 && shift ;;
             --patience) patience=$2 && shift ;;
             -*) refuse "a flag must be known; got $1. Try --help." ;;
@@ -51,6 +55,8 @@ read_flags() {
     done
     [[ $workers =~ ^[1-9][0-9]*$ ]] || refuse "--workers must be a positive number; got $workers. Try --workers 2."
     [[ $port =~ ^[0-9]{1,5}$ ]] || refuse "--port must be a number; got $port. Try --port 8786."
+    [[ $dashboard =~ ^.+:[0-9]{1,5}$ ]] ||
+        refuse "--dashboard must be an address and a port; got $dashboard. Try --dashboard 127.0.0.1:8787."
     [[ $patience =~ ^[1-9][0-9]*$ ]] || refuse "--patience must be whole seconds; got $patience. Try --patience 60."
     [[ -z $scheduler_file || ! -e $scheduler_file ]] ||
         refuse "--scheduler-file must be new; got $scheduler_file. Remove it if the cluster that wrote it is gone."
@@ -132,7 +138,7 @@ check_running() {
 }
 
 start_scheduler() {
-    start scheduler "$python" -m dask scheduler --host "$host" --port "$port" --dashboard-address "$host:8787" \
+    start scheduler "$python" -m dask scheduler --host "$host" --port "$port" --dashboard-address "$dashboard" \
         --scheduler-file "$file"
     until [[ -s $file ]]; do
         check_running
@@ -152,7 +158,7 @@ start_workers() {
         else
             # With a terminal (-tt) the workers end when the connection does; without a scheduler, after a minute.
             printf -v command '%q ' env "PYTHONPATH=$PYTHONPATH" "DASK_LOGGING__DISTRIBUTED=$DASK_LOGGING__DISTRIBUTED" \
-                "${worker[@]}" --death-timeout 60
+                ${DASK_CONFIG:+"DASK_CONFIG=$DASK_CONFIG"} "${worker[@]}" --death-timeout 60
             start "workers on $name" ssh -tt -o BatchMode=yes "$name" "exec $command"
         fi
     done
@@ -164,15 +170,16 @@ wait_for_workers() {
 import sys
 from distributed import Client
 
-address, count, patience = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+address, dashboard, count, patience = *sys.argv[1:3], *map(int, sys.argv[3:])
 with Client(address, timeout=30) as client:
     try:
         client.wait_for_workers(count, timeout=patience)
     except TimeoutError:
         found = len(client.scheduler_info(n_workers=-1)["workers"])
         sys.exit(f"start.sh: all workers must register in {patience} seconds; got {found} of {count}. Try a longer --patience.")
-    print(f"scheduler  {address}\nworkers    {count}, of one thread each\ndashboard  {client.dashboard_link}")
-' "$address" "$count" "$patience" &
+    port = client.scheduler_info(n_workers=0)["services"]["dashboard"]
+    print(f"scheduler  {address}\nworkers    {count}, of one thread each\ndashboard  http://{dashboard}:{port}/status")
+' "$address" "${dashboard%:*}" "$count" "$patience" &
     ready=$!
     while alive "$ready"; do
         check_running
@@ -197,8 +204,9 @@ file=${scheduler_file:-$scratch/scheduler.json}
 export DASK_TEMPORARY_DIRECTORY=$scratch
 trap stop EXIT
 
-on_loopback || echo "start.sh: whoever reaches $host can run code here; see Safety in cluster/README.md" >&2
 start_scheduler
+on_loopback || [[ $address == tls://* ]] ||
+    echo "start.sh: no TLS: whoever reaches $host can run code here; see Safety in cluster/README.md" >&2
 start_workers
 wait_for_workers
 echo "train      python -m daskgpt.train --scheduler ${scheduler_file:+file:}${scheduler_file:-$address}"

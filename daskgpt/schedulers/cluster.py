@@ -25,6 +25,7 @@ from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
 from daskgpt.schedulers.protocol import ProcessSpans
+from daskgpt.schedulers.security import reason_and_advice, warn_of_open
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
@@ -161,7 +162,9 @@ def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
             rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
             advice = f"Start one with `dask worker {address}`."
             raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
-        workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        found = client.scheduler_info(n_workers=-1)
+        warn_of_open([found["address"], *found["workers"]])
+        workers = len(found["workers"])
         yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
 
 
@@ -193,10 +196,10 @@ def _scheduler_file(address: str) -> str:
 def _client(shown: str, **arguments: str) -> Client:
     try:
         return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
-    except (OSError, TimeoutError, TypeError, ValueError) as error:
-        # TypeError: tls:// without certificates; ValueError: an address or a scheduler file that is none.
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        rule, advice = "a Dask scheduler must answer", "Start one with `dask scheduler` and check the address."
+    except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
+        # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS;
+        # ValueError: an address or a scheduler file that is none.
+        (reason, advice), rule = reason_and_advice(error), "a Dask scheduler must answer"
         raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice) from None
 
 
