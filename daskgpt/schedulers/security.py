@@ -29,7 +29,7 @@ def is_open(address: str) -> bool:
     """
     if parse_address(address)[0] in ("tls", "wss", "inproc"):
         return False
-    host = get_address_host(address)
+    host: str = get_address_host(address)
     try:
         return not ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
