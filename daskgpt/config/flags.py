@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from io import TextIOWrapper
@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 from daskgpt.config.errors import nearest, refusal
 from daskgpt.config.settings import help_of
+from daskgpt.config.stopping import STOPPED, CanGoOn
 from daskgpt.config.synonyms import answer
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -110,7 +111,7 @@ def _failed(error: Exception) -> int:
         advice = "Make room where it goes, or send it elsewhere."
         error = refusal(OSError, "stdout", "what is printed must have somewhere to go", str(error.strerror), advice)
     _tell(error)
-    return 2
+    return STOPPED if isinstance(error, CanGoOn) else 2
 
 
 def _is_unread(stream: TextIO | None) -> bool:
@@ -148,12 +149,12 @@ def _abandon(stream: TextIO | None) -> None:
 def _type(f: Field[Any]) -> Callable[[str], Any]:
     default = f.default
     assert default is not MISSING
-    return _number_or(f.metadata["zero"]) if f.metadata["zero"] else type(default)
+    return _number_or(f.metadata["words"]) if f.metadata["words"] else type(default)
 
 
-def _number_or(word: str) -> Callable[[str], int]:
+def _number_or(words: Mapping[str, int]) -> Callable[[str], int]:
     def number(text: str) -> int:
-        return 0 if text == word else int(text)
+        return words[text] if text in words else int(text)
 
-    number.__name__ = f"number or {word}"  # argparse says this of a text that is neither
+    number.__name__ = f"number or {' or '.join(words)}"  # argparse says this of a text that is neither
     return number

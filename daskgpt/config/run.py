@@ -116,6 +116,17 @@ class RunConfig(Checked):
     keep_every: int = setting(
         0, "write a checkpoint each so many steps that is never deleted, 0 = none", unit="steps", least=0
     )
+    snapshot_every: int = setting(
+        -1,
+        "on a cluster, keep a recovery point each so many steps: the state and a copy of it on other workers; auto = "
+        "when copying costs below 1 % of the time, 0 = none",
+        unit="steps",
+        least=-1,
+        negative="auto",
+    )
+    worker_minutes: float = setting(
+        10.0, "on a cluster, how long to wait for a worker once all are gone", unit="minutes", least=0
+    )
     sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens", least=0)
 
 

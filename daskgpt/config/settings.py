@@ -58,14 +58,16 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     zero: str = "",
+    negative: str = "",
 ) -> Any:
     """A dataclass field that can be a flag, with its help text, unit and allowed values. The default tells its type.
 
     choices                the texts that are allowed, all if none is named
     least, above, below    the numbers that are allowed, see Bounds
-    zero                   a word that may be given for the number 0
+    zero, negative         a word that may be given for the number 0, or for -1
     """
-    known = {"help": help, "unit": unit, "choices": choices, "bounds": Bounds(least, above, below), "zero": zero}
+    words = {word: number for word, number in {zero: 0, negative: -1}.items() if word}
+    known = {"help": help, "unit": unit, "choices": choices, "bounds": Bounds(least, above, below), "words": words}
     return field(default=default, metadata=known)
 
 
@@ -85,10 +87,10 @@ class Checked:
 
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
-    """The value as the type of the field: NumPy's whole numbers are, a word for 0 is, and a path is a text."""
+    """The value as the type of the field: NumPy's whole numbers are, a word for one is, and a path is a text."""
     wanted = type(f.default)
-    if f.metadata["zero"] and isinstance(value, str) and value == f.metadata["zero"]:
-        return 0
+    if isinstance(value, str) and value in f.metadata["words"]:
+        return f.metadata["words"][value]
     if wanted is int and isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if wanted is float and isinstance(value, Real) and not isinstance(value, bool):
@@ -118,7 +120,8 @@ def help_of(f: Field[Any], default: str = "") -> str:
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
     if f.metadata["choices"]:
         text += ": " + ", ".join(f.metadata["choices"])
-    own = f.metadata["zero"] if f.default == 0 and f.metadata["zero"] else f.default
+    words = {number: word for word, number in f.metadata["words"].items()}
+    own = words.get(f.default, f.default) if words else f.default
     return f"{text}{unit} (default: {default or ('none' if own == '' else own)})"
 
 

@@ -12,6 +12,11 @@ from typing import Any
 # With what a command ends that was stopped and can be gone on with: sysexits.h's EX_TEMPFAIL. The second signal is 130.
 STOPPED = 75
 
+
+class CanGoOn(RuntimeError):
+    """What ended a run is not its own fault, and it has a checkpoint to go on from: a command ends with STOPPED."""
+
+
 Handler = Callable[[int, FrameType | None], Any]
 
 

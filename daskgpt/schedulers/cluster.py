@@ -7,7 +7,6 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 
 import dask
 import numpy as np
-from distributed import Client, Future, KilledWorker, LocalCluster, wait
-from distributed.comm import CommClosedError
+from distributed import Client, Future, LocalCluster, wait
 
 from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import delayed_interrupts
@@ -24,11 +22,13 @@ from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
+from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
+LOOKING = 2  # seconds between two looks whether there is a worker at all, while results are waited for
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
 
@@ -48,7 +48,8 @@ class ClusterScheduler:
     @property
     def threads(self) -> int:
         """Of all workers together."""
-        return sum(self.client.nthreads().values())
+        with telling_losses(self.client):
+            return sum(self.client.nthreads().values())
 
     def run(self, submission: Submission) -> list[Any]:
         graph, leaves, keys, runs = submission
@@ -58,15 +59,42 @@ class ClusterScheduler:
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         numbered = {key: in_run(node, number) for key, node in renamed(data, new).items()}
-        with self._explained(), dask.annotate(**self.annotation):
+        with telling_losses(self.client), dask.annotate(**self.annotation):
             return list(self.client.get(numbered, [new[key] for key in keys], sync=False))
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        with self._explained():
+        with telling_losses(self.client):
+            self.settle(handles)
             return list(self.client.gather(handles))
 
     def settle(self, handles: list[Any]) -> None:
-        wait(handles)
+        """Dask itself would wait for a worker for ever, where the last one is gone."""
+        with telling_losses(self.client):
+            while True:
+                try:
+                    wait(handles, timeout=LOOKING)
+                    return
+                except TimeoutError:
+                    if self.client.status == "running" and not self.client.nthreads():
+                        raise loss(self.client, "no worker") from None
+
+    def settled(self, handles: list[Any]) -> bool:
+        own = [handle.status for handle in handles if isinstance(handle, Future)]
+        if {"cancelled", "error"} & set(own):
+            raise loss(self.client, "a result")
+        return set(own) <= {"finished"}
+
+    def present(self, handles: list[Any]) -> list[bool]:
+        with telling_losses(self.client):
+            return present(self.client, handles)
+
+    def copies(self, handles: list[Any]) -> list[list[Any]]:
+        with telling_losses(self.client), dask.annotate(**self.annotation):
+            return copies_apart(self.client, handles)
+
+    def addresses(self) -> set[str]:
+        with telling_losses(self.client):
+            return set(running(self.client))
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         results = [function(*arguments)] if here else []
@@ -77,12 +105,14 @@ class ClusterScheduler:
         from daskgpt.schedulers.workers import RecordSpans, received, take_spans
 
         found: list[ProcessSpans] = []
-        self.client.register_plugin(RecordSpans())
+        with telling_losses(self.client):
+            self.client.register_plugin(RecordSpans())
         try:
             yield found
         finally:
-            taken, receipts = self.client.run(take_spans), self.client.run(received)
-            self.client.unregister_worker_plugin(RecordSpans.name)
+            with telling_losses(self.client):
+                taken, receipts = self.client.run(take_spans), self.client.run(received)
+                self.client.unregister_worker_plugin(RecordSpans.name)
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         names = {address: f"worker {worker['name']}" for address, worker in workers.items()}
         threads = self.client.nthreads()
@@ -91,22 +121,12 @@ class ClusterScheduler:
             offset, spans = taken[address]
             found.append(ProcessSpans(names[address], threads[address], offset, spans, own))
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say who was lost, with what it held."""
-        try:
-            yield
-        except (CancelledError, KilledWorker, CommClosedError) as error:
-            who, lost = "the scheduler", "nobody who knows where the parameters are"
-            if self.client.status == "running":
-                who, lost = "every worker", "a worker lost with its part of the parameters"
-            rule, got = f"{who} must live until the end of a run", f"{type(error).__name__}, {lost}"
-            advice = "Go on from the last checkpoint with --resume."
-            raise refusal(RuntimeError, "ClusterScheduler", rule, got, advice) from None
-
     def _held(self, value: Any) -> Any:
         """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
-        return value if isinstance(value, Future) else self.client.scatter([value], hash=False)[0]
+        if isinstance(value, Future):
+            return value
+        with telling_losses(self.client):
+            return self.client.scatter([value], hash=False)[0]
 
 
 @contextmanager

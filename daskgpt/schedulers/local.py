@@ -37,6 +37,18 @@ class LocalScheduler:
     def settle(self, handles: list[Any]) -> None:
         pass
 
+    def settled(self, handles: list[Any]) -> bool:
+        return True
+
+    def present(self, handles: list[Any]) -> list[bool]:
+        return [True] * len(handles)
+
+    def copies(self, handles: list[Any]) -> list[list[Any]]:
+        return []  # this process is all there is
+
+    def addresses(self) -> set[str]:
+        return {""}
+
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         return [function(*arguments)]
 

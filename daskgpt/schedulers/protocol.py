@@ -61,11 +61,32 @@ class Scheduler(Protocol):
         ...
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        """The results here, waited for."""
+        """The results here, waited for.
+
+        Errors   schedulers.losses.LostResults where one is gone with the process that held it
+        """
         ...
 
     def settle(self, handles: list[Any]) -> None:
         """Wait until these are made, and leave them where they are."""
+        ...
+
+    def settled(self, handles: list[Any]) -> bool:
+        """Whether these are made, without waiting. Errors as of `fetch`."""
+        ...
+
+    def present(self, handles: list[Any]) -> list[bool]:
+        """Whether each of these is still somewhere."""
+        ...
+
+    def copies(self, handles: list[Any]) -> list[list[Any]]:
+        """Begin to copy results that are made: some copies of each, of which one outlives the loss of any process.
+        Empty where there is one process only.
+        """
+        ...
+
+    def addresses(self) -> set[str]:
+        """Of the processes that take tasks now; "" is this one."""
         ...
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:

@@ -14,17 +14,19 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.config.stopping import finishing_first
+from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import batch, validation_batches
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.checkpoints import step_folder
+from daskgpt.training.checkpoints import checkpoints, step_folder
 from daskgpt.training.finite import require_finite, require_finite_parameters, require_finite_state
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job, compile_kernels, describe
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.progress import Progress
+from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
 from daskgpt.training.resuming import Beginning, Resumed, facts
 from daskgpt.training.run_folder import METRICS, RunFolder
@@ -130,8 +132,10 @@ def run_job(
         loop = _Loop(job, scheduler, beginning, folder, progress)
         try:
             return loop.run(on_step, watchers, asked_to_stop)
-        except Exception:
+        except Exception as error:
             loop.wait()  # for a checkpoint on its way: what ends the run came after it
+            if isinstance(error, LostResults):
+                raise loop.ended_by(error) from None
             raise
         finally:
             progress.close()
@@ -167,47 +171,76 @@ class _Loop:
             progress.say(f"grain      {_tasks(steps.step)}")
         state = steps.initial(self.beginning.parameters, self.beginning.moments, self.beginning.step)
         watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
-        start = time.perf_counter()
+        folder = self.folder.path if self.folder else None
+        recovery = Recovery(job, self.scheduler, steps, self.beginning, folder, progress.say, asked_to_stop)
+        self.start = time.perf_counter()
         progress.begin()
-        state, stopped = self._train(state, watching, on_step, asked_to_stop)
-        seconds = time.perf_counter() - start
-        progress.close()
-        result = Result(job.config, state.parameters(self.scheduler), self.losses, self.validation, seconds)
-        result.first, result.stopped = self.beginning.step, stopped
-        require_finite_parameters(job, max(len(self.losses) - 1, 0), result.parameters)
-        if self.saver and self.folder:
-            self.saver.save(state, self._facts(state), last=True)
-            result.checkpoint = step_folder(self.folder.path, state.step)
-            self.folder.write_metrics()
+        result, lost = None, None
+        while result is None:
+            try:
+                if lost:
+                    state = recovery.back(lost, len(self.losses))
+                lost = None
+                state, stopped = self._train(state, watching, on_step, asked_to_stop, recovery)
+                result = self._result(state, stopped)
+            except LostCluster:
+                raise
+            except LostResults as error:
+                lost = error.with_traceback(None)  # its frames hold what is lost
+                self.wait()
         for watcher in watchers:  # whose files may not get written: the model is safe by now
             watcher.end()
         return result
 
+    def _result(self, state: State, stopped: bool) -> Result:
+        """What the run led to, saved."""
+        seconds = time.perf_counter() - self.start
+        result = Result(self.job.config, state.parameters(self.scheduler), self.losses, self.validation, seconds)
+        self.progress.close()
+        result.first, result.stopped = self.beginning.step, stopped
+        del self.losses[state.step :]  # of steps that a loss has taken back
+        require_finite_parameters(self.job, max(len(self.losses) - 1, 0), result.parameters)
+        if self.saver and self.folder:
+            self.saver.save(state, self._facts(state), last=True)
+            result.checkpoint = step_folder(self.folder.path, state.step)
+            self.folder.write_metrics()
+        return result
+
+    def ended_by(self, error: LostResults) -> RuntimeError:
+        """The error that ends a run whose cluster is lost: whether there is a checkpoint to go on from."""
+        if self.folder and checkpoints(self.folder.path):
+            return CanGoOn(f"{error.what} Go on with --resume {self.folder.path}.")
+        return RuntimeError(f"{error.what} Start again: there is no checkpoint.")
+
     def _train(
-        self, state: State, watching: Watching, on_step: Any, asked_to_stop: Callable[[], bool]
+        self,
+        state: State,
+        watching: Watching,
+        on_step: Any,
+        asked_to_stop: Callable[[], bool],
+        recovery: Recovery,
     ) -> tuple[State, bool]:
-        """All steps, or those until somebody asks to stop: the state after them, and whether somebody has."""
-        job, steps, losses, settled = self.job, self.steps, self.losses, not self.steps.open
-        for latest, metrics in _steps(job, self.scheduler, steps, state, watching, self.saver):
+        """All steps, or those until somebody asks to stop: the state after them, and whether somebody has.
+
+        Steps that a loss has taken back are made again, and told to nobody a second time.
+        """
+        job, steps, known, settled = self.job, self.steps, len(self.losses), not self.steps.open
+        for latest, metrics in _steps(job, self.scheduler, steps, state, watching, self.saver, known):
             state = latest
-            losses.append(metrics["loss"])
-            self.validation = metrics.get("validation_loss", self.validation)
-            self.progress.step(metrics)
-            if self.folder and self.saver:
-                if not settled:
+            if metrics["step"] >= known:
+                if self.folder and not settled:
                     # What was chosen with this step, over what stood there.
                     self.folder.configure(job.resolved(self.scheduler, steps.chunk, steps.grain))
                     settled = not steps.open
-                self._log(metrics | self.saver.news())
-            if on_step:
-                on_step(metrics["step"], metrics)
-            require_finite(job, self.scheduler, state, metrics)
+                self._note(metrics, recovery, on_step)
+                require_finite(job, self.scheduler, state, metrics)
             # Of steps that overlap there is a state after the last one only.
-            if state.step != len(losses) or state.step == job.run.steps:
+            if state.step != metrics["step"] + 1 or state.step == job.run.steps:
                 continue
             if asked_to_stop():
-                self.progress.say(f"stopped after {len(losses)} of {job.run.steps} steps")
+                self.progress.say(f"stopped after {state.step} of {job.run.steps} steps")
                 return state, True
+            recovery.after(state)
             if self.saver:
                 self.saver.prepare(state)
             if self.saver and self.saver.due(state.step):
@@ -215,6 +248,16 @@ class _Loop:
                     require_finite_state(job, self.scheduler, state, metrics["step"])
                 self.saver.save(state, self._facts(state))
         return state, False
+
+    def _note(self, metrics: Mapping[str, Any], recovery: Recovery, on_step: Any) -> None:
+        """Keep and show what a step has brought."""
+        self.losses.append(metrics["loss"])
+        self.validation = metrics.get("validation_loss", self.validation)
+        self.progress.step(metrics)
+        if self.saver:
+            self._log({**metrics, **self.saver.news(), **recovery.news()})
+        if on_step:
+            on_step(metrics["step"], metrics)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
         """Metrics of a step; a full disk is said once, and no reason to end."""
@@ -232,9 +275,12 @@ class _Loop:
 
 
 def _steps(
-    job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching, saver: Saver | None
+    job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching, saver: Saver | None, known: int
 ) -> Iterator[tuple[State, dict[str, Any]]]:
-    """State and metrics after each step."""
+    """State and metrics after each step.
+
+    known   how many steps were made before: those that are made again are not looked at or validated again
+    """
     validate = Inference(
         job.config, job.batch_shape, steps.chunk, state.layout, ("loss",), job.precision, groups=job.groups
     )
@@ -248,13 +294,13 @@ def _steps(
         with ExitStack() as looking:
             if not steps.open:
                 for first, watcher in watching:
-                    looking.enter_context(watcher.watch(numbers) if number >= first else nullcontext())
+                    looking.enter_context(watcher.watch(numbers) if number >= max(first, known) else nullcontext())
             losses, state = steps.run(state, batches)
         rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
         for number, loss in zip(numbers, losses):
             metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
             metrics["learning_rate"] = learning_rate(job.optimizer, number, job.run.steps)
-            if number + 1 == _next_validation(job, number):
+            if number >= known and number + 1 == _next_validation(job, number):
                 metrics["validation_loss"] = validation_loss(job, scheduler, validate, state)
             yield state, metrics
         number += 1

@@ -41,7 +41,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "window"),
     "run": (
         *("steps", "validate_every", "validation_batches", "sample_tokens"),
-        *("save_every", "save_minutes", "keep", "keep_every"),
+        *("save_every", "save_minutes", "keep", "keep_every", "snapshot_every", "worker_minutes"),
     ),
 }
 # What leaves open what the run has settled: the same command again, with --resume, asks for no change.

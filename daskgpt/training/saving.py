@@ -79,8 +79,13 @@ class Saver:
         return min(ends, default=None)
 
     def due(self, done: int) -> bool:
-        """Whether a checkpoint is due after so many steps. One by time waits until the one before is written."""
+        """Whether a checkpoint is due after so many steps. One by time waits until the one before is written.
+
+        None is of steps that are made again after a loss, unless the loss has cost it.
+        """
         run = self.job.run
+        if done <= (self.current.step if self.current and not self.current.error else self.saved):
+            return False
         if any(every and done % every == 0 for every in (run.save_every, run.keep_every)):
             return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes

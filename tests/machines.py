@@ -1,0 +1,151 @@
+"""A cluster of real processes that tests may kill: a scheduler, and workers that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from distributed import Client, WorkerPlugin
+
+from daskgpt.schedulers.losses import running
+
+ROOT, PATIENCE = Path(__file__).parents[1], 90  # seconds for what should take a few
+
+
+def wait_until(holds: Callable[[], Any], what: str = "") -> Any:
+    """What `holds` returns as soon as that is something."""
+    end = time.monotonic() + PATIENCE
+    while not (found := holds()):
+        assert time.monotonic() < end, f"not within {PATIENCE} seconds: {what}"
+        time.sleep(0.05)
+    return found
+
+
+class Machines:
+    """A scheduler and workers of one thread, without nannies: who is killed stays away until another is started."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.folder, self.count = folder, 0
+        self.processes: dict[str, subprocess.Popen[Any]] = {}
+        self.log = (folder / "machines.log").open("w")
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        file = folder / "scheduler.json"
+        flags = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0", "--no-dashboard"]
+        self._start("scheduler", "scheduler", *flags, "--scheduler-file", str(file))
+        wait_until(lambda: file.exists() and file.stat().st_size, "scheduler")
+        self.address: str = json.loads(file.read_text())["address"]
+        for _ in range(workers):
+            self.start_worker()
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for name in list(reversed(self.processes)):
+            self.kill(name)
+        self.log.close()
+
+    def start_worker(self) -> str:
+        """The name of a new worker, which may take seconds to come."""
+        name, self.count = f"w{self.count}", self.count + 1
+        flags = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0", "--no-dashboard", "--no-nanny"]
+        flags += ["--nthreads", "1", "--name", name, "--local-directory", str(self.folder / name)]
+        self._start(name, "worker", self.address, *flags)
+        return name
+
+    def _start(self, name: str, *command: str) -> None:
+        self.processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "dask", *command],
+            env=self.environment,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    def kill(self, name: str) -> None:
+        """With SIGKILL, until it is gone."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def have(self, workers: int) -> None:
+        """Start as many as are missing, and wait until all of them take tasks."""
+        for _ in range(workers - len(self.alive())):
+            self.start_worker()
+        with Client(self.address) as client:
+            wait_until(lambda: len(running(client)) == workers, "workers")
+
+    def alive(self) -> list[str]:
+        """The workers whose processes run."""
+        return [n for n, process in self.processes.items() if n != "scheduler" and process.poll() is None]
+
+    def said(self) -> str:
+        """What scheduler and workers have logged."""
+        return (self.folder / "machines.log").read_text()
+
+
+class KillItself(WorkerPlugin):
+    """Kills its worker with SIGKILL as it begins with its `after`th task of a kind; of all workers only one.
+
+    kind   part of the task's name
+    once   a file that the one who is killed makes
+    """
+
+    name = "kill-itself"
+
+    def __init__(self, kind: str, after: int, once: Path) -> None:
+        self.kind, self.left, self.once = kind, after, once
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        if finish == "executing" and self.kind in str(key):
+            self.left -= 1
+            if self.left <= 0:
+                kill_once(self.once)
+
+
+class KillAsItSends(WorkerPlugin):
+    """The same as it begins to send a part of the state to somebody who is no worker: to the client, for a checkpoint.
+
+    after  how often it has done so before
+    """
+
+    name = "kill-itself"
+
+    def __init__(self, after: int, once: Path) -> None:
+        self.left, self.once = after, once
+
+    def setup(self, worker: Any) -> None:
+        self.worker, self.send = worker, worker.handlers["get_data"]
+        send = self.send
+
+        async def dying(comm: Any, keys: Any, **options: Any) -> Any:
+            if any("update" in str(key) for key in keys) and not options.get("who"):
+                self.left -= 1
+                if self.left <= 0:
+                    kill_once(self.once)
+            return await send(comm, keys=keys, **options)
+
+        worker.handlers["get_data"] = dying
+
+    def teardown(self, worker: Any) -> None:
+        worker.handlers["get_data"] = self.send
+
+
+def kill_once(once: Path) -> None:
+    try:
+        once.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
