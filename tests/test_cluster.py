@@ -252,7 +252,7 @@ def test_a_scheduler_that_dies_ends_a_run_with_one_line(text, environment, tmp_p
     assert "Traceback" not in said
     assert re.fullmatch(
         r"ClusterScheduler: the scheduler must live until the end of a run; got \w+, nobody who knows where the "
-        r"parameters are\. Go on from the last checkpoint with --resume\.",
+        r"parameters are\. Start again: there is no checkpoint\.",
         said.splitlines()[-1],
     )
     assert sorted(path.name for path in out.iterdir()) == [".lock", "config.toml", "metrics.jsonl"]
