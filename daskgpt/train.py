@@ -29,8 +29,8 @@ from daskgpt.training.start import Start, open_dataset, start_values
 DEFAULT = "tiny"  # the preset
 EPILOG = (
     f"Exit codes: 0 all steps are done; {STOPPED} Ctrl-C or SIGTERM has ended it after a step and a checkpoint, or a "
-    "cluster has gone and there is a checkpoint: --resume goes on; 130 a second Ctrl-C has ended it at once; 2 it could "
-    "not run, or not to its end."
+    "cluster has gone and there is a checkpoint: --resume goes on; 130 a second Ctrl-C has ended it at once; 2 it "
+    "could not run, or not to its end."
 )
 
 
