@@ -13,6 +13,7 @@ import dask
 from distributed import Future, KilledWorker
 from distributed.client import ClosedClientError
 
+from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, task
 
 COPY = "recovery.copy"  # what Dask calls the tasks that copy
@@ -24,17 +25,13 @@ SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
 class LostResults(RuntimeError):
     """Results that a run needs are gone with a worker that held them. Whoever kept copies can go on from these.
 
-    what   what must hold, and what was found; `str` adds what to do
+    where, rule, got   as of `config.errors.refusal`
     """
 
-    advice = "Start again, or go on from a checkpoint with --resume."
-
     def __init__(self, where: str, rule: str, got: str) -> None:
-        self.what = f"{where}: {rule}; got {got}."
-        super().__init__(self.what)
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.advice}"
+        advice = "Start again, or go on from a checkpoint with --resume."
+        super().__init__(str(refusal(RuntimeError, where, rule, got, advice)))
+        self.where, self.rule, self.got = where, rule, got
 
 
 class LostCluster(LostResults):

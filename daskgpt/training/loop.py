@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
@@ -209,8 +209,10 @@ class _Loop:
     def ended_by(self, error: LostResults) -> RuntimeError:
         """The error that ends a run whose cluster is lost: whether there is a checkpoint to go on from."""
         if self.folder and checkpoints(self.folder.path):
-            return CanGoOn(f"{error.what} Go on with --resume {self.folder.path}.")
-        return RuntimeError(f"{error.what} Start again: there is no checkpoint.")
+            advice = f"Go on with --resume {self.folder.path}."
+            return refusal(CanGoOn, error.where, error.rule, error.got, advice)
+        advice = "Start again: there is no checkpoint."
+        return refusal(RuntimeError, error.where, error.rule, error.got, advice)
 
     def _train(
         self,

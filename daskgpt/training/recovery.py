@@ -95,7 +95,7 @@ class Recovery:
         self.in_vain = 0 if (done, restart) > (self.furthest, self.restart) else self.in_vain + 1
         if self.in_vain >= MOST_IN_VAIN:
             rule = "a run must get on between losses"
-            got = f"{self.in_vain} in a row at step={done}; the last: {error.what}"
+            got = f"{self.in_vain} in a row at step={done}; the last: {error.got}"
             raise LostCluster("train", rule, got)
 
     def _newest(self) -> tuple[State, str]:
