@@ -29,7 +29,9 @@ def test_help_lists_every_field_with_its_meaning_unit_and_default(config):
     told = " ".join(own.replace("|", " ").split())
     for f in fields(config):
         assert f" {f.name}: {f.type} {f.metadata['help'].replace('|', ' ')}" in told
-        for part in (f.metadata["unit"], ", ".join(f.metadata["choices"]), f"default: {f.default or ''}".strip()):
+        words = {number: word for word, number in f.metadata["words"].items()}
+        default = words.get(f.default, f.default or "")
+        for part in (f.metadata["unit"], ", ".join(f.metadata["choices"]), f"default: {default}".strip()):
             assert part in told
     assert max(map(len, own.split("Fields")[1].splitlines())) <= 80
 
