@@ -184,7 +184,7 @@ def setup(job: Job, chunks: Chunks) -> dict[str, Any]:
         "groups": job.groups,
         "batch_chunk": batch_chunk,
         "sequence_chunk": sequence_chunk,
-        "scheduler": job.dataflow.scheduler,
+        "scheduler": job.scheduler,
         "precision": job.precision.name,
         "cpu": machine.processor(),
         "versions": machine.versions("numpy", "numba", "dask", "distributed"),
@@ -221,7 +221,7 @@ def describe(job: Job, found: Measurement, chunks: Chunks) -> str:
         ("chunks", chunks.told),
         (
             "tasks",
-            f"{found.tasks:,} a step (grain {found.grain}), {job.dataflow.scheduler}, {per}, {precision}",
+            f"{found.tasks:,} a step (grain {found.grain}), {job.scheduler}, {per}, {precision}",
         ),
         ("machine", machine.processor()),
         ("step", f"{_ms(step.median)}   {step.least * 1e3:,.1f} .. {step.largest * 1e3:,.1f}"),

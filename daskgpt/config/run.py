@@ -74,7 +74,9 @@ class DataflowConfig(Checked):
         zero="auto",
     )
     scheduler: str = setting(
-        "threads", "sync, threads, local (a cluster here), tcp://host:port, or file:scheduler.json"
+        "auto",
+        "sync, threads, local (a cluster here), tcp://host:port, or file:scheduler.json; auto = the address in "
+        "DASK_SCHEDULER_ADDRESS, else threads",
     )
     grain: str = setting(
         "auto",

@@ -65,7 +65,7 @@ def predict(job: Job) -> Prediction:
 
 def in_place_of(job: Job) -> bool:
     """Whether the job's scheduler will write over the state."""
-    return LocalScheduler.in_place if job.dataflow.scheduler in ("sync", "threads") else ClusterScheduler.in_place
+    return LocalScheduler.in_place if job.scheduler in ("sync", "threads") else ClusterScheduler.in_place
 
 
 def describe_prediction(job: Job, found: Prediction) -> str:
@@ -99,14 +99,14 @@ def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
     told = described(job.batch_shape, choice.first)
     if not choice.reason:
         return choice.first, told
-    known = dataflow.scheduler in ("sync", "threads", "local")
+    known = job.scheduler in ("sync", "threads", "local")
     assumed = "" if known else ", which are assumed: a run asks the cluster"
     return choice.first, f"{told} ({choice.reason}{assumed})"
 
 
 def threads_of(job: Job) -> int:
     """Of the scheduler that will run the job; as many as here for a cluster that nobody has asked yet."""
-    return 1 if job.dataflow.scheduler == "sync" else job.dataflow.threads or usable_cores()
+    return 1 if job.scheduler == "sync" else job.dataflow.threads or usable_cores()
 
 
 def known_grain(job: Job) -> tuple[str, str]:
@@ -129,7 +129,7 @@ def fits(job: Job, peak: int) -> str:
     limit, whose = memory_limit()
     if not limit:
         return f"{rounded(peak)} are needed; this system does not say how much there is."
-    scheduler, threads = job.dataflow.scheduler, job.dataflow.threads or usable_cores()
+    scheduler, threads = job.scheduler, job.dataflow.threads or usable_cores()
     if scheduler not in ("sync", "threads", "local"):
         return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
     processes = 1 + threads if scheduler == "local" else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from daskgpt.config.errors import require
@@ -49,6 +49,8 @@ def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
 
     Errors   ValueError for a scheduler that has no number of threads, or where the model does not fit the batch
     """
+    if dataflow.scheduler == "auto":
+        dataflow = replace(dataflow, scheduler="threads")
     rule, got = "--scaling must run on threads or on a local cluster", {"scheduler": dataflow.scheduler}
     require(dataflow.scheduler in ("threads", "local"), "bench", rule, got, "Leave --scheduler out.")
     study = StudyConfig(

@@ -6,25 +6,38 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import dask
+from distributed.comm.addressing import normalize_address
 from threadpoolctl import threadpool_limits
 
 from daskgpt.config.errors import require
 from daskgpt.schedulers.allocator import keep_memory
-from daskgpt.schedulers.cluster import connected_cluster, local_cluster
+from daskgpt.schedulers.cluster import borrowed_cluster, connected_cluster, local_cluster
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.schedulers.protocol import Scheduler
 
+SETTING = "DASK_SCHEDULER_ADDRESS"
+
 
 @contextmanager
-def open_scheduler(address: str, threads: int = 0) -> Iterator[Scheduler]:
+def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) -> Iterator[Scheduler]:
     """The scheduler of that name, closed at the end.
 
-    address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port, file:PATH
+    address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port,
+              file:PATH, or auto (see `chosen_address`)
     threads   threads (threads) or worker processes of one thread (local); 0 = one a core
+    client    a `distributed.Client` of any cluster, in place of an address: it stays open
 
-    Errors    ValueError for an unknown name, RuntimeError where no scheduler answers or no worker comes
+    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError where no scheduler
+              answers or no worker comes
     """
+    if client is not None:
+        with borrowed_cluster(client) as scheduler:
+            yield scheduler
+        return
+    address, named = chosen_address(address), SETTING if address == "auto" else ""
     check_address(address)
     threads = threads or usable_cores()
     if address in ("sync", "threads"):
@@ -32,12 +45,23 @@ def open_scheduler(address: str, threads: int = 0) -> Iterator[Scheduler]:
         with threadpool_limits(limits=1, user_api="blas"):
             yield local_scheduler(address, threads)
     else:
-        with local_cluster(threads) if address == "local" else connected_cluster(address) as scheduler:
+        with local_cluster(threads) if address == "local" else connected_cluster(address, named) as scheduler:
             yield scheduler
 
 
+def chosen_address(address: str) -> str:
+    """The address that auto stands for: that of Dask's setting scheduler-address, which the environment variable
+    DASK_SCHEDULER_ADDRESS sets, else threads. Any other name or address is itself.
+    """
+    if address != "auto":
+        return address
+    found = dask.config.get("scheduler-address", None)
+    return str(normalize_address(str(found))) if found else "threads"
+
+
 def resolved_address(address: str) -> str:
-    """The address that a scheduler file names at this moment; any other name or address is itself."""
+    """The address that auto stands for or a scheduler file names at this moment; any other one is itself."""
+    address = chosen_address(address)
     if not address.startswith("file:"):
         return address
     return str(json.loads(Path(address.removeprefix("file:")).read_text())["address"])
@@ -48,7 +72,7 @@ def check_address(address: str) -> None:
 
     Errors   ValueError for an unknown name
     """
-    known = address in ("sync", "threads", "local") or address.startswith(("tcp://", "tls://", "file:"))
+    known = address in ("auto", "sync", "threads", "local") or address.startswith(("tcp://", "tls://", "file:"))
     rule, got = "the scheduler must be known", {"scheduler": address}
     advice = "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json."
     require(known, "open_scheduler", rule, got, advice)

@@ -7,7 +7,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import dask
 import numpy as np
 from distributed import Client, Future, LocalCluster, wait
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
@@ -170,22 +170,59 @@ def _dashboard_port() -> int:
 
 
 @contextmanager
-def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
+def connected_cluster(address: str, named: str = "") -> Iterator[ClusterScheduler]:
     if address.startswith("file:"):
         client = _client(address, scheduler_file=_scheduler_file(address))
     else:
         client = _client(address, address=address)
     with _told_once(), client:
+        yield _ready(client, _described(client, "cluster", address, named))
+
+
+@contextmanager
+def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
+    """Somebody's client, which stays open; of a run nothing stays with it or on its cluster.
+
+    Errors   those of `client_address`; RuntimeError where no worker comes
+    """
+    address = client_address(client)
+    kind = type(client.cluster).__name__ if client.cluster else "cluster"
+    with _told_once():
         try:
-            client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
-        except TimeoutError:
-            rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
-            advice = f"Start one with `dask worker {address}`."
-            raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
-        found = client.scheduler_info(n_workers=-1)
-        warn_of_open([found["address"], *found["workers"]])
-        workers = len(found["workers"])
-        yield _ready(client, f"cluster at {address}, {workers} workers, dashboard {client.dashboard_link}")
+            yield _ready(client, _described(client, kind, address))
+        finally:
+            with suppress(OSError, RuntimeError, ValueError):  # its cluster is gone
+                _leave(client)
+
+
+def client_address(client: Any) -> str:
+    """Where the scheduler of a client is.
+
+    Errors   TypeError for what is no client that waits for its results, RuntimeError for one that is closed
+    """
+    rule, got = "the client must be a distributed.Client that waits for results", {"client": repr(client)}
+    waits = isinstance(client, Client) and not client.asynchronous
+    require(waits, "open_scheduler", rule, got, "Give Client(cluster), not asynchronous=True.", TypeError)
+    rule, advice = "the client must be connected", "Open one that lives as long as the run."
+    require(client.status == "running", "open_scheduler", rule, {"client": client.status}, advice, RuntimeError)
+    return str(client.scheduler.address)
+
+
+def _described(client: Any, kind: str, address: str, named: str = "") -> str:
+    """A connected cluster, for people, once it has a worker; who can reach it without TLS is warned of.
+
+    named   what the address comes from
+    """
+    try:
+        client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
+    except TimeoutError:
+        rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
+        advice = f"Start one with `dask worker {address}`."
+        raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
+    found = client.scheduler_info(n_workers=-1)
+    warn_of_open([found["address"], *found["workers"]])
+    at = f"{address} ({named})" if named else address
+    return f"{kind} at {at}, {len(found['workers'])} workers, dashboard {client.dashboard_link}"
 
 
 @contextmanager
@@ -229,3 +266,12 @@ def _ready(client: Any, description: str) -> ClusterScheduler:
     for plugin in (ForgetGroups(), ForgetDependencies(), PrepareWorker()):
         client.register_plugin(plugin)
     return ClusterScheduler(client, description)
+
+
+def _leave(client: Any) -> None:
+    """Take back what `_ready` has given to scheduler and workers."""
+    from daskgpt.schedulers.workers import PrepareWorker
+
+    client.unregister_scheduler_plugin(ForgetGroups.name)
+    for name in (ForgetDependencies.name, PrepareWorker.name):
+        client.unregister_worker_plugin(name)

@@ -17,7 +17,7 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import parameter_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
-from daskgpt.schedulers.addresses import resolved_address
+from daskgpt.schedulers.addresses import chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
 
 
@@ -104,6 +104,11 @@ class Job:
             "dataflow": dataflow,
             "run": replace(run, init=from_root(run.init), out=from_root(run.out)),
         }
+
+    @property
+    def scheduler(self) -> str:
+        """Name or address of the scheduler, auto resolved."""
+        return chosen_address(self.dataflow.scheduler)
 
     @property
     def precision(self) -> Precision:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import batch, validation_batches
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.cluster import client_address
 from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoints import checkpoints, step_folder
@@ -48,6 +49,7 @@ def fit(
     *,
     parameters: Mapping[str, np.ndarray] | None = None,
     resume: str | os.PathLike[str] = "",
+    client: Any = None,
     on_step: Any = None,
     watchers: Sequence[Watcher] = (),
     quiet: bool = False,
@@ -57,16 +59,18 @@ def fit(
     parameters   initial values, None for those of `run.init` or random ones
     resume       a run folder to go on with, from its newest good checkpoint. Everything is the run's own then, but for
                  what is given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
+    client       the `distributed.Client` of a cluster that runs the tasks, in place of `dataflow.scheduler`; it stays
+                 open, and nothing of the run stays with it
     on_step      called with (step, metrics) after each step, for a live plot
     watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
     quiet        whether nothing is printed: no header, no progress
 
     Errors       ValueError where the configurations do not fit each other or what is given may not change,
-                 FileNotFoundError for missing data or no run to go on with, FileExistsError where `run.out` holds a run
-                 already, RuntimeError where a loss or a parameter does not stay finite or another process trains the
-                 run, OSError where the last checkpoint cannot be written
+                 TypeError for a client that is none, FileNotFoundError for missing data or no run to go on with,
+                 FileExistsError where `run.out` holds a run already, RuntimeError where a loss or a parameter does not
+                 stay finite or another process trains the run, OSError where the last checkpoint cannot be written
     """
-    given = {"data": data, "optimizer": optimizer, "dataflow": dataflow, "run": run}
+    given = {"data": data, "optimizer": optimizer, "dataflow": _on(client, dataflow), "run": run}
     folder: RunFolder | None
     if resume:
         rule, advice = "a run that is gone on with has its own parameters", "Leave parameters out, or resume."
@@ -81,7 +85,7 @@ def fit(
         folder = RunFolder(job.run.out) if job.run.out else None
     try:
         compile_kernels(job.precision)
-        with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
             return run_job(job, scheduler, beginning, folder, on_step, watchers, quiet)
     finally:
         if folder:
@@ -107,6 +111,14 @@ def _new_job(
 def _configuration(kind: Any, given: Any) -> Any:
     """A whole configuration from one, from some of its fields, or from nothing."""
     return kind(**given) if isinstance(given, Mapping) else given or kind()
+
+
+def _on(client: Any, dataflow: DataflowConfig | Changes | None) -> DataflowConfig | Changes | None:
+    """What is said of the dataflow, with the address of the client's scheduler."""
+    if client is None:
+        return dataflow
+    address = {"scheduler": client_address(client)}
+    return replace(dataflow, **address) if isinstance(dataflow, DataflowConfig) else {**(dataflow or {}), **address}
 
 
 def _changes(given: Any) -> Mapping[str, Any]:

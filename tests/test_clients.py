@@ -1,0 +1,149 @@
+"""Clients of other people's clusters: a run borrows one and leaves nothing; the address that the environment names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+from test_cluster import wait_until
+
+import daskgpt
+from daskgpt.schedulers.addresses import chosen_address
+from daskgpt.schedulers.cluster import client_address
+
+CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
+DATA = {"batch_size": 4, "sequence_length": 16, "data": __file__}
+RUN = {"steps": 4, "validation_batches": 1}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**options) as cluster, Client(cluster):  # a client of somebody else, who stays
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def by_threads():
+    return fit(dataflow={"scheduler": "threads"})
+
+
+def fit(**options):
+    return daskgpt.fit(CONFIG, DATA, run=options.pop("run", RUN), quiet=options.pop("quiet", True), **options)
+
+
+def left_on(dask_scheduler):
+    """What a scheduler still has of any run: tasks, and plugins of its own or for workers."""
+    plugins = [name for name in (*dask_scheduler.plugins, *dask_scheduler.worker_plugins) if "daskgpt" in name]
+    return [str(key) for key in dask_scheduler.tasks], plugins
+
+
+def plugins_of(dask_worker):
+    return [name for name in dask_worker.plugins if "daskgpt" in name]
+
+
+def test_a_run_borrows_a_client_and_leaves_nothing(cluster, by_threads, capsys):
+    with Client(cluster) as client:
+        kept = client.submit(sum, [1, 2])
+        for _ in range(2):  # and the next one finds all as the first one did
+            found = fit(client=client, quiet=False)
+            assert found.losses == by_threads.losses
+            assert all(np.array_equal(found.parameters[name], own) for name, own in by_threads.parameters.items())
+            assert client.status == "running"
+            assert kept.result() == 3
+            assert list(client.futures) == [kept.key]
+            wait_until(lambda: client.run_on_scheduler(left_on) == ([str(kept.key)], []))
+            assert set(map(tuple, client.run(plugins_of).values())) == {()}
+    assert f"scheduler  LocalCluster at {cluster.scheduler_address}, 2 workers, dashboard " in capsys.readouterr().out
+
+
+def test_a_run_that_ends_with_an_error_leaves_nothing_either(cluster):
+    def stop(step, metrics):
+        raise KeyError("enough")
+
+    with Client(cluster) as client:
+        with pytest.raises(KeyError, match="enough"):
+            fit(client=client, on_step=stop)
+        assert client.status == "running"
+        assert client.run_on_scheduler(left_on)[1] == []
+
+
+def test_a_run_is_gone_on_with_by_a_client(cluster, by_threads, tmp_path):
+    out = str(tmp_path / "run")
+    with Client(cluster) as client:
+        fit(run=RUN | {"out": out, "steps": 2}, optimizer={"schedule": "constant"}, client=client)
+        found = daskgpt.fit(resume=out, run={"steps": 4}, client=client, quiet=True)
+        assert len(found.losses) == 4
+        assert cluster.scheduler_address in (tmp_path / "run" / "config.toml").read_text()
+    whole = fit(optimizer={"schedule": "constant"}, dataflow=daskgpt.DataflowConfig(scheduler="sync"))
+    assert found.losses == whole.losses
+
+
+def test_a_client_takes_the_place_of_a_scheduler(cluster, by_threads):
+    with Client(cluster) as client:
+        chosen = daskgpt.DataflowConfig(scheduler="tcp://127.0.0.1:1", batch_chunk=2)
+        assert fit(client=client, dataflow=chosen).losses == by_threads.losses
+
+
+def test_what_is_no_client_is_refused():
+    with pytest.raises(TypeError) as caught:
+        fit(client="tcp://127.0.0.1:8786")
+    assert str(caught.value) == (
+        "open_scheduler: the client must be a distributed.Client that waits for results; "
+        "got client='tcp://127.0.0.1:8786'. Give Client(cluster), not asynchronous=True."
+    )
+
+
+def test_a_client_that_does_not_wait_is_refused(cluster):
+    async def give():
+        async with Client(cluster.scheduler_address, asynchronous=True) as client:
+            client_address(client)
+
+    with pytest.raises(TypeError, match=r"must be a distributed\.Client that waits for results"):
+        asyncio.run(give())
+
+
+def test_a_closed_client_is_refused(cluster):
+    client = Client(cluster)
+    client.close()
+    with pytest.raises(RuntimeError) as caught:
+        fit(client=client)
+    assert str(caught.value) == (
+        "open_scheduler: the client must be connected; got client=closed. Open one that lives as long as the run."
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "address"),
+    [
+        (None, "threads"),
+        ("", "threads"),
+        ("tcp://127.0.0.1:8786", "tcp://127.0.0.1:8786"),
+        ("127.0.0.1:8786", "tcp://127.0.0.1:8786"),
+        ("tls://node0:8786", "tls://node0:8786"),
+    ],
+)
+def test_auto_is_dasks_scheduler_address_or_threads(setting, address):
+    with dask.config.set({"scheduler-address": setting}):
+        assert chosen_address("auto") == address
+        assert chosen_address("sync") == "sync"
+
+
+@pytest.mark.slow
+def test_the_environment_names_the_scheduler_and_the_header_says_so(by_threads, tmp_path):
+    size = "--blocks 2 --heads 2 --channels 32 --batch-size 4 --sequence-length 16 --steps 4 --validation-batches 1"
+    flags = [*size.split(), "--data", __file__, "--out", str(tmp_path / "run"), "--sample-tokens", "0"]
+    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
+        own = os.environ | {"DASK_SCHEDULER_ADDRESS": cluster.scheduler_address.removeprefix("tcp://")}
+        command = [sys.executable, "-m", "daskgpt.train", *flags]
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = f"scheduler  cluster at {cluster.scheduler_address} (DASK_SCHEDULER_ADDRESS), 1 workers, dashboard "
+    assert said in done.stdout
+    assert f'scheduler = "{cluster.scheduler_address}"' in (tmp_path / "run" / "config.toml").read_text()
