@@ -117,8 +117,10 @@ def _on(client: Any, dataflow: DataflowConfig | Changes | None) -> DataflowConfi
     """What is said of the dataflow, with the address of the client's scheduler."""
     if client is None:
         return dataflow
-    address = {"scheduler": client_address(client)}
-    return replace(dataflow, **address) if isinstance(dataflow, DataflowConfig) else {**(dataflow or {}), **address}
+    address = client_address(client)
+    if isinstance(dataflow, DataflowConfig):
+        return replace(dataflow, scheduler=address)
+    return {**(dataflow or {}), "scheduler": address}
 
 
 def _changes(given: Any) -> Mapping[str, Any]:
