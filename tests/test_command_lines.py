@@ -209,7 +209,10 @@ def test_a_folder_that_holds_a_run_is_never_overwritten(trained, text):
 def test_help_shows_defaults_and_units(command):
     result = run(command, "--help")
     assert result.returncode == 0
-    assert "(default: threads)" in result.stdout or command in ("generate", "convert")
+    assert "DASK_SCHEDULER_ADDRESS, else threads (default: auto)" in " ".join(result.stdout.split()) or command in (
+        "generate",
+        "convert",
+    )
     if command == "train":
         assert "[tokens]" in result.stdout
         assert "(default: 2000)" in result.stdout
