@@ -16,6 +16,7 @@ from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sample
+from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
 from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.schedulers.addresses import open_scheduler
@@ -25,6 +26,7 @@ from daskgpt.training.result import Result
 from daskgpt.training.resuming import SECTIONS, Beginning, Resumed, changeable, may_not_change
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import Start, open_dataset, start_values
+from daskgpt.training.watching import Watcher
 
 DEFAULT = "tiny"  # the preset
 EPILOG = (
@@ -52,7 +54,7 @@ def parser() -> Parser:
         help="print tasks and memory of a step and whether they fit here, and run nothing",
     )
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
-    for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig, TimelineConfig):
+    for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig, TimelineConfig, DaskReportConfig):
         add_flags(flags, config)
     return flags
 
@@ -62,6 +64,7 @@ def main(arguments: list[str]) -> int:
     begin = time.perf_counter()
     values = parser().parse_args(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
+    report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
     resumed = resume(values) if values.resume else None
     start = None
     if resumed:
@@ -76,9 +79,11 @@ def main(arguments: list[str]) -> int:
         print(describe_prediction(job, predict(job)))
         return 0
     first = resumed.beginning() if resumed else Beginning(start_values(job, start))
+    watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []
+    watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        result = run_job(job, scheduler, first, folder, watchers=[TimelineWatcher(shown)] if shown.timeline else [])
+        result = run_job(job, scheduler, first, folder, watchers=watchers)
     report(job, result, time.perf_counter() - begin)
     return STOPPED if result.stopped else 0
 

@@ -6,16 +6,20 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 
 import dask
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
-from test_cluster import wait_until
+from test_cluster import ROOT, wait_until
 
 import daskgpt
 from daskgpt.schedulers.addresses import chosen_address
 from daskgpt.schedulers.cluster import client_address
+from daskgpt.schedulers.durations import TYPICAL, TypicalDurations
+from daskgpt.schedulers.forgetting import span_annotation
+from daskgpt.schedulers.usage import Usage
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
 DATA = {"batch_size": 4, "sequence_length": 16, "data": __file__}
@@ -147,3 +151,83 @@ def test_the_environment_names_the_scheduler_and_the_header_says_so(by_threads, 
     said = f"scheduler  cluster at {cluster.scheduler_address} (DASK_SCHEDULER_ADDRESS), 1 workers, dashboard "
     assert said in done.stdout
     assert f'scheduler = "{cluster.scheduler_address}"' in (tmp_path / "run" / "config.toml").read_text()
+
+
+def durations(dask_scheduler):
+    return {name: prefix.duration_average for name, prefix in dask_scheduler.task_prefixes.items()}
+
+
+def test_tasks_of_a_new_name_have_a_typical_duration_and_others_are_left_alone():
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(TypicalDurations())
+        with dask.annotate(**span_annotation()):
+            ours = client.submit(sum, [1], key="tokens.forward-1")
+        theirs = client.submit(sum, [2], key="theirs-1")
+        wait_until(lambda: len(client.run_on_scheduler(durations)) == 2)
+        assert client.run_on_scheduler(durations) == {"tokens.forward": TYPICAL, "theirs": -1}
+        del ours, theirs
+
+
+def test_what_workers_did_is_told_of_each(cluster):
+    with Client(cluster) as client, daskgpt.open_scheduler(client=client) as scheduler:
+        usage = Usage(scheduler)
+        assert usage.news() == {}, "there is nothing before the first look"
+        assert usage.news() == {}, "nor so soon after it"
+        giver, taker = sorted(scheduler.addresses())
+        names = {own["id"]: str(own["name"]) for own in client.scheduler_info(n_workers=-1)["workers"].values()}
+        block = client.submit(np.ones, 100_000, workers=[giver], key="block")
+        client.submit(np.sum, block, workers=[taker], key="sum").result()
+        for _ in range(3):
+            client.submit(time.sleep, 0.05, workers=[taker], pure=False).result()
+        found = usage.news(every=0)["workers"]
+        assert set(found) == set(names.values())
+        got, gave = found[name_of(client, taker)], found[name_of(client, giver)]
+        assert got["received_bytes_per_s"] == gave["sent_bytes_per_s"] > 0 == gave["received_bytes_per_s"]
+        assert got["tasks_per_s"] > gave["tasks_per_s"] > 0
+        assert got["idle"] < gave["idle"] <= 1
+        lines = usage.lines()
+        assert lines[0] == "workers      tasks/s   idle  received/s    sent/s"
+        assert [line.split()[-1] for line in lines[1:]] == [name_of(client, giver), name_of(client, taker)]
+
+
+def name_of(client, address):
+    return str(client.scheduler_info(n_workers=-1)["workers"][address]["name"])
+
+
+def test_a_run_tells_of_its_workers_and_a_local_one_does_not(cluster, tmp_path, capsys):
+    fit(quiet=False, dataflow={"scheduler": "threads"})
+    assert "workers " not in capsys.readouterr().out
+    with Client(cluster) as client:
+        fit(quiet=False, client=client)
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("workers      tasks/s   idle  received/s    sent/s")
+    assert sorted(line.split()[-1] for line in lines[first + 1 : first + 3]) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--scheduler threads --performance-report dask.html",
+            "train: Dask reports on clusters only; got scheduler=threads. Add --scheduler local, or take --timeline.\n",
+        ),
+        (
+            "--performance-report dask.htm",
+            "train: a report must be a page; got performance_report=dask.htm. Give a name that ends with .html.\n",
+        ),
+        (
+            "--performance-report no/such/dask.html",
+            "train: the report's folder must be there and writable; got performance_report=no/such/dask.html. "
+            "Make it, or name another.\n",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, said, tmp_path):
+    command = [sys.executable, "-m", "daskgpt.train", "--data", __file__, *flags.split()]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert list(tmp_path.iterdir()) == []

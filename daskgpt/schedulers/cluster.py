@@ -21,6 +21,7 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
+from daskgpt.schedulers.durations import TypicalDurations
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
 from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
 from daskgpt.schedulers.protocol import ProcessSpans
@@ -263,7 +264,7 @@ def _client(shown: str, **arguments: str) -> Client:
 def _ready(client: Any, description: str) -> ClusterScheduler:
     from daskgpt.schedulers.workers import PrepareWorker
 
-    for plugin in (ForgetGroups(), ForgetDependencies(), PrepareWorker()):
+    for plugin in (TypicalDurations(), ForgetGroups(), ForgetDependencies(), PrepareWorker()):
         client.register_plugin(plugin)
     return ClusterScheduler(client, description)
 
@@ -272,6 +273,7 @@ def _leave(client: Any) -> None:
     """Take back what `_ready` has given to scheduler and workers."""
     from daskgpt.schedulers.workers import PrepareWorker
 
-    client.unregister_scheduler_plugin(ForgetGroups.name)
+    for name in (TypicalDurations.name, ForgetGroups.name):
+        client.unregister_scheduler_plugin(name)
     for name in (ForgetDependencies.name, PrepareWorker.name):
         client.unregister_worker_plugin(name)

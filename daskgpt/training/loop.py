@@ -21,6 +21,7 @@ from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.cluster import client_address
 from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.usage import Usage
 from daskgpt.training.checkpoints import checkpoints, step_folder
 from daskgpt.training.finite import require_finite, require_finite_parameters, require_finite_state
 from daskgpt.training.inference import Inference
@@ -167,6 +168,7 @@ class _Loop:
         self.progress = progress
         self.losses, self.validation = list(beginning.losses), beginning.validation
         self.steps = JobSteps(job, scheduler, progress.say)
+        self.usage = Usage(scheduler)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
 
     def wait(self) -> None:
@@ -187,6 +189,7 @@ class _Loop:
         watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
         folder = self.folder.path if self.folder else None
         recovery = Recovery(job, self.scheduler, steps, self.beginning, folder, progress.say, asked_to_stop)
+        self.usage.news(every=0)  # from here on
         self.start = time.perf_counter()
         progress.begin()
         result, lost = None, None
@@ -211,6 +214,8 @@ class _Loop:
         seconds = time.perf_counter() - self.start
         result = Result(self.job.config, state.parameters(self.scheduler), self.losses, self.validation, seconds)
         self.progress.close()
+        for line in self.usage.lines():
+            self.progress.say(line)
         result.first, result.stopped = self.beginning.step, stopped
         del self.losses[state.step :]  # of steps that a loss has taken back
         require_finite_parameters(self.job, max(len(self.losses) - 1, 0), result.parameters)
@@ -271,7 +276,7 @@ class _Loop:
         self.validation = metrics.get("validation_loss", self.validation)
         self.progress.step(metrics)
         if self.saver:
-            self._log({**metrics, **self.saver.news(), **recovery.news()})
+            self._log({**metrics, **self.saver.news(), **recovery.news(), **self.usage.news()})
         if on_step:
             on_step(metrics["step"], metrics)
 

@@ -1,0 +1,75 @@
+"""Dask's own report of a run on a cluster: task stream, profile and transfers, as a page that needs no network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed import performance_report
+
+from daskgpt.config.errors import refusal, require
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.instruments.timeline.writing import is_bare
+from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.job import Job
+from daskgpt.training.step import TrainingStep
+
+FLAG = "performance_report"
+
+
+@documented
+@dataclass(frozen=True)
+class DaskReportConfig(Checked):
+    """Dask's report of a run on a cluster."""
+
+    performance_report: str = setting(
+        "",
+        "write Dask's performance report of a run on a cluster to FILE.html, in the run's folder if FILE names none",
+        unit="file",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if name := self.performance_report:
+            got, path = {FLAG: name}, Path(name)
+            require(
+                path.suffix == ".html", "train", "a report must be a page", got, "Give a name that ends with .html."
+            )
+            writable = is_bare(name) or os.access(path.parent, os.W_OK | os.X_OK)
+            require(
+                writable, "train", "the report's folder must be there and writable", got, "Make it, or name another."
+            )
+
+
+class DaskReportWatcher:
+    """A `training.watching.Watcher`: Dask's report of all steps.
+
+    Errors   ValueError where no cluster runs them
+    """
+
+    def __init__(self, config: DaskReportConfig, job: Job) -> None:
+        self.name = config.performance_report
+        rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
+        require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
+
+    def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
+        if not isinstance(scheduler, ClusterScheduler):
+            rule, got = "Dask reports on clusters only", {"scheduler": scheduler.description}
+            raise refusal(ValueError, "train", rule, got, "Take TimelineWatcher.")
+        self.path, self.client = Path(job.run.out if is_bare(self.name) else "") / self.name, scheduler.client
+        self.report = performance_report(str(self.path), mode="inline")
+        with self.client.as_current():
+            self.report.__enter__()
+        return 0
+
+    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end(self) -> None:
+        with self.client.as_current():
+            self.report.__exit__(None, None, None)
+        print(f"report written to {self.path}")
