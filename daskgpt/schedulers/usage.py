@@ -88,7 +88,9 @@ class Usage:
         except (LostResults, OSError):
             return {}  # whoever asks for results next is told
         found, seconds = {name: own for name, _, own in looks}, now - self.at
-        known = {name: own.since(self.last[name]) for name, own in found.items() if name in self.last}
+        # A worker that has begun anew under its name counts from its first look.
+        going = {name for name, own in found.items() if name in self.last and own.tasks >= self.last[name].tasks}
+        known = {name: found[name].since(self.last[name]) for name in sorted(going)}
         self.clocks, self.last, self.at = {name: clock for name, clock, _ in looks}, found, now
         for name, own in known.items():
             before, passed = self.whole.get(name, (Use(own.threads), 0.0))
