@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from command_lines import write_text
 from distributed import Client, wait
+from faults import KINDS, disturb
 from machines import PATIENCE, KillAsItSends, KillItself, Machines, wait_until
 from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
 
@@ -274,3 +276,15 @@ def test_a_local_cluster_starts_a_worker_again(text, whole, tmp_path):
     train(text, tmp_path / "run", "local", at_step(KILLED_AT, kill), snapshot_every=5)
     assert killed
     assert same(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_a_campaign_of_faults_at_random_moments(tmp_path):
+    with (tmp_path / "faults.jsonl").open("w+") as log:
+        said = disturb(tmp_path, log, faults=10, seconds=40, workers=3, seed=random.SystemRandom().randrange(10**6))
+        log.seek(0)
+        noted = [json.loads(line) for line in log]
+    faults = [entry for entry in noted if entry.get("kind") in KINDS]
+    assert len(faults) == 10, said
+    assert all(entry.keys() == {"time", "kind", "worker", "step"} for entry in faults)
+    assert [entry["time"] for entry in faults] == sorted(entry["time"] for entry in faults)
