@@ -17,7 +17,7 @@ from distributed import Client, WorkerPlugin
 
 from daskgpt.schedulers.losses import running
 
-ROOT, PATIENCE = Path(__file__).parents[1], 90  # seconds for what should take a few
+ROOT, PATIENCE = Path(__file__).parents[1], 60  # seconds for what should take a few
 
 
 def wait_until(holds: Callable[[], Any], what: str = "") -> Any:
@@ -65,6 +65,7 @@ class Machines:
     def _start(self, name: str, *command: str) -> None:
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-m", "dask", *command],
+            cwd=self.folder,  # Python would import from here first
             env=self.environment,
             stdout=self.log,
             stderr=self.log,

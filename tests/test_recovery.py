@@ -279,6 +279,20 @@ def test_a_local_cluster_starts_a_worker_again(text, whole, tmp_path):
 
 
 @pytest.mark.slow
+def test_recovery_points_leave_nothing_behind(machines, text, tmp_path):
+    machines.have(2)
+    found = []
+
+    def look(step, metrics):
+        if step in (50, 149):
+            with Client(machines.address) as client:
+                found.append(client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)))
+
+    train(text, tmp_path / "run", machines.address, look, steps=150, snapshot_every=1, validate_every=0)
+    assert max(found) < 150, "a step has 14 tasks and a point 18"
+
+
+@pytest.mark.slow
 def test_a_campaign_of_faults_at_random_moments(tmp_path):
     with (tmp_path / "faults.jsonl").open("w+") as log:
         said = disturb(tmp_path, log, faults=10, seconds=40, workers=3, seed=random.SystemRandom().randrange(10**6))

@@ -21,6 +21,7 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
+from daskgpt.schedulers.admission import admit_equals
 from daskgpt.schedulers.durations import TypicalDurations
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
 from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
@@ -96,6 +97,10 @@ class ClusterScheduler:
     def addresses(self) -> set[str]:
         with telling_losses(self.client):
             return set(running(self.client))
+
+    def admit(self, packed: bool) -> None:
+        with telling_losses(self.client):
+            admit_equals(self.client, packed)
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         results = [function(*arguments)] if here else []

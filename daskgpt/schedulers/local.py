@@ -49,6 +49,9 @@ class LocalScheduler:
     def addresses(self) -> set[str]:
         return {""}
 
+    def admit(self, packed: bool) -> None:
+        pass
+
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         return [function(*arguments)]
 

@@ -89,6 +89,15 @@ class Scheduler(Protocol):
         """Of the processes that take tasks now; "" is this one."""
         ...
 
+    def admit(self, packed: bool) -> None:
+        """From here on only processes that are equal to this one in versions and arithmetic run tasks.
+
+        packed   whether products run in bfloat16
+
+        Errors   RuntimeError naming one that is there and what of it differs
+        """
+        ...
+
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         """What a function returns in each process that runs tasks; with `here`, in this one anyhow."""
         ...
