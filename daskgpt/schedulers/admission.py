@@ -91,7 +91,19 @@ def admit_equals(client: Any, packed: bool) -> None:
 
     Errors   RuntimeError naming a worker that is there and what of it differs
     """
-    name = f"daskgpt-admission-{client.id}"
+    name = _name(client)
     client.register_plugin(EndOfAdmission(name, client.id))
     there = tuple(client.scheduler_info(n_workers=-1)["workers"])
     client.register_plugin(Admission(name, identity(packed), packed, there))
+
+
+def let_all_in(client: Any) -> None:
+    """The run is over, and its client stays: every worker may come again."""
+    with suppress(ValueError):  # no run has asked for equals
+        client.unregister_worker_plugin(_name(client))
+    with suppress(ValueError):
+        client.unregister_scheduler_plugin(f"{_name(client)}-end")
+
+
+def _name(client: Any) -> str:
+    return f"daskgpt-admission-{client.id}"

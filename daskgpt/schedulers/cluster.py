@@ -21,7 +21,7 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
-from daskgpt.schedulers.admission import admit_equals
+from daskgpt.schedulers.admission import admit_equals, let_all_in
 from daskgpt.schedulers.durations import TypicalDurations
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
 from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
@@ -278,6 +278,7 @@ def _leave(client: Any) -> None:
     """Take back what `_ready` has given to scheduler and workers."""
     from daskgpt.schedulers.workers import PrepareWorker
 
+    let_all_in(client)
     for name in (TypicalDurations.name, ForgetGroups.name):
         client.unregister_scheduler_plugin(name)
     for name in (ForgetDependencies.name, PrepareWorker.name):
