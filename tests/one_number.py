@@ -65,6 +65,7 @@ class Dials:
     threads: int = 1
     in_place: bool | None = None
     window: int = STEPS
+    parts: int = 0  # as many as there are workers
 
 
 def raw_numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -97,6 +98,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             barrier=dials.barrier,
             in_place=scheduler.in_place if dials.in_place is None else dials.in_place,
             groups=model.groups,
+            parts=dials.parts or scheduler.workers,
         )
         state = step.initial(start_values(model.config))
         if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training
@@ -144,6 +146,7 @@ def random_dials(random: np.random.Generator, model: Model) -> Dials:
         threads=one_of([1, 2, 5]),
         in_place=None if barrier == "none" else one_of([True, False]),
         window=one_of([1, 2, STEPS]),
+        parts=one_of([1, 2, 3]),
     )
 
 

@@ -95,7 +95,7 @@ def test_chunks_are_cut_where_a_group_ends():
 
 @pytest.mark.parametrize(
     ("batch", "groups"),
-    [((12, 64), 1), ((8, 256), 1), ((8, 1024), 4), ((16, 256), 2), ((12, 1024), 4), ((7, 4096), 1), ((2, 2048), 2)],
+    [((12, 64), 1), ((4, 256), 1), ((8, 256), 2), ((8, 1024), 8), ((12, 1024), 4), ((7, 4096), 1), ((2, 2048), 2)],
 )
 def test_the_shape_of_the_batch_decides(batch, groups):
     assert groups_of_batch(*batch) == groups

@@ -112,7 +112,7 @@ class ChunkSum(KernelCall):
     order   of the rows of all chunks
     """
 
-    KEPT_HERE = ("origin",)  # the shape of the total is needed everywhere
+    KEPT_HERE: tuple[str, ...] = ("origin",)  # the shape of the total is needed everywhere
 
     def __init__(self, *arguments: Any, order: SumOrder, **known: Any) -> None:
         super().__init__(*arguments, **known)

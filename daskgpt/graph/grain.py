@@ -110,9 +110,10 @@ def merge(
             members[("alone", key) if group is None else group].append(key)
     home = {key: group for group, keys in members.items() for key in keys}
     names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
-    outputs = _outputs(graph, home, members, set(wanted))
+    results = {result for _, result in carried.values()}
+    packs = {home[result] for result in results}  # what the next run takes is a tuple, however short
+    outputs = _outputs(graph, home, members, set(wanted), results)
     found = dict(places)
-    packs = {home[result] for _, result in carried.values()}  # what the next run takes is a tuple, however short
     for group, keys in outputs.items():
         for number, key in enumerate(keys):
             found[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
@@ -154,11 +155,12 @@ def in_order(graph: Graph) -> list[Key]:
 
 
 def _outputs(
-    graph: Graph, home: Mapping[Key, Hashable], members: Mapping[Hashable, list[Key]], wanted: set[Key]
+    graph: Graph, home: Mapping[Key, Hashable], members: Mapping[Hashable, list[Key]], wanted: set[Key], first: set[Key]
 ) -> dict[Hashable, list[Key]]:
-    """What each group must return: what is wanted, and what tasks of other groups read."""
+    """What each group must return: what is wanted, and what tasks of other groups read; some of it first."""
     read = {d for key in home for d in graph[key].dependencies if d in home and home[d] != home[key]}
-    return {group: [key for key in keys if key in read or key in wanted] for group, keys in members.items()}
+    returned = {group: [key for key in keys if key in read or key in wanted] for group, keys in members.items()}
+    return {group: sorted(keys, key=lambda key: key not in first) for group, keys in returned.items()}
 
 
 def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:

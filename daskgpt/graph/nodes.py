@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -19,7 +19,8 @@ Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
 
 __all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
-__all__ += ["combined", "nested", "only", "pieces", "reference", "renamed", "task", "waiting_for", "with_leaves"]
+__all__ += ["combined", "flat", "nested", "only", "part_of_list", "pieces", "reference", "renamed", "task"]
+__all__ += ["waiting_for", "with_leaves"]
 
 
 def keys_of(array: da.Array) -> list[Key]:
@@ -90,6 +91,20 @@ def nested(argument: Any) -> Any:
         return [nested(item) for item in argument.args]
     rule = "a task takes chunks and lists of them"
     raise refusal(TypeError, "nested", rule, {"argument": repr(argument)}, "Use calls.apply.")
+
+
+def flat(keys: Any) -> Iterator[Key]:
+    """The keys in nested lists, one after the other."""
+    if isinstance(keys, list):
+        for item in keys:
+            yield from flat(item)
+    else:
+        yield keys
+
+
+def part_of_list(argument: Any, first: int, last: int) -> Any:
+    """Some items of an argument that is a list."""
+    return List(*argument.args[first:last])
 
 
 def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:

@@ -19,10 +19,10 @@ from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.grain import GroupOf, merge
 from daskgpt.graph.inplace import InPlace
-from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
+from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, task, waiting_for
 from daskgpt.graph.program import Place, calls_of, in_run
 
-STATE = "state"
+STATE, AHEAD = "state", "weights.fetch"
 # What a merged task is called, from what its parts were made for: kind and place.
 TitleOf = Callable[[Sequence[Any]], tuple[str, str]]
 
@@ -33,12 +33,14 @@ class Submission(NamedTuple):
     leaves   data by key: arrays, or packs of the state as the scheduler returned them
     keys     whose results are wanted
     runs     how many runs of one recorded graph it holds
+    homes    number of the worker where a task is at home, data included; empty where that does not matter
     """
 
     graph: Graph
     leaves: Mapping[Key, Any]
     keys: list[Key]
     runs: int = 1
+    homes: Mapping[Key, int] = {}
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,16 @@ class Recorded:
         *,
         layout: Layout | None = None,
         in_place: Callable[[Graph], InPlace] | None = None,
+        spread: Callable[[Graph], Graph] | None = None,
     ) -> Recorded:
         """inputs    may be more than the graph reads
         updated   state name -> its new value; empty where a run leaves the state as it is
         in_place  rewrites the graph so that the state's arrays are written over; None: they are replaced
+        spread    rewrites it so that several workers share it
         """
         graph = graph_of([*outputs.values(), *updated.values()])
+        if spread:
+            graph = spread(graph)
         results = {name: keys_of(array)[0] for name, array in updated.items()}
         written, after = tuple(results.values()), dict[Key, list[Key]]()
         if in_place:
@@ -177,6 +183,7 @@ class Runnable:
     places   output -> where its chunks are found
     updates  the tasks that make the new state, out of place in the order of its packs
     titles   first part of a task's key -> kind and place, for people
+    homes    number of the worker where a task is at home, leaves included; empty where nobody has said
     """
 
     recorded: Recorded
@@ -185,6 +192,7 @@ class Runnable:
     layout: Layout
     updates: list[Key]
     titles: Mapping[str, tuple[str, str]]
+    homes: Mapping[Key, int] = field(default_factory=dict)
     _windows: dict[int, Graph] = field(default_factory=dict)  # the last one that was asked for
 
     @property
@@ -208,10 +216,36 @@ class Runnable:
         graph = with_barriers(self.graph, lambda key: stage_of(first[key]), name=name, tokens=tokens)
         return replace(self, graph=graph, _windows={})
 
+    def at_home(self, home_of: Callable[[Key], int]) -> Runnable:
+        """The same with a home for every task and leaf, and state that a worker reads from elsewhere sent there ahead.
+
+        home_of   of an unmerged task
+
+        Dask gives a task to a worker when all that it reads has been made, and fetches it then: a block's weights would
+        be on their way when the block could already run. So what a worker reads of the state is fetched by a task of
+        its own, as soon as it is there.
+        """
+        homes = {key: home_of(calls_of(node)[0].key) for key, node in self.graph.items() if calls_of(node)}
+        homes |= {(STATE, number): homes[update] for number, update in enumerate(self.updates)}
+        for key, node in self.graph.items():
+            if key not in homes and not is_leaf(node):  # of a barrier, or of a token beside what it stands for
+                homes[key] = homes.get(next(iter(node.dependencies)), 0)
+        graph, ahead = dict(self.graph), f"{AHEAD}-{self.recorded.token}"
+        for key, home in list(homes.items()):
+            node = graph.get(key)
+            for leaf in node.dependencies if node is not None else ():
+                if leaf[0] == STATE and homes[leaf] != home:
+                    copy = (ahead, leaf[1], home)
+                    graph[copy], homes[copy] = task(copy, as_it_is, [leaf]), home
+                    graph[key] = graph[key].substitute({leaf: copy})
+                elif leaf[0] != STATE:
+                    homes.setdefault(leaf, home)  # data is where it is read
+        return replace(self, graph=graph, homes=homes, _windows={})
+
     def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
         """One run on this data and state."""
         leaves = self._data(values) | _state(packs)
-        return Submission(self.graph, leaves, self.output_keys + self.updates)
+        return Submission(self.graph, leaves, self.output_keys + self.updates, homes=self.homes)
 
     def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """What a run returned: handles of the outputs, and the packs of the new state."""
@@ -283,6 +317,11 @@ class Runnable:
     def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
         inputs = self.recorded.inputs
         return {key: part for name, array in inputs.items() for key, part in pieces(array, values[name]).items()}
+
+
+def as_it_is(value: Any) -> Any:
+    """What a task runs that only brings a value to where it is read."""
+    return value
 
 
 def _state(packs: Sequence[Any]) -> dict[Key, Any]:

@@ -46,6 +46,7 @@ class ClusterScheduler:
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
         self.runs, self.annotation = 0, span_annotation()
+        self.numbered: list[str] = []  # addresses of the workers by their numbers
 
     @property
     def threads(self) -> int:
@@ -53,15 +54,27 @@ class ClusterScheduler:
         with telling_losses(self.client):
             return sum(self.client.nthreads().values())
 
+    @property
+    def workers(self) -> int:
+        with telling_losses(self.client):
+            return len(self.client.nthreads())
+
     def run(self, submission: Submission) -> list[Any]:
-        graph, leaves, keys, runs = submission
+        graph, leaves, keys, runs, homes = submission
         number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
-        held = {key: self._held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}
+        at = self._addresses(max(homes.values(), default=-1) + 1)
+        held = {
+            key: self._held(value, at[homes[key]] if key in homes else None)
+            for key, value in leaves.items()
+            if not isinstance(value, np.ndarray)
+        }
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         numbered = {key: in_run(node, number) for key, node in renamed(data, new).items()}
-        with telling_losses(self.client), dask.annotate(**self.annotation):
+        where = {new[key]: at[home] for key, home in homes.items()}
+        placed = {"workers": where.get, "allow_other_workers": True} if where else {}
+        with telling_losses(self.client), dask.annotate(**self.annotation, **placed):
             return list(self.client.get(numbered, [new[key] for key in keys], sync=False))
 
     def fetch(self, handles: list[Any]) -> list[Any]:
@@ -127,12 +140,25 @@ class ClusterScheduler:
             offset, spans = taken[address]
             found.append(ProcessSpans(names[address], threads[address], offset, spans, own))
 
-    def _held(self, value: Any) -> Any:
+    def _addresses(self, count: int) -> list[str]:
+        """The workers that so many numbers stand for. A number keeps its worker as long as that lives."""
+        if not count:
+            return []
+        with telling_losses(self.client):
+            living = self.client.nthreads()
+        spare = sorted(living.keys() - set(self.numbered))
+        self.numbered += [""] * (count - len(self.numbered))
+        for number, address in enumerate(self.numbered):
+            if living and address not in living:
+                self.numbered[number] = spare.pop(0) if spare else sorted(living)[number % len(living)]
+        return self.numbered
+
+    def _held(self, value: Any, worker: str | None) -> Any:
         """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
         if isinstance(value, Future):
             return value
         with telling_losses(self.client):
-            return self.client.scatter([value], hash=False)[0]
+            return self.client.scatter([value], hash=False, workers=[worker] if worker else None)[0]
 
 
 @contextmanager

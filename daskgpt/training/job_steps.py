@@ -15,8 +15,8 @@ from daskgpt.training.job import Job
 from daskgpt.training.step import Batch, State, TrainingStep
 
 
-def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool) -> TrainingStep:
-    """A job's step, recorded."""
+def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int = 1) -> TrainingStep:
+    """A job's step, recorded; parts: over how many workers."""
     return TrainingStep(
         job.config,
         job.batch_shape,
@@ -27,6 +27,7 @@ def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool) 
         barrier=job.dataflow.barrier,
         in_place=in_place,
         groups=job.groups,
+        parts=parts,
     )
 
 
@@ -47,7 +48,7 @@ class JobSteps:
             job.config, job.batch_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
-        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place)
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, scheduler.workers)
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
             if warning := self.chunks.fit(self.step, window, available_memory()):

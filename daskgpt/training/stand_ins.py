@@ -22,6 +22,7 @@ from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Key, combined, is_leaf
 from daskgpt.graph.program import Call, Program, Values
 from daskgpt.graph.recording import Submission
+from daskgpt.graph.spreading import Join
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.schedulers.local import LocalScheduler
@@ -157,7 +158,7 @@ class Trial(LocalScheduler):
             kinds = ["weight", *["moment"] * (len(results) - 1)]
             made = [self._held(kind, self.tensors[origin.parameter]) for kind in kinds]
             return made[0] if len(made) == 1 else tuple(made)
-        summed = isinstance(call, ChunkSum) and isinstance(origin, Origin) and origin.phase == "backward"
+        summed = isinstance(call, ChunkSum | Join) and isinstance(origin, Origin) and origin.phase == "backward"
         made = [self._array("gradients" if summed else "activations", result) for result in results]
         if isinstance(call, ChunkSum):
             self._bands(call, call.bands()[:1], range(len(call.order.pieces)), 1)

@@ -25,6 +25,7 @@ from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, memory_edges, stage_of, title
 from daskgpt.training.inputs import Moment, input_leaves, input_values
+from daskgpt.training.placement import homes_of, spread_groups, spread_step
 
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
@@ -76,13 +77,15 @@ class TrainingStep:
         barrier: str = "step",
         in_place: bool = False,
         groups: int = 1,
+        parts: int = 1,
     ) -> None:
         """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
         in_place  whether the state's arrays are written over: for schedulers that never compute a task again
         groups    into how many groups of sequences sums over the batch are divided
+        parts     over how many workers the sequences are spread, out of place
         """
         self.config, self.optimizer, self.precision, self.barrier = config, optimizer, precision, barrier
-        self.in_place, self.groups = in_place, groups
+        self.in_place, self.groups, self.parts = in_place, groups, 1 if in_place else parts
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
@@ -116,8 +119,21 @@ class TrainingStep:
             {name: state[name] for name in new},
             new,
             in_place=self._in_place(math.prod(self.batch_shape)) if self.in_place else None,
+            spread=self._spread if self.spread_over > 1 else None,
         )
         self.set_grain(self.grain)
+
+    @property
+    def spread_over(self) -> int:
+        """How many workers have sequences."""
+        return min(self.parts, self.batch_shape[0] // self.chunk[0])
+
+    def _spread(self, graph: Graph) -> Graph:
+        return spread_step(graph, self.spread_over, self._sizes)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: math.prod(tensor.shape) for name, tensor in tensors(self.config).items()}
 
     def _in_place(self, summed: int) -> Callable[[Graph], InPlace]:
         def rewrite(graph: Graph) -> InPlace:
@@ -138,9 +154,15 @@ class TrainingStep:
         """
         graph = self.recorded.unmerged
         waits = memory_edges(graph) if self.large and grain != "chunk" and self.in_place and not self.apart else {}
-        runnable = self.recorded.merged(groups_of(graph, grain, updates=True, apart=self.apart), title, waits)
+        parts = self.spread_over
+        group_of = groups_of(graph, grain, updates=True, apart=self.apart)
+        if parts > 1:
+            group_of = spread_groups(graph, group_of, apart=self.apart)
+        runnable = self.recorded.merged(group_of, title, waits)
         if self.apart:
             runnable = runnable.with_barriers(stage_of(graph, self.barrier), tokens=not self.in_place)
+        if parts > 1:
+            runnable = runnable.at_home(homes_of(graph, parts, self.batch_shape[0] // self.chunk[0], self._sizes))
         self.runnable, self.grain = runnable, grain
 
     def initial(

@@ -1,0 +1,130 @@
+"""Which worker does what: sequences, sums and updates of a step that is spread over workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache
+
+from daskgpt.graph.calls import ChunkSum, is_pick, origin_of
+from daskgpt.graph.grain import GroupOf, chunk_of
+from daskgpt.graph.nodes import Graph, Key, is_leaf
+from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, Total, part_of, spread
+from daskgpt.model.origins import Origin
+from daskgpt.training.grouping import OUTSIDE, update_group
+
+# Updates of a block are one task: what a task costs a cluster is milliseconds, whatever it does.
+MERGED = "chunk"
+Owners = Mapping[Hashable, int]
+
+
+def spread_step(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Graph:
+    """A step's graph with every sum made where least has to be sent for it.
+
+    sizes   parameter -> numbers in it: updates are shared out so that nobody holds much more than others
+    """
+    updated, owners = updated_by(graph), shared_out(graph, parts, sizes)
+
+    def total_of(key: Key) -> Total:
+        if key not in updated:
+            return Total("loss", 0)
+        group = update_group(updated[key], MERGED)
+        own: Origin = origin_of(graph[key])
+        # The tables have many rows and few tokens: what is best for one layer need not be for another.
+        return Total((group, own.layer, own.where) if group == OUTSIDE else group, owners[group])
+
+    return spread(graph, parts, total_of)
+
+
+def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool) -> GroupOf:
+    """The groups of a spread step: a block's sums of a part, its updates and its new weights are a task each.
+
+    New weights go to every worker, moments to none: so they leave an update as results of their own.
+
+    group_of   of all other tasks
+    apart      whether there are barriers inside of the step, which a task must not lie across
+    """
+    ready = {
+        dependency: origin
+        for key, node in graph.items()
+        if (origin := update_of(graph, key)) is not None and not is_pick(node)
+        for dependency in node.dependencies
+        if not is_leaf(graph[dependency])
+    }
+
+    def spread_group(key: Key) -> Hashable:
+        function, own = getattr(graph[key], "func", None), origin_of(graph[key])
+        stage = own.stage if apart and own is not None else ""
+        if isinstance(function, Sent):
+            return "sent", function.share, stage
+        if isinstance(function, PartTotal | PartSum):
+            return "sum", function.share, stage
+        origin = update_of(graph, key) or ready.get(key)
+        if origin is None:
+            return group_of(key)
+        return "weights" if is_weight(graph, key) else "update", update_group(origin, MERGED), stage
+
+    return spread_group
+
+
+def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int]) -> Callable[[Key], int]:
+    """Task -> the number of the part that does it.
+
+    chunks   along the sequences
+    """
+    updated, owners = updated_by(graph), shared_out(graph, parts, sizes)
+
+    @cache
+    def home_of(key: Key) -> int:
+        function = getattr(graph[key], "func", None)
+        if isinstance(function, PartTotal | PartSum | Sent):
+            return function.share.part
+        if key in updated:
+            return owners[update_group(updated[key], MERGED)]
+        chunk = chunk_of(graph, key, whole=False)
+        return 0 if chunk is None or chunk[0] is None else part_of(chunk[0], chunks, parts)
+
+    return home_of
+
+
+def shared_out(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Owners:
+    """Update group -> the part that owns its tensors: the largest first, each to whoever has least."""
+    origins = {origin.parameter: origin for key in graph if (origin := update_of(graph, key)) is not None}
+    groups: Counter[Hashable] = Counter()
+    for name, size in sizes.items():  # in the table's order, which decides between equals
+        groups[update_group(origins[name], MERGED)] += size
+    held, owners = [0] * parts, {}
+    for group, size in groups.most_common():
+        owners[group] = held.index(min(held))
+        held[owners[group]] += size
+    return owners
+
+
+def updated_by(graph: Graph) -> dict[Key, Origin]:
+    """Tasks that update a parameter, pick from what such a task returns, or make the sum that it reads; its origin."""
+    found: dict[Key, Origin] = {}
+    for key in graph:
+        origin = update_of(graph, key)
+        if origin is not None:
+            found[key] = origin
+            sums = [] if is_pick(graph[key]) else list(graph[key].dependencies)
+            while sums:
+                if _is_sum(graph, each := sums.pop()):
+                    found[each] = origin
+                    sums += graph[each].dependencies
+    return found
+
+
+def _is_sum(graph: Graph, key: Key) -> bool:
+    return isinstance(getattr(graph[key], "func", None), ChunkSum | PartSum | Join)
+
+
+def update_of(graph: Graph, key: Key) -> Origin | None:
+    """The origin of a task that updates a parameter, or picks from what such a task returns; None for others."""
+    origin = origin_of(graph[key])
+    return origin if origin is not None and origin.phase == "update" and origin.parameter else None
+
+
+def is_weight(graph: Graph, key: Key) -> bool:
+    """Whether a task picks the new weight out of what an update returns."""
+    return is_pick(graph[key]) and graph[key].func.number == 0

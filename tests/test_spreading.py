@@ -1,0 +1,158 @@
+"""A step that is spread over workers: the same bits, and nothing but weights, totals and losses on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import SMALL, random_batch, random_parameters
+from one_number import MODELS, Dials, Model, bits_after_steps
+from test_one_number import needs_own_product
+
+from daskgpt.config.run import OptimizerConfig
+from daskgpt.graph.nodes import is_leaf
+from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, part_of
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.placement import homes_of
+from daskgpt.training.stand_ins import Trial
+from daskgpt.training.step import TrainingStep
+
+
+def spread_step(batch=(6, 12), chunk=(1, 12), parts=2, config=SMALL, **options):
+    return TrainingStep(config, batch, chunk, OptimizerConfig(), parts=parts, **options)
+
+
+@needs_own_product
+@pytest.mark.parametrize("name", ["odd", "odd in 2 groups"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_no_number_of_workers_changes_a_bit(name, precision):
+    wanted = bits_after_steps(MODELS[name], precision, Dials((6, 20)))
+    ways = [((3, 20), 2), ((2, 20), 2), ((2, 20), 3), ((1, 10), 4), ((1, 20), 6), ((3, 4), 6)]
+    for number, (chunk, parts) in enumerate(ways):
+        dials = Dials(
+            chunk,
+            barrier=("step", "phase", "layer")[number % 3],
+            grain=("block", "segment", "chunk", "kernel")[number % 4],
+            in_place=False,
+            parts=parts,
+        )
+        assert bits_after_steps(MODELS[name], precision, dials) == wanted, dials
+
+
+def sent(step):
+    """Bytes that pass from one worker to another in a step, each result once to each worker that reads it; without the
+    weights, which every worker needs whatever is done with the rest.
+    """
+    sizes = Trial(step).results
+    graph, homes = step.runnable.graph, step.runnable.homes
+    sent = {
+        (dependency, homes[key])
+        for key, node in graph.items()
+        for dependency in node.dependencies
+        if not is_leaf(node) and dependency in graph and not is_leaf(graph[dependency])
+    }
+    return sum(sizes.get(key, 0) for key, home in sent if homes[key] != home)
+
+
+def functions(step, kind):
+    found = [getattr(node, "func", None) for node in step.recorded.unmerged.values()]
+    return [function for function in found if isinstance(function, kind)]
+
+
+def test_with_few_tokens_activations_pass_and_with_many_totals():
+    few, many = spread_step((2, 1), (1, 1)), spread_step((64, 12), (8, 12))
+    assert not functions(few, PartSum | PartTotal)
+    assert {function.share.unit for function in functions(many, Sent)} == {"loss"}
+    parameters = sum(value.nbytes for value in random_parameters(SMALL, np.random.default_rng(0)).values())
+    assert sent(few) < parameters / 4
+    # Totals from the first worker to the second, and half of them back to who updates them.
+    assert parameters < sent(many) < 2 * parameters + 64 * 12 * 4
+    grown = sent(spread_step((128, 12), (16, 12))) - sent(many)
+    assert grown == 64 * 12 * 4 / 2, "twice the sequences are twice the losses, and nothing else"
+
+
+@pytest.mark.parametrize(
+    "parts, groups, joined", [(2, 1, False), (2, 2, True), (2, 4, True), (3, 2, False), (4, 2, False), (4, 4, True)]
+)
+def test_parts_of_whole_groups_sum_at_the_same_time(parts, groups, joined):
+    step = spread_step((24, 12), (2, 12), parts=parts, groups=groups)
+    assert bool(functions(step, Join)) == bool(functions(step, PartTotal)) == joined
+    assert bool(functions(step, PartSum)) == (not joined)
+
+
+@needs_own_product
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_groups_on_workers_of_their_own_give_the_same_bits(precision):
+    model = Model(SMALL, (16, 12), groups=4)
+    wanted = bits_after_steps(model, precision, Dials((16, 12)))
+    for chunk, parts in (((8, 12), 2), ((2, 4), 2), ((4, 12), 4), ((1, 12), 4), ((2, 12), 3)):
+        dials = Dials(chunk, in_place=False, parts=parts)
+        assert bits_after_steps(model, precision, dials) == wanted, dials
+
+
+def test_every_task_has_a_home_and_every_sequence_stays_at_its_own():
+    step = spread_step((6, 12), (1, 6), parts=3)
+    homes, graph = step.runnable.homes, step.runnable.graph
+    assert {key for key, node in graph.items() if not is_leaf(node)} <= homes.keys()
+    assert set(homes.values()) == {0, 1, 2}
+    tokens = [key for key in homes if str(key[0]).startswith("tokens-")]
+    assert {key[1]: homes[key] for key in tokens} == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
+
+
+def test_state_is_shared_out_by_its_size():
+    config = replace(SMALL, blocks=6)
+    step = spread_step(parts=3, config=config)
+    layout, homes = step.runnable.layout, step.runnable.homes
+    held = [0, 0, 0]
+    for number, names in enumerate(layout.packs):
+        kinds = {name.partition(".")[0] for name in names}
+        assert kinds in ({"weight"}, {"m", "v"}), "moments go nowhere: they are not packed with what does"
+        held[homes["state", number]] += sum(np.prod(step.recorded.state[name].shape) for name in names)
+    assert max(held) < 1.5 * min(held)
+
+
+def test_sums_follow_the_sequences():
+    step = spread_step((48, 12), (16, 12), parts=3)
+    graph = step.recorded.unmerged
+    assert {(function.share.part, function.first_piece) for function in functions(step, PartSum)} == {
+        *((0, 0), (1, 1), (2, 2))
+    }
+    sizes = dict.fromkeys(random_parameters(SMALL, np.random.default_rng(0)), 1)
+    home_of = homes_of(graph, 3, 3, sizes)
+    sums = {key: node.func for key, node in graph.items() if isinstance(getattr(node, "func", None), PartSum)}
+    assert all(home_of(key) == function.share.part for key, function in sums.items())
+
+
+def test_parts_are_consecutive_and_as_equal_as_can_be():
+    assert [part_of(chunk, 5, 2) for chunk in range(5)] == [0, 0, 0, 1, 1]
+    assert [part_of(chunk, 4, 4) for chunk in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_workers_keep_to_their_sequences():
+    """On a cluster, as Dask itself counts what its workers got: ten times the tokens, not ten times the bytes."""
+    random = np.random.default_rng(3)
+    parameters = random_parameters(SMALL, random)
+    found = []
+    with open_scheduler("local", 2) as scheduler:
+        for batch in (20, 200):
+            step = spread_step((batch, 12), (batch // 2, 12), grain="block")
+            state = step.initial(parameters)
+            data = [random_batch(SMALL, random, (batch, 12)) for _ in range(4)]
+            step(scheduler, state, *data[0], 4)
+            before = received(scheduler)
+            for own in data[1:]:
+                _, state = step(scheduler, state, *own, 4)
+            scheduler.settle(state.packs)
+            found.append(received(scheduler) - before)
+    assert 0 < found[1] < 2 * found[0]
+
+
+def received(scheduler):
+    """Bytes that all workers got from others so far."""
+
+    def own(dask_worker):
+        return sum(entry["total"] for entry in dask_worker.transfer_incoming_log)
+
+    return sum(scheduler.client.run(own).values())
