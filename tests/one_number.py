@@ -98,7 +98,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             barrier=dials.barrier,
             in_place=scheduler.in_place if dials.in_place is None else dials.in_place,
             groups=model.groups,
-            parts=dials.parts or scheduler.workers,
+            parts=dials.parts or len(scheduler.addresses()),
         )
         state = step.initial(start_values(model.config))
         if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training

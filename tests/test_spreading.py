@@ -73,7 +73,8 @@ def test_with_few_tokens_activations_pass_and_with_many_totals():
 
 
 @pytest.mark.parametrize(
-    "parts, groups, joined", [(2, 1, False), (2, 2, True), (2, 4, True), (3, 2, False), (4, 2, False), (4, 4, True)]
+    ("parts", "groups", "joined"),
+    [(2, 1, False), (2, 2, True), (2, 4, True), (3, 2, False), (4, 2, False), (4, 4, True)],
 )
 def test_parts_of_whole_groups_sum_at_the_same_time(parts, groups, joined):
     step = spread_step((24, 12), (2, 12), parts=parts, groups=groups)

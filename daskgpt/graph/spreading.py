@@ -98,7 +98,7 @@ def part_of(chunk: int, chunks: int, parts: int) -> int:
 
 
 def spread(graph: Graph, parts: int, total_of: Callable[[Key], Total]) -> Graph:
-    """The graph with every sum over the batch made by parts. The sum keeps its key, so that who reads it stays as it is.
+    """The graph with every sum over the batch made by parts. It keeps its key, so that who reads it stays as it is.
 
     total_of   of a sum's key
     """

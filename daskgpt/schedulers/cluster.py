@@ -54,11 +54,6 @@ class ClusterScheduler:
         with telling_losses(self.client):
             return sum(self.client.nthreads().values())
 
-    @property
-    def workers(self) -> int:
-        with telling_losses(self.client):
-            return len(self.client.nthreads())
-
     def run(self, submission: Submission) -> list[Any]:
         graph, leaves, keys, runs, homes = submission
         number, self.runs = self.runs, self.runs + runs

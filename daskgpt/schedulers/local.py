@@ -21,7 +21,6 @@ class LocalScheduler:
     """Dask's synchronous or threaded scheduler: results are arrays of this process."""
 
     in_place = True  # no worker is lost here, so no task is computed twice
-    workers = 1
 
     def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
         self.get, self.description, self.threads = get, description, threads

@@ -56,11 +56,6 @@ class Scheduler(Protocol):
         """How many tasks can run at once."""
         ...
 
-    @property
-    def workers(self) -> int:
-        """How many processes run tasks: results pass between them."""
-        ...
-
     def run(self, submission: Submission) -> list[Any]:
         """Handles of the results of its keys, which are left where they were made."""
         ...

@@ -48,7 +48,8 @@ class JobSteps:
             job.config, job.batch_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
-        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, scheduler.workers)
+        workers = len(scheduler.addresses())
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, workers)
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
             if warning := self.chunks.fit(self.step, window, available_memory()):
