@@ -181,7 +181,7 @@ def test_more_workers_than_dask_allows_for_a_task_may_be_killed_one_after_the_ot
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("snapshots", "back"), [(5, "11, a recovery point"), (0, "10, the last checkpoint")])
+@pytest.mark.parametrize(("snapshots", "back"), [(4, "9, a recovery point"), (0, "10, the last checkpoint")])
 def test_the_last_worker_is_waited_for(snapshots, back, machines, text, whole, tmp_path, capsys):
     machines.have(2)
     machines.kill(machines.alive()[0])
