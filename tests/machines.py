@@ -82,7 +82,9 @@ class Machines:
         process.wait()
 
     def have(self, workers: int) -> None:
-        """Start as many as are missing, and wait until all of them take tasks."""
+        """Start as many as are missing, end those that are too many, and wait until all of them take tasks."""
+        for name in self.alive()[workers:]:
+            self.kill(name)
         for _ in range(workers - len(self.alive())):
             self.start_worker()
         with Client(self.address) as client:

@@ -23,7 +23,8 @@ from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
 import daskgpt
 from daskgpt.config.stopping import STOPPED
 from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.losses import copies_apart, places_apart, present
+from daskgpt.schedulers.losses import LostCluster, LostResults, copies_apart, places_apart, present
+from daskgpt.training.recovery import MOST_IN_VAIN, Losses
 
 STEPS, KILLED_AT = 30, 12
 
@@ -276,6 +277,38 @@ def test_a_local_cluster_starts_a_worker_again(text, whole, tmp_path):
     train(text, tmp_path / "run", "local", at_step(KILLED_AT, kill), snapshot_every=5)
     assert killed
     assert same(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_a_worker_that_joins_gets_tasks(machines, text, whole, tmp_path):
+    machines.have(1)
+    joined, done = [], []
+
+    def join(number, metrics):
+        if number == 5:
+            joined.append(machines.start_worker())
+            machines.have(2)
+        if number == STEPS - 2:
+            with Client(machines.address) as client:
+                done.append(client.run(lambda dask_worker: (dask_worker.name, dask_worker.state.executed_count)))
+
+    train(text, tmp_path / "run", machines.address, join)
+    assert dict(done[0].values())[joined[0]] > 0
+    assert same(tmp_path / "run", whole)
+
+
+def test_a_run_that_does_not_get_on_between_losses_ends():
+    losses = Losses()
+    loss = LostResults("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
+    for done in range(20):
+        losses.count(done, 0, loss)  # a step more each time
+    for restart in range(1, 20):
+        losses.count(19, restart, loss)  # from a later point each time
+    for _ in range(MOST_IN_VAIN - 1):
+        losses.count(19, 19, loss)
+    said = r"^train: a run must get on between losses; got 10 in a row at step=19; the last: KilledWorker\. "
+    with pytest.raises(LostCluster, match=said):
+        losses.count(19, 19, loss)
 
 
 @pytest.mark.slow

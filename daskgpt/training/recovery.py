@@ -24,6 +24,28 @@ MOST_IN_VAIN = 10  # losses in a row without a step further than before: then so
 
 
 @dataclass
+class Losses:
+    """Counts losses: a run may lose as many workers as there are, as long as it gets on between two losses.
+
+    done     steps that had been made before the last loss
+    restart  the step from which it was gone on with
+    in_vain  how many losses in a row have left both as they were
+    """
+
+    done: int = -1
+    restart: int = -1
+    in_vain: int = 0
+
+    def count(self, done: int, restart: int, error: LostResults) -> None:
+        """Another one. Errors   LostCluster where the run does not get on"""
+        self.in_vain = 0 if (done, restart) > (self.done, self.restart) else self.in_vain + 1
+        self.done, self.restart = done, restart
+        if self.in_vain >= MOST_IN_VAIN:
+            rule = "a run must get on between losses"
+            raise LostCluster("train", rule, f"{self.in_vain} in a row at step={done}; the last: {error.got}")
+
+
+@dataclass
 class Recovery:
     """What a run does when something of it is lost: back to the newest state that there is, and what that has cost.
 
@@ -39,9 +61,7 @@ class Recovery:
     say: Callable[[str], None]
     asked: Callable[[], bool]
     points: RecoveryPoints = field(init=False)
-    furthest: int = -1  # steps made before the last loss
-    restart: int = -1  # and from which it was gone on with
-    in_vain: int = 0
+    losses: Losses = field(default_factory=Losses)
     known: set[str] = field(default_factory=set)  # who was there at the last look
     gone: list[str] = field(default_factory=list)  # who is, since the last loss
     looked: float = 0.0
@@ -54,7 +74,7 @@ class Recovery:
 
     def after(self, state: State) -> None:
         """Called after each step with the state."""
-        if self.again and state.step >= self.furthest:
+        if self.again and state.step >= self.losses.done:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.after(state)
@@ -80,23 +100,12 @@ class Recovery:
         who = self._gone()
         self._await_worker(error)
         state, source = self._newest()
-        self._require_progress(done, state.step, error)
-        self.again, self.furthest, self.restart = done - state.step, done, state.step
+        self.losses.count(done, state.step, error)
+        self.again = done - state.step
         steps = f"{self.again} step{'s' * (self.again != 1)}"
         seconds = time.perf_counter() - start
         self.say(f"lost       {who}: from step {done} back to {state.step}, {source} ({steps} again, {seconds:.1f} s)")
         return state
-
-    def _require_progress(self, done: int, restart: int, error: LostResults) -> None:
-        """A run may lose as many workers as there are, as long as it gets on between two losses.
-
-        Errors   LostCluster where it does not
-        """
-        self.in_vain = 0 if (done, restart) > (self.furthest, self.restart) else self.in_vain + 1
-        if self.in_vain >= MOST_IN_VAIN:
-            rule = "a run must get on between losses"
-            got = f"{self.in_vain} in a row at step={done}; the last: {error.got}"
-            raise LostCluster("train", rule, got)
 
     def _newest(self) -> tuple[State, str]:
         if (state := self.points.newest_whole()) is not None:
