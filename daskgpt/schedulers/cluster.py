@@ -153,7 +153,10 @@ class ClusterScheduler:
         if isinstance(value, Future):
             return value
         with telling_losses(self.client):
-            return self.client.scatter([value], hash=False, workers=[worker] if worker else None)[0]
+            try:
+                return self.client.scatter([value], hash=False, workers=[worker] if worker else None)[0]
+            except KeyError:  # the scheduler knows that worker no longer
+                raise loss(self.client, "a worker") from None
 
 
 @contextmanager
