@@ -27,8 +27,8 @@ from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.step import State
 
 COPY_BYTES = 2**24  # that one task copies
-# Niceness of the writer beside steps, which use all cores: it takes what they leave, and a tenth of a core.
-BESIDE = 10
+# Niceness of the writer beside steps, which use all cores: it takes what they leave, and a hundredth of a core.
+BESIDE = 19
 SPARE = 1.1  # free memory for a copy, as a multiple of it
 
 
@@ -92,12 +92,12 @@ class Saver:
         return bool(late) and not (self.thread and self.thread.is_alive())
 
     def prepare(self, state: State) -> None:
-        """Halfway to the first checkpoint, have room for a copy of the state made while steps run.
+        """Before the first checkpoint, have room for a copy of the state made while steps run.
 
         Memory that is written to for the first time comes from the system page by page: that takes several times as
         long as the copy.
         """
-        if self.room_maker or not self.scheduler.in_place or not self._halfway(state.step):
+        if self.room_maker or not self.scheduler.in_place or not self._will_save():
             return
         values = _values(state.layout.unpack(state.packs))
         free, size = available_memory(), sum(value.nbytes for value in values.values())
@@ -111,9 +111,10 @@ class Saver:
                 f"({free / 1e9:.2f} GB are)"
             )
 
-    def _halfway(self, done: int) -> bool:
+    def _will_save(self) -> bool:
+        """Whether there will be a checkpoint beside steps: of those by time the run must have made half of the way."""
         first, minutes = self.next_fixed(0), self.job.run.save_minutes
-        by_steps = first is not None and first < self.job.run.steps and 2 * done >= first
+        by_steps = first is not None and first < self.job.run.steps
         return by_steps or (bool(minutes) and time.monotonic() - self.since >= 30 * minutes)
 
     def _make_room(self, values: Mapping[str, np.ndarray]) -> None:
