@@ -10,8 +10,8 @@ from daskgpt.config.settings import setting
 # Tokens of a group, at least. Another group costs an addition for each number of a gradient, 0.1 ns in a cache, and
 # half as much again for the tied table; a token costs 6 operations for each, 0.075 ns at 80 GFLOP/s a thread in float32
 # and 0.017 ns at 350 in bfloat16. So with 1,024 tokens the tree should take 0.2 % of a step, or 0.8 % (2.3 % were
-# measured in bfloat16). Workers that have groups of their own sum them at the same time (`graph.spreading`), a fifth of
-# a step where totals would be handed on: hence as many groups as that.
+# measured in bfloat16). Workers that have groups of their own sum them at the same time, where they would otherwise
+# hand totals on (`graph.spreading`).
 LEAST_ROWS = 1024
 
 
