@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_lines import refused, run, write_text
 from distributed import Client
@@ -13,6 +14,7 @@ from machines import Machines, wait_until
 from small_runs import FLAGS, fit, losses_of
 
 import daskgpt
+from daskgpt.kernels.compilation import compile_all
 
 RULE = "daskgpt: a worker must have the versions and the arithmetic of the run; got worker=tcp://127.0.0.1:"
 ADVICE = "Start it in an equal environment."
@@ -20,6 +22,7 @@ ADVICE = "Start it in an equal environment."
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
+    compile_all(np.float32)  # or a command would say that it does
     with Machines(tmp_path_factory.mktemp("machines"), 1) as found:
         found.have(1)
         yield found
