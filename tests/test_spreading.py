@@ -157,3 +157,13 @@ def received(scheduler):
         return sum(entry["total"] for entry in dask_worker.transfer_incoming_log)
 
     return sum(scheduler.client.run(own).values())
+
+
+@pytest.mark.parametrize("grain", ["kernel", "segment", "block", "chunk"])
+@pytest.mark.parametrize("barrier", ["layer", "phase"])
+def test_what_is_sent_belongs_to_the_stage_of_who_made_it(barrier, grain):
+    """A sum reads chunks of its own worker at once, and others as they were sent: both in its own stage."""
+    for chunk in ((1, 12), (1, 4)):
+        step = spread_step((2, 12), chunk, barrier=barrier, grain=grain)
+        assert functions(step, Sent)
+        assert any(key[0].startswith("barrier-") for key in step.runnable.graph)

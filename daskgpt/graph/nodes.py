@@ -19,7 +19,7 @@ Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
 
 __all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
-__all__ += ["combined", "flat", "nested", "only", "part_of_list", "pieces", "reference", "renamed", "task"]
+__all__ += ["as_it_is", "combined", "flat", "nested", "only", "part_of_list", "pieces", "reference", "renamed", "task"]
 __all__ += ["waiting_for", "with_leaves"]
 
 
@@ -50,6 +50,11 @@ def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
     empty = array_of(name, value.shape, chunks, value.dtype)
     nodes = {key: DataNode(key, chunk) for key, chunk in pieces(empty, value).items()}
     return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=value.dtype)
+
+
+def as_it_is(result: Any) -> Any:
+    """What a task runs that brings a result to another worker or key; where it is, it takes no memory again."""
+    return result
 
 
 def graph_of(arrays: Iterable[da.Array]) -> Graph:

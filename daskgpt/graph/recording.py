@@ -19,8 +19,9 @@ from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.grain import GroupOf, merge
 from daskgpt.graph.inplace import InPlace
-from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, task, waiting_for
+from daskgpt.graph.nodes import Graph, Key, as_it_is, graph_of, is_leaf, keys_of, pieces, renamed, task, waiting_for
 from daskgpt.graph.program import Place, calls_of, in_run
+from daskgpt.graph.spreading import Sent
 
 STATE, AHEAD = "state", "weights.fetch"
 # What a merged task is called, from what its parts were made for: kind and place.
@@ -210,10 +211,16 @@ class Runnable:
         return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
 
     def with_barriers(self, stage_of: Callable[[Key], str], *, tokens: bool) -> Runnable:
-        """The same with a barrier after each stage of the unmerged tasks that its tasks begin with."""
-        first = {key: calls_of(node)[0].key for key, node in self.graph.items() if not is_leaf(node)}
-        name = f"barrier-{self.recorded.token}"
-        graph = with_barriers(self.graph, lambda key: stage_of(first[key]), name=name, tokens=tokens)
+        """The same with a barrier after each stage of the unmerged tasks that its tasks begin with.
+
+        A task that only hands on what another one has made belongs to the stage of that.
+        """
+
+        def stage(key: Key) -> str:
+            first = calls_of(self.graph[key])[0]
+            return stage(min(self.graph[key].dependencies)) if isinstance(first.function, Sent) else stage_of(first.key)
+
+        graph = with_barriers(self.graph, stage, name=f"barrier-{self.recorded.token}", tokens=tokens)
         return replace(self, graph=graph, _windows={})
 
     def at_home(self, home_of: Callable[[Key], int]) -> Runnable:
@@ -317,11 +324,6 @@ class Runnable:
     def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
         inputs = self.recorded.inputs
         return {key: part for name, array in inputs.items() for key, part in pieces(array, values[name]).items()}
-
-
-def as_it_is(value: Any) -> Any:
-    """What a task runs that only brings a value to where it is read."""
-    return value
 
 
 def _state(packs: Sequence[Any]) -> dict[Key, Any]:

@@ -14,7 +14,7 @@ from distributed import Future, KilledWorker
 from distributed.client import ClosedClientError
 
 from daskgpt.config.errors import refusal
-from daskgpt.graph.nodes import Graph, task
+from daskgpt.graph.nodes import Graph, as_it_is, task
 
 COPY = "recovery.copy"  # what Dask calls the tasks that copy
 # With what Dask's client says that results are gone: the first for those that nobody can compute again, the second for
@@ -99,7 +99,7 @@ def copies_apart(client: Any, handles: Sequence[Future]) -> list[list[Future]]:
     for number, (key, pair) in enumerate(zip(keys, pairs)):
         for copy, worker in enumerate(pair):
             own = (f"{COPY}-{number}.{copy}_-{token}",)
-            graph[own], where[own] = task(own, _itself, [key]), worker
+            graph[own], where[own] = task(own, as_it_is, [key]), worker
     with dask.annotate(workers=where.get, allow_other_workers=True):
         copies = iter(client.get(graph, list(graph), sync=False))
     return [[next(copies), next(copies)] for _ in keys]
@@ -124,8 +124,3 @@ def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequen
 def _host(address: str) -> str:
     """Of a worker's address, protocol://host:port."""
     return address.rpartition("://")[2].rpartition(":")[0]
-
-
-def _itself(result: Any) -> Any:
-    """What has come from another worker is a copy; where it is, it takes no memory of its own."""
-    return result

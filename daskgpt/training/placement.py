@@ -8,7 +8,7 @@ from functools import cache
 
 from daskgpt.graph.calls import ChunkSum, is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, chunk_of
-from daskgpt.graph.nodes import Graph, Key, is_leaf
+from daskgpt.graph.nodes import Graph, Key, is_leaf, only
 from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, Total, part_of, spread
 from daskgpt.model.origins import Origin
 from daskgpt.training.grouping import OUTSIDE, update_group
@@ -55,8 +55,9 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool) -> GroupOf:
     def spread_group(key: Key) -> Hashable:
         function, own = getattr(graph[key], "func", None), origin_of(graph[key])
         stage = own.stage if apart and own is not None else ""
-        if isinstance(function, Sent):
-            return "sent", function.share, stage
+        if isinstance(function, Sent):  # between barriers, what one task has made only
+            source = only(graph[key])
+            return "sent", function.share, (group_of(source) or source) if apart else None
         if isinstance(function, PartTotal | PartSum):
             return "sum", function.share, stage
         origin = update_of(graph, key) or ready.get(key)
