@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import dask
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
+from machines import Machines
 from test_cluster import ROOT, wait_until
 
 import daskgpt
@@ -19,7 +21,7 @@ from daskgpt.schedulers.addresses import chosen_address
 from daskgpt.schedulers.cluster import client_address
 from daskgpt.schedulers.durations import TYPICAL, TypicalDurations
 from daskgpt.schedulers.forgetting import span_annotation
-from daskgpt.schedulers.usage import Usage
+from daskgpt.schedulers.usage import METRIC, Usage
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
 DATA = {"batch_size": 4, "sequence_length": 16, "data": __file__}
@@ -174,23 +176,42 @@ def test_tasks_of_a_new_name_have_a_typical_duration_and_others_are_left_alone()
 def test_what_workers_did_is_told_of_each(cluster):
     with Client(cluster) as client, daskgpt.open_scheduler(client=client) as scheduler:
         usage = Usage(scheduler)
-        assert usage.news() == {}, "there is nothing before the first look"
-        assert usage.news() == {}, "nor so soon after it"
+        usage.begin()
+        assert usage.news() == {}, "so soon after the beginning"
         giver, taker = sorted(scheduler.addresses())
         names = {own["id"]: str(own["name"]) for own in client.scheduler_info(n_workers=-1)["workers"].values()}
         block = client.submit(np.ones, 100_000, workers=[giver], key="block")
         client.submit(np.sum, block, workers=[taker], key="sum").result()
         for _ in range(3):
             client.submit(time.sleep, 0.05, workers=[taker], pure=False).result()
-        found = usage.news(every=0)["workers"]
+        wait_until(lambda: sum(own["tasks"] for own in scheduler.told(METRIC).values()) >= 5)  # heartbeats
+        news = usage.news(every=0)
+        found = news["workers"]
+        assert news["imbalance"] == pytest.approx(1, abs=0.2), "one of two did nearly all"
         assert set(found) == set(names.values())
         got, gave = found[name_of(client, taker)], found[name_of(client, giver)]
-        assert got["received_bytes_per_s"] == gave["sent_bytes_per_s"] > 0 == gave["received_bytes_per_s"]
+        assert min(got["received_bytes_per_s"], gave["sent_bytes_per_s"]) > 0 == gave["received_bytes_per_s"]
+        told = scheduler.told(METRIC)
+        assert told[name_of(client, taker)]["received"] == told[name_of(client, giver)]["sent"] == 800_000
         assert got["tasks_per_s"] > gave["tasks_per_s"] > 0
         assert got["idle"] < gave["idle"] <= 1
         lines = usage.lines()
         assert lines[0] == "workers      tasks/s   idle  received/s    sent/s"
-        assert [line.split()[-1] for line in lines[1:]] == [name_of(client, giver), name_of(client, taker)]
+        assert [line.split()[-1] for line in lines[1:3]] == [name_of(client, giver), name_of(client, taker)]
+        assert lines[3].strip() == f"the busiest was {news['imbalance']:.0%} busier than the mean"
+
+
+def test_a_worker_that_stands_still_holds_up_nobody_who_asks_what_workers_do(tmp_path):
+    with Machines(tmp_path, 2) as machines:
+        machines.have(2)
+        with daskgpt.open_scheduler(machines.address) as scheduler:
+            usage = Usage(scheduler)
+            usage.begin()
+            wait_until(lambda: len(scheduler.told(METRIC)) == 2)
+            machines.send("w0", signal.SIGSTOP)
+            wait_until(lambda: set(usage.news(every=0).get("workers", ())) == {"w1"})
+            machines.send("w0", signal.SIGCONT)
+            wait_until(lambda: "w0" in usage.news(every=0).get("workers", ()))
 
 
 def name_of(client, address):

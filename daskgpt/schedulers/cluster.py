@@ -114,6 +114,11 @@ class ClusterScheduler:
         results = [function(*arguments)] if here else []
         return results + list(self.client.run(function, *arguments).values())
 
+    def told(self, name: str) -> dict[str, Any]:
+        with telling_losses(self.client):
+            workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
+
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
         from daskgpt.schedulers.workers import RecordSpans, received, take_spans

@@ -102,6 +102,14 @@ class Scheduler(Protocol):
         """What a function returns in each process that runs tasks; with `here`, in this one anyhow."""
         ...
 
+    def told(self, name: str) -> dict[str, Any]:
+        """What processes that run tasks have said of themselves under a name with their last heartbeats, by their own
+        names: nobody is asked, so that nobody is waited for. Empty where there is this process only.
+
+        Errors   LostResults where the scheduler is gone
+        """
+        ...
+
     def record(self) -> AbstractContextManager[list[ProcessSpans]]:
         """Record every kernel call inside the `with` statement; the list is filled when it ends."""
         ...

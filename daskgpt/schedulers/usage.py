@@ -1,11 +1,12 @@
-"""How a cluster's workers use their time: tasks, idle threads, bytes that they got and gave, looked at now and then."""
+"""How a cluster's workers use their time: tasks, idle threads, bytes got and given, told with each heartbeat."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -13,59 +14,91 @@ from tqdm import tqdm
 from daskgpt.schedulers.losses import LostResults
 from daskgpt.schedulers.protocol import Scheduler
 
-EVERY = 10.0  # seconds between two looks; one takes some milliseconds
+METRIC = "daskgpt"  # among those that a worker sends with its heartbeats
+EVERY = 10.0  # seconds between two looks; one asks the scheduler, and nobody waits for a worker
+HEARTBEATS = 1.5  # seconds in which every worker of a small cluster has sent some
 BUSY = ("thread-cpu", "thread-noncpu")  # what Dask's workers call the time in which a thread runs a task
 SHOWN = 8  # workers at the end of a run
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a worker has done since it began, or between two looks.
+    """What a worker has done since its count began, or between two looks.
 
+    began      when its count began, by its own clock
+    seconds    since then, or between the looks
     busy       seconds in tasks, of all its threads together
-    received   bytes from other workers since the last look
+    received   bytes from other workers
     sent       bytes to other workers
     """
 
+    began: float
+    seconds: float
     threads: int
     tasks: float = 0.0
     busy: float = 0.0
     received: float = 0.0
     sent: float = 0.0
 
-    def since(self, before: Use) -> Use:
+    def since(self, before: Use | None) -> Use:
+        """What came after an earlier look: everything, where there was none, or the worker has begun anew."""
+        if before is None or before.began != self.began:
+            return self
         done = self.tasks - before.tasks, self.busy - before.busy
-        return Use(self.threads, *done, self.received, self.sent - before.sent)
+        passed = self.received - before.received, self.sent - before.sent
+        return Use(self.began, self.seconds - before.seconds, self.threads, *done, *passed)
 
     def and_then(self, more: Use) -> Use:
         done = self.tasks + more.tasks, self.busy + more.busy
-        return Use(more.threads, *done, self.received + more.received, self.sent + more.sent)
+        passed = self.received + more.received, self.sent + more.sent
+        return Use(self.began, self.seconds + more.seconds, more.threads, *done, *passed)
 
-    def rates(self, seconds: float) -> dict[str, float]:
+    @property
+    def busy_share(self) -> float:
+        """Of its threads' time."""
+        return self.busy / (self.seconds * self.threads)
+
+    def rates(self) -> dict[str, float]:
         """A second, and the share of its threads' time in which they ran no task."""
-        idle = max(0.0, 1 - self.busy / (seconds * self.threads))
         return {
-            "tasks_per_s": round(self.tasks / seconds, 2),
-            "idle": round(idle, 3),
-            "received_bytes_per_s": round(self.received / seconds),
-            "sent_bytes_per_s": round(self.sent / seconds),
+            "tasks_per_s": round(self.tasks / self.seconds, 2),
+            "idle": round(max(0.0, 1 - self.busy_share), 3),
+            "received_bytes_per_s": round(self.received / self.seconds),
+            "sent_bytes_per_s": round(self.sent / self.seconds),
         }
 
 
-def used(clocks: Mapping[str, float], dask_worker: Any = None) -> tuple[str, float, Use] | None:
-    """A worker's name, its clock, and what it has done so far; None in a process that is no worker.
-
-    clocks   of workers at the last look, by name: `received` counts from there, since Dask keeps no sum of it
+class Count:
+    """Counts what a worker does from here on: called by the worker with each heartbeat, from sums that Dask keeps
+    anyway, but for what it receives, of which Dask keeps a list of the latest.
     """
-    if dask_worker is None:
-        return None
-    now, name, late = time.time(), str(dask_worker.name), dask_worker.scheduler_delay
-    busy = sum(seconds for key, seconds in dask_worker.digests_total.items() if key[0] == "execute" and key[-2] in BUSY)
-    log = takewhile(
-        lambda entry: entry["stop"] - late > clocks.get(name, now), reversed(dask_worker.transfer_incoming_log)
-    )
-    received, sent = sum(entry["total"] for entry in log), dask_worker.transfer_outgoing_bytes_total
-    return name, now, Use(dask_worker.state.nthreads, dask_worker.state.executed_count, busy, received, sent)
+
+    def __init__(self, worker: Any) -> None:
+        self.began, self.received = time.time(), 0.0
+        self.latest = next(reversed(worker.transfer_incoming_log), None)
+        self.before = self._sums(worker)
+
+    def __call__(self, worker: Any) -> dict[str, float]:
+        log = worker.transfer_incoming_log
+        new = list(takewhile(lambda entry: entry is not self.latest, reversed(log)))
+        self.received += sum(entry["total"] for entry in new)
+        self.latest = new[0] if new else self.latest
+        tasks, busy, sent = (now - before for now, before in zip(self._sums(worker), self.before))
+        seconds = time.time() - self.began
+        return asdict(Use(self.began, seconds, worker.state.nthreads, tasks, busy, self.received, sent))
+
+    @staticmethod
+    def _sums(worker: Any) -> tuple[float, float, float]:
+        """Tasks, busy seconds and sent bytes since the worker began."""
+        sums = worker.digests_total.items()
+        busy = sum(seconds for key, seconds in sums if key[0] == "execute" and key[-2] in BUSY)
+        return worker.state.executed_count, busy, worker.transfer_outgoing_bytes_total
+
+
+def imbalance(uses: Mapping[str, Use]) -> float:
+    """By how much the busiest worker's time in tasks exceeds the mean, as a share of that."""
+    shares = [own.busy_share for own in uses.values()]
+    return max(shares) / fmean(shares) - 1 if any(shares) else 0.0
 
 
 class Usage:
@@ -73,37 +106,52 @@ class Usage:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.last: dict[str, Use] = {}
-        self.clocks: dict[str, float] = {}
         self.at = 0.0
-        self.whole: dict[str, tuple[Use, float]] = {}  # of the run, with seconds
+        self.last: dict[str, Use] = {}
+        self.whole: dict[str, Use] = {}  # of the run
+
+    def begin(self) -> None:
+        """What is told from here on."""
+        self.at, self.last = time.perf_counter(), self._told()
 
     def news(self, every: float = EVERY) -> dict[str, Any]:
-        """What each worker did a second since the last look, as metrics of a step; empty where that was just now."""
-        now = time.perf_counter()
-        if self.scheduler.in_place or now - self.at < every:
+        """What each worker did a second since the last look, as metrics of a step; empty where that was just now.
+
+        Of a worker that has said nothing since then nothing is told.
+        """
+        if self.scheduler.in_place or time.perf_counter() - self.at < every:
             return {}
-        try:
-            looks = [look for look in self.scheduler.everywhere(used, self.clocks) if look]
-        except (LostResults, OSError):
-            return {}  # whoever asks for results next is told
-        found, seconds = {name: own for name, _, own in looks}, now - self.at
-        # A worker that has begun anew under its name counts from its first look.
-        going = {name for name, own in found.items() if name in self.last and own.tasks >= self.last[name].tasks}
-        known = {name: found[name].since(self.last[name]) for name in sorted(going)}
-        self.clocks, self.last, self.at = {name: clock for name, clock, _ in looks}, found, now
+        told, self.at = self._told(), time.perf_counter()
+        known = {name: told[name].since(self.last.get(name)) for name in sorted(told)}
+        known = {name: own for name, own in known.items() if own.seconds > 0}
+        self.last |= told
         for name, own in known.items():
-            before, passed = self.whole.get(name, (Use(own.threads), 0.0))
-            self.whole[name] = before.and_then(own), passed + seconds
-        return {"workers": {name: own.rates(seconds) for name, own in known.items()}} if known else {}
+            self.whole[name] = self.whole[name].and_then(own) if name in self.whole else own
+        if not known:
+            return {}
+        return {"workers": {name: own.rates() for name, own in known.items()}, "imbalance": round(imbalance(known), 3)}
 
     def lines(self) -> list[str]:
         """What they did in the run, for people: those that were idle longest first."""
-        self.news(every=0.1)
-        rates = {name: own.rates(seconds) for name, (own, seconds) in self.whole.items()}
-        rows = sorted(rates.items(), key=lambda row: -row[1]["idle"])
-        lines = [f"{'workers':10} {'tasks/s':>9} {'idle':>6} {'received/s':>11} {'sent/s':>9}"] if rows else []
-        for name, own in rows[:SHOWN]:
+        end = time.perf_counter() + HEARTBEATS
+        self.news(every=0)
+        while not self.whole and not self.scheduler.in_place and time.perf_counter() < end:
+            time.sleep(0.1)  # a run that is shorter than the time between two heartbeats
+            self.news(every=0)
+        rows = sorted(self.whole.items(), key=lambda row: row[1].busy_share)
+        if not rows:
+            return []
+        lines = [f"{'workers':10} {'tasks/s':>9} {'idle':>6} {'received/s':>11} {'sent/s':>9}"]
+        for name, use in rows[:SHOWN]:
+            own = use.rates()
             got, gave = (tqdm.format_sizeof(own[f"{way}_bytes_per_s"], "B") for way in ("received", "sent"))
             lines.append(f"{'':10} {own['tasks_per_s']:9,.1f} {own['idle']:6.0%} {got:>11} {gave:>9}  {name}")
-        return lines + [f"{'':10} and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
+        lines += [f"{'':10} and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
+        busiest = f"{'':10} the busiest was {imbalance(self.whole):.0%} busier than the mean"
+        return [*lines, busiest] if len(rows) > 1 else lines
+
+    def _told(self) -> dict[str, Use]:
+        try:
+            return {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
+        except LostResults:
+            return {}  # whoever asks for results next is told

@@ -12,10 +12,14 @@ from daskgpt.graph.spans import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.allocator import keep_memory
 from daskgpt.schedulers.protocol import Receipt, clock_offset
+from daskgpt.schedulers.usage import METRIC, Count
 
 
 class PrepareWorker(WorkerPlugin):
-    """One BLAS thread a task (only a nanny sets that by itself), and kernels compiled before tasks wait for them."""
+    """One BLAS thread a task (only a nanny sets that by itself), and kernels compiled before tasks wait for them.
+
+    From then on the worker's heartbeats say what it does: who says nothing of that is not ready for tasks.
+    """
 
     name = "daskgpt"
 
@@ -23,8 +27,10 @@ class PrepareWorker(WorkerPlugin):
         self.limits = threadpool_limits(limits=1, user_api="blas")
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
+        worker.metrics[METRIC] = Count(worker)
 
     def teardown(self, worker: Any) -> None:
+        worker.metrics.pop(METRIC, None)
         self.limits.restore_original_limits()
 
 

@@ -190,7 +190,7 @@ class _Loop:
         watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
         folder = self.folder.path if self.folder else None
         recovery = Recovery(job, self.scheduler, steps, self.beginning, folder, progress.say, asked_to_stop)
-        self.usage.news(every=0)  # from here on
+        self.usage.begin()
         self.start = time.perf_counter()
         progress.begin()
         result, lost = None, None
