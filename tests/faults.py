@@ -6,10 +6,18 @@ A scheduler and some workers of one thread run on this machine, as processes of 
     terminate   SIGTERM, at which a worker says goodbye and ends; started again likewise
     stop        SIGSTOP of a worker for some seconds, then SIGCONT
 
-The log (JSON lines) has a line a fault: seconds since the start, kind, worker, the step that the run was at, and
-likewise what it said of losses. At the end the model, the moments and the losses must be those of a run with threads
-that nobody has disturbed, each step once in the metrics. The run has as many steps as it needs: it is stopped after
-the last fault, and the undisturbed one makes as many.
+With --namespaces (root on Linux) the scheduler, with the run beside it, and each worker have a host of their own, a
+network namespace with an address of its own (`namespaces.py`), and two kinds more are possible:
+
+    partition   nothing reaches a host or leaves it for 5 to 25 seconds; its connections stay open
+    restart     a host goes silent and all its processes die, without a word to anybody; it is started again
+
+Whoever has ended by itself meanwhile, as a worker does whom the scheduler has left, is started again.
+
+The log (JSON lines) has a line a fault: seconds since the start, kind, worker, the step that the run was at, likewise
+what it said of losses, and each second the step, its loss and the workers that were alive. At the end the model, the
+moments and the losses must be those of a run with threads that nobody has disturbed, each step once in the metrics.
+The run has as many steps as it needs: it is stopped after the last fault, and the undisturbed one makes as many.
 """
 
 from __future__ import annotations
@@ -23,49 +31,62 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import IO, Any
 
 from command_lines import run, write_text
+from distributed import Client
 from machines import Machines
+from namespaces import Hosts
 from small_runs import FLAGS, losses_of, steps_in, tensors_of
 
 from daskgpt.config.stopping import STOPPED
 
 KINDS = ("kill", "kill", "terminate", "stop")  # kills twice as often
+HOST_KINDS = ("kill", "stop", "partition", "restart")  # in namespaces
 AWAY, STILL = (1.0, 6.0), (1.0, 8.0)  # seconds until a worker is started again, and that it stands still
+HOST_STILL, CUT = (20.0, 20.0), (5.0, 25.0)  # in namespaces: that it stands still, and that a host is cut off
 SETTLING, PATIENCE = 10.0, 300.0  # seconds after the last fault, and for what should take a few
+QUIET = 5.0  # seconds without anything that happens, from which on steps count as undisturbed
 STEPS = 1_000_000  # more than there will be
+# Of a run in namespaces: long enough for figures, and large enough for a loss to look at.
+LONGER = "--blocks 2 --heads 2 --channels 32 --batch-size 8 --sequence-length 32 --warmup 100 --validation-batches 1"
+LONGER += " --sample-tokens 0"
 
 
 class Campaign:
     """One disturbed run, and what was done to it."""
 
-    def __init__(self, folder: Path, log: IO[str], draw: random.Random, workers: int) -> None:
+    def __init__(
+        self, folder: Path, log: IO[str], draw: random.Random, workers: int, hosts: Hosts | None = None
+    ) -> None:
         self.out, self.log, self.draw = folder / "run", log, draw
         self.text = write_text(folder)
-        self.common = ["--data", self.text, *FLAGS.split(), "--schedule", "constant", "--validate-every", "0"]
-        self.machines = Machines(folder, workers)
+        flags = LONGER if hosts else FLAGS
+        self.common = ["--data", self.text, *flags.split(), "--schedule", "constant", "--validate-every", "0"]
+        self.machines = Machines(folder, workers, hosts)
+        self.hosts, self.kinds = hosts, HOST_KINDS if hosts else KINDS
         self.workers, self.begin = workers, time.monotonic()
         self.later: list[tuple[float, str, str]] = []  # when, what and to whom
+        self.sampled = 0.0
 
     def run(self, faults: int, seconds: float) -> int:
         """So many faults in about that time; the steps that were made."""
         self.machines.have(self.workers)
         flags = ["--scheduler", self.machines.address, "--out", self.out, "--steps", STEPS, "--save-minutes", 0.5]
+        flags += ["--worker-seconds", 2] if self.hosts else []
         command = [sys.executable, "-m", "daskgpt.train", *map(str, [*self.common, *flags])]
+        command = self.hosts.command(0, command) if self.hosts else command
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         listener = threading.Thread(target=self._listen, args=(process,))
         listener.start()
         try:
-            self._until(lambda: self.step() > 0, process)
-            self.begin = time.monotonic()
-            moments = sorted(self.draw.uniform(0, seconds) for _ in range(faults))
-            for moment in moments:
-                self._until(lambda at=moment: time.monotonic() - self.begin >= at and self._candidates(), process)
-                self._fault()
-            end, reached = time.monotonic() + SETTLING, self.step()
-            self._until(lambda: not self.later and time.monotonic() > end and self.step() > reached, process)
+            with Client(self.machines.address) as self.client:
+                self._disturb(process, faults, seconds)
             process.send_signal(signal.SIGTERM)
             code = process.wait(PATIENCE)
         finally:
@@ -74,6 +95,16 @@ class Campaign:
             self.machines.__exit__(None, None, None)
         assert code == STOPPED, f"exit code {code}: {process.communicate()[1]}"
         return steps_in(self.out)[-1]
+
+    def _disturb(self, process: subprocess.Popen[str], faults: int, seconds: float) -> None:
+        self._until(lambda: self.step() > 0, process)
+        self.begin = time.monotonic()
+        moments = sorted(self.draw.uniform(0, seconds) for _ in range(faults))
+        for moment in moments:
+            self._until(lambda at=moment: time.monotonic() - self.begin >= at and self._candidates(), process)
+            self._fault()
+        end, reached = time.monotonic() + SETTLING, self.step()
+        self._until(lambda: not self.later and time.monotonic() > end and self.step() > reached, process)
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         """Note what the run says of losses, when it says it."""
@@ -92,6 +123,7 @@ class Campaign:
         reached, since = self.step(), time.monotonic()
         while not holds():
             self._do_later()
+            self._sample()
             if self.step() > reached:
                 reached, since = self.step(), time.monotonic()
             ended = process.poll()
@@ -99,29 +131,59 @@ class Campaign:
             assert time.monotonic() - since < PATIENCE, f"no step after {reached} for {PATIENCE} seconds"
             time.sleep(0.05)
 
+    def _sample(self) -> None:
+        """Once a second, how far the run is, and on which workers it could be."""
+        if time.monotonic() - self.sampled < 1:
+            return
+        self.sampled = time.monotonic()
+        known = {own["name"] for own in self.client.scheduler_info(n_workers=-1)["workers"].values()}
+        alive = [name for name in self._candidates() if name in known]
+        lines = (self.out / "metrics.jsonl").read_bytes().splitlines() if self.step() else []
+        loss = json.loads(lines[-1])["loss"] if lines else None
+        self._note(step=len(lines), loss=loss, alive=alive, hosts=[self.machines.at[name] for name in alive])
+
     def _do_later(self) -> None:
+        """What is due, and a start for whoever has ended."""
+        for worker in self.machines.ended():
+            self.later = [entry for entry in self.later if entry[2] != worker or entry[1] == "heal"]
+            self.later.append((time.monotonic(), "start", worker))
         due = [entry for entry in self.later if entry[0] <= time.monotonic()]
         self.later = [entry for entry in self.later if entry not in due]
         for _, what, worker in due:
-            if what == "start":
-                worker = self.machines.start_worker()  # under another name
-            elif worker in self.machines.alive():
+            host = self.machines.at[worker]
+            if what in ("heal", "boot"):
+                assert self.hosts is not None
+                self.hosts.heal(host)
+            if what in ("start", "boot"):
+                worker = self.machines.start_worker(host)  # under another name
+            if what == "continue" and worker in self.machines.alive():
                 self.machines.send(worker, signal.SIGCONT)
-            self._note(kind=what, worker=worker, step=self.step())
+            self._note(kind=what, worker=worker, host=host, step=self.step())
 
     def _fault(self) -> None:
-        worker, kind = self.draw.choice(self._candidates()), self.draw.choice(KINDS)
-        self._note(kind=kind, worker=worker, step=self.step())
-        now = time.monotonic()
+        worker, kind = self.draw.choice(self._candidates()), self.draw.choice(self.kinds)
+        host, now = self.machines.at[worker], time.monotonic()
+        self._note(kind=kind, worker=worker, host=host, step=self.step())
         if kind == "stop":
             self.machines.send(worker, signal.SIGSTOP)
-            self.later.append((now + self.draw.uniform(*STILL), "continue", worker))
-            return
-        if kind == "kill":
+            self.later.append((now + self.draw.uniform(*(HOST_STILL if self.hosts else STILL)), "continue", worker))
+        elif kind == "partition":
+            assert self.hosts is not None
+            self.hosts.cut(host)
+            self.later.append((now + self.draw.uniform(*CUT), "heal", worker))
+        elif kind == "restart":
+            assert self.hosts is not None
+            self.hosts.cut(host)
+            self.hosts.kill(host)
             self.machines.kill(worker)
+            self.later.append((now + self.draw.uniform(*AWAY), "boot", worker))
         else:
-            self.machines.send(worker, signal.SIGTERM)
-        self.later.append((now + self.draw.uniform(*AWAY), "start", worker))
+            if kind == "kill":
+                self.machines.kill(worker)
+            else:
+                self.machines.send(worker, signal.SIGTERM)
+                self.machines.processes.pop(worker).wait()
+            self.later.append((now + self.draw.uniform(*AWAY), "start", worker))
 
     def _candidates(self) -> list[str]:
         """The workers that nothing is being done to."""
@@ -133,15 +195,43 @@ class Campaign:
         self.log.flush()
 
 
-def disturb(folder: Path, log: IO[str], faults: int, seconds: float, workers: int, seed: int) -> str:
+def throughput(entries: list[dict[str, Any]]) -> float | None:
+    """Steps that were made, as a share of those that the workers alive at each moment would have made undisturbed;
+    None where nothing was ever quiet.
+
+    Undisturbed is the mean rate over all seconds of the same run before which nothing had happened for some, by how
+    many workers were alive. A worker is alive when the scheduler knows it and nothing is being done to it.
+    """
+    samples = [entry for entry in entries if "alive" in entry and entry["time"] > 0]
+    events = [entry["time"] for entry in entries if "alive" not in entry]
+    spans = [
+        (late["time"] - early["time"], late["step"] - early["step"], len(early["alive"]), early["time"], late["time"])
+        for early, late in pairwise(samples)
+    ]
+    quiet = defaultdict(list)
+    for seconds, steps, alive, start, end in spans:
+        if not any(start - QUIET < event < end for event in events):
+            quiet[alive].append((seconds, steps))
+    rates = {alive: sum(steps for _, steps in own) / sum(s for s, _ in own) for alive, own in quiet.items()}
+    if not rates:
+        return None
+    expected = sum(seconds * rates.get(alive, fmean(rates.values())) for seconds, _, alive, _, _ in spans)
+    return sum(steps for _, steps, *_ in spans) / expected
+
+
+def disturb(
+    folder: Path, log: IO[str], faults: int, seconds: float, workers: int, seed: int, hosts: Hosts | None = None
+) -> str:
     """All of it; what was done, in words.
+
+    hosts    one more than workers, None = processes on loopback
 
     Errors   AssertionError with the seed
     """
-    campaign = Campaign(folder, log, random.Random(seed), workers)
+    campaign = Campaign(folder, log, random.Random(seed), workers, hosts)
     steps = campaign.run(faults, seconds)
     whole = folder / "whole"
-    done = run("train", *campaign.common, "--steps", steps, "--out", whole, "--save-minutes", 0)
+    done = run("train", *campaign.common, "--scheduler", "threads", "--steps", steps, "--out", whole)
     assert done.returncode == 0, done.stderr
     # It may have been stopped as it made some steps again: the metrics are then ahead of the model.
     assert losses_of(campaign.out)[:steps] == losses_of(whole), f"seed={seed}: other losses"
@@ -149,10 +239,13 @@ def disturb(folder: Path, log: IO[str], faults: int, seconds: float, workers: in
     records = [json.loads(line) for line in (campaign.out / "metrics.jsonl").read_text().splitlines()]
     lost = [record for record in records if "lost_s" in record]
     again, waited = sum(record["lost_steps"] for record in lost), sum(record["lost_s"] for record in lost)
+    log.seek(0)
+    share = throughput([json.loads(line) for line in log])
+    rate = f"{share:.0%} of the steps that the living workers make undisturbed, " if share is not None else ""
     return (
         f"{faults} faults in {seconds / 60:g} minutes on {workers} workers (seed {seed}): {steps} steps, {again} of "
-        f"them made again after {len(lost)} losses, {waited:.1f} s until the run was there again; model, moments and "
-        "losses are those of a run that nobody has disturbed"
+        f"them made again after {len(lost)} losses, {waited:.1f} s until the run was there again; {rate}no batch "
+        "skipped or repeated; model, moments and losses are those of a run that nobody has disturbed"
     )
 
 
@@ -161,12 +254,16 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=3)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--namespaces", action="store_true", help="hosts of their own, partitions, restarts: root")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--log", type=Path, default=Path("faults.jsonl"), help="JSON lines, written anew")
     values = parser.parse_args()
     print(f"seed {values.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, values.log.open("w") as log:
-        print(disturb(Path(folder), log, values.faults, 60 * values.minutes, values.workers, values.seed))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        log = stack.enter_context(values.log.open("w+"))
+        hosts = stack.enter_context(Hosts(values.workers + 1)) if values.namespaces else None
+        print(disturb(folder, log, values.faults, 60 * values.minutes, values.workers, values.seed, hosts))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from distributed import Client, WorkerPlugin
+from namespaces import Hosts
 
 from daskgpt.schedulers.losses import running
 
@@ -30,17 +31,21 @@ def wait_until(holds: Callable[[], Any], what: str = "") -> Any:
 
 
 class Machines:
-    """A scheduler and workers of one thread, without nannies: who is killed stays away until another is started."""
+    """A scheduler and workers of one thread, without nannies: who is killed stays away until another is started.
 
-    def __init__(self, folder: Path, workers: int) -> None:
-        self.folder, self.count = folder, 0
+    hosts   where they run: the scheduler on the first one, workers on the others; None = on this machine's loopback
+    at      the host of each process, by its name
+    """
+
+    def __init__(self, folder: Path, workers: int, hosts: Hosts | None = None) -> None:
+        self.folder, self.count, self.hosts = folder, 0, hosts
+        self.at: dict[str, int] = {}
         self.processes: dict[str, subprocess.Popen[Any]] = {}
         self.log = (folder / "machines.log").open("w")
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         file = folder / "scheduler.json"
-        flags = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0", "--no-dashboard"]
-        self._start("scheduler", "scheduler", *flags, "--scheduler-file", str(file))
+        self._start("scheduler", 0, "scheduler", "--port", "0", "--scheduler-file", str(file))
         wait_until(lambda: file.exists() and file.stat().st_size, "scheduler")
         self.address: str = json.loads(file.read_text())["address"]
         for _ in range(workers):
@@ -54,17 +59,26 @@ class Machines:
             self.kill(name)
         self.log.close()
 
-    def start_worker(self) -> str:
-        """The name of a new worker, which may take seconds to come."""
+    def start_worker(self, host: int = 0) -> str:
+        """The name of a new worker, which may take seconds to come.
+
+        host   where; 0 = where the fewest are
+        """
         name, self.count = f"w{self.count}", self.count + 1
-        flags = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0", "--no-dashboard", "--no-nanny"]
-        flags += ["--nthreads", "1", "--name", name, "--local-directory", str(self.folder / name)]
-        self._start(name, "worker", self.address, *flags)
+        if self.hosts and not host:
+            taken = [self.at[other] for other in self.alive()]
+            host = min(range(1, self.hosts.count), key=taken.count)
+        flags = ["--no-nanny", "--nthreads", "1", "--name", name, "--local-directory", str(self.folder / name)]
+        self._start(name, host, "worker", self.address, *flags)
         return name
 
-    def _start(self, name: str, *command: str) -> None:
+    def _start(self, name: str, host: int, *command: str) -> None:
+        self.at[name] = host
+        address = self.hosts.addresses[host] if self.hosts else "127.0.0.1"
+        flags = ["--host", address, "--dashboard-address", f"{address}:0", "--no-dashboard"]
+        started = [sys.executable, "-m", "dask", *command, *flags]
         self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "dask", *command],
+            self.hosts.command(host, started) if self.hosts else started,
             cwd=self.folder,  # Python would import from here first
             env=self.environment,
             stdout=self.log,
@@ -89,6 +103,13 @@ class Machines:
             self.start_worker()
         with Client(self.address) as client:
             wait_until(lambda: len(running(client)) == workers, "workers")
+
+    def ended(self) -> list[str]:
+        """The workers whose processes have ended by themselves, each told once."""
+        gone = [n for n, process in self.processes.items() if n != "scheduler" and process.poll() is not None]
+        for name in gone:
+            del self.processes[name]
+        return gone
 
     def alive(self) -> list[str]:
         """The workers whose processes run."""

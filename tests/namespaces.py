@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 # 198.18.0.0/15 is set aside for measurements between networks (RFC 2544): nobody else's addresses.
@@ -100,6 +102,13 @@ class Hosts:
     def heal(self, host: int) -> None:
         """What was cut is as before."""
         self._run(f"bridge -n {self.switch} link set dev port{host} state 3")
+
+    def kill(self, host: int) -> None:
+        """End every process of a host with SIGKILL."""
+        found = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
+        for process in map(int, found.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def close(self) -> None:
         """Hosts are gone; processes that still run there keep a network that leads nowhere."""

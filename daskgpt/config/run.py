@@ -129,6 +129,12 @@ class RunConfig(Checked):
     worker_minutes: float = setting(
         10.0, "on a cluster, how long to wait for a worker once all are gone", unit="minutes", least=0
     )
+    worker_seconds: float = setting(
+        5.0,
+        "on a cluster, how long a worker may say nothing before the run goes on without it; 0 = as long as Dask waits",
+        unit="seconds",
+        least=0,
+    )
     sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens", least=0)
 
 

@@ -27,6 +27,7 @@ from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span
 from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
+from daskgpt.schedulers.silence import leave_silent, left, wait_for_silent
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
@@ -109,6 +110,14 @@ class ClusterScheduler:
     def admit(self, packed: bool) -> None:
         with telling_losses(self.client):
             admit_equals(self.client, packed)
+
+    def leave_silent(self, seconds: float) -> None:
+        with telling_losses(self.client):
+            leave_silent(self.client, seconds)
+
+    def silent(self) -> set[str]:
+        with telling_losses(self.client):
+            return left(self.client)
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         results = [function(*arguments)] if here else []
@@ -308,6 +317,7 @@ def _leave(client: Any) -> None:
     from daskgpt.schedulers.workers import PrepareWorker
 
     let_all_in(client)
+    wait_for_silent(client)
     for name in (TypicalDurations.name, ForgetGroups.name):
         client.unregister_scheduler_plugin(name)
     for name in (ForgetDependencies.name, PrepareWorker.name):

@@ -52,6 +52,12 @@ class LocalScheduler:
     def admit(self, packed: bool) -> None:
         pass
 
+    def leave_silent(self, seconds: float) -> None:
+        pass
+
+    def silent(self) -> set[str]:
+        return set()
+
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         return [function(*arguments)]
 

@@ -98,6 +98,14 @@ class Scheduler(Protocol):
         """
         ...
 
+    def leave_silent(self, seconds: float) -> None:
+        """From here on a process that says nothing for so long counts as gone; 0 = as long as Dask itself waits."""
+        ...
+
+    def silent(self) -> set[str]:
+        """Addresses of the processes that were left because they said nothing."""
+        ...
+
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         """What a function returns in each process that runs tasks; with `here`, in this one anyhow."""
         ...

@@ -143,6 +143,7 @@ def run_job(
     Errors   KeyboardInterrupt at the second of them: nothing more is saved then
     """
     scheduler.admit(job.precision.packed)
+    scheduler.leave_silent(job.run.worker_seconds)
     progress = Progress(job.run.steps, done=beginning.step, quiet=quiet)
     with finishing_first(progress.say) as asked_to_stop:
         loop = _Loop(job, scheduler, beginning, folder, progress)

@@ -126,7 +126,9 @@ class Recovery:
         now = self.scheduler.addresses()
         gone, self.gone = self.gone + sorted(self.known - now), []
         self.known = now
-        return ", ".join(f"worker {address}" for address in gone) if gone else "a worker's results"
+        silent = self.scheduler.silent() if gone else set()
+        told = [f"worker {address}{', which said nothing' * (address in silent)}" for address in gone]
+        return ", ".join(told) if gone else "a worker's results"
 
     def _look(self) -> None:
         """Say who has come and gone; with a second worker there is somewhere to copy the state to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -57,6 +58,7 @@ class RecoveryPoints:
         self.making: Point | None = None
         self.soon, self.alone = True, False
         self.cost, self.since, self.told = 0.0, 0.0, set[str]()
+        self.begin, self.losses = time.monotonic(), 0
 
     def after(self, state: State) -> None:
         """Called after each step, with the state.
@@ -81,6 +83,7 @@ class RecoveryPoints:
         """The state of the newest point of which every part is somewhere. After a loss the next one is due at once."""
         found = ((point, point.whole(self.scheduler)) for point in (self.making, self.kept) if point is not None)
         self.kept, state = next(((point, state) for point, state in found if state is not None), (None, None))
+        self.losses += 1
         self.making, self.soon = None, True
         return state
 
@@ -89,7 +92,19 @@ class RecoveryPoints:
             return True
         if self.every > 0:
             return self.kept is None or step - self.kept.step >= self.every
-        return time.monotonic() - self.since >= self.cost / SHARE
+        return time.monotonic() - self.since >= self.interval
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two points: so many that copying costs its share, fewer where losses come so often that more
+        is lost in making steps again.
+
+        Source   Young 1974: with M seconds between losses, sqrt(2 cost M) makes the sum of both the least.
+        """
+        if not self.losses:
+            return self.cost / SHARE
+        between = (time.monotonic() - self.begin) / self.losses
+        return min(self.cost / SHARE, math.sqrt(2 * self.cost * between))
 
     def _go_on(self, point: Point) -> None:
         """Copies are begun when all of the state is made, and the point counts when they are."""
@@ -130,7 +145,7 @@ class RecoveryPoints:
         """Once, what is kept where and how often."""
         where = "in this process" if self._bytes() <= HERE_BYTES else ""
         where = where if self.alone else "on two workers"
-        often = f"every {self.every} steps" if self.every > 0 else f"every {self.cost / SHARE:.0f} s"
+        often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
         text = f"the state is kept {where} {often}, which takes {self.cost:.2f} s"
         if not where:
             text = "none: with one worker, which may be lost, a run goes back to its last checkpoint"
