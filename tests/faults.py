@@ -1,6 +1,7 @@
-"""Disturb a run on a cluster at random moments and compare what it ends with: `python tests/faults.py --faults 60`.
+"""Disturb a run on a cluster again and again and compare what it ends with: `python tests/faults.py --faults 60`.
 
-A scheduler and some workers of one thread run on this machine, as processes of their own. Each fault is one of
+A scheduler and some workers of one thread run on this machine, as processes of their own. In each equal part of the
+time there is a fault, at a random moment, of one of these kinds:
 
     kill        SIGKILL of a worker, which is started again after some seconds
     terminate   SIGTERM, at which a worker says goodbye and ends; started again likewise
@@ -69,7 +70,8 @@ class Campaign:
         flags = LONGER if hosts else FLAGS
         self.common = ["--data", self.text, *flags.split(), "--schedule", "constant", "--validate-every", "0"]
         self.machines = Machines(folder, workers, hosts)
-        self.hosts, self.kinds = hosts, HOST_KINDS if hosts else KINDS
+        self.hosts = hosts
+        self.deck: list[str] = []  # kinds that are to come, each as often as it is named
         self.workers, self.begin = workers, time.monotonic()
         self.later: list[tuple[float, str, str]] = []  # when, what and to whom
         self.sampled = 0.0
@@ -99,7 +101,7 @@ class Campaign:
     def _disturb(self, process: subprocess.Popen[str], faults: int, seconds: float) -> None:
         self._until(lambda: self.step() > 0, process)
         self.begin = time.monotonic()
-        moments = sorted(self.draw.uniform(0, seconds) for _ in range(faults))
+        moments = [self.draw.uniform(number, number + 1) * seconds / faults for number in range(faults)]
         for moment in moments:
             self._until(lambda at=moment: time.monotonic() - self.begin >= at and self._candidates(), process)
             self._fault()
@@ -161,7 +163,10 @@ class Campaign:
             self._note(kind=what, worker=worker, host=host, step=self.step())
 
     def _fault(self) -> None:
-        worker, kind = self.draw.choice(self._candidates()), self.draw.choice(self.kinds)
+        if not self.deck:
+            kinds = HOST_KINDS if self.hosts else KINDS
+            self.deck = self.draw.sample(kinds, len(kinds))
+        worker, kind = self.draw.choice(self._candidates()), self.deck.pop()
         host, now = self.machines.at[worker], time.monotonic()
         self._note(kind=kind, worker=worker, host=host, step=self.step())
         if kind == "stop":

@@ -59,16 +59,25 @@ class Machines:
             self.kill(name)
         self.log.close()
 
-    def start_worker(self, host: int = 0) -> str:
+    def start_worker(self, host: int = 0, *, nanny: bool = False) -> str:
         """The name of a new worker, which may take seconds to come.
 
         host   where; 0 = where the fewest are
+        nanny  whether there is a process before it that starts it again
         """
         name, self.count = f"w{self.count}", self.count + 1
         if self.hosts and not host:
             taken = [self.at[other] for other in self.alive()]
             host = min(range(1, self.hosts.count), key=taken.count)
-        flags = ["--no-nanny", "--nthreads", "1", "--name", name, "--local-directory", str(self.folder / name)]
+        flags = [
+            "--nanny" if nanny else "--no-nanny",
+            "--nthreads",
+            "1",
+            "--name",
+            name,
+            "--local-directory",
+            str(self.folder / name),
+        ]
         self._start(name, host, "worker", self.address, *flags)
         return name
 

@@ -16,8 +16,9 @@ import psutil
 import pytest
 from command_lines import write_text
 from distributed import Client, wait
-from faults import KINDS, disturb
+from faults import HOST_KINDS, KINDS, disturb
 from machines import PATIENCE, KillAsItSends, KillItself, Machines, wait_until
+from namespaces import Hosts, missing
 from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
 
 import daskgpt
@@ -259,9 +260,38 @@ def test_a_worker_that_stops_for_seconds_delays_a_run_only(machines, text, whole
         machines.send(paused, signal.SIGSTOP)
         threading.Timer(4, machines.send, (paused, signal.SIGCONT)).start()
 
-    train(text, tmp_path / "run", machines.address, at_step(KILLED_AT, pause), snapshot_every=5)
+    # That it is left would take longer than it stands still.
+    patient = {"snapshot_every": 5, "worker_seconds": 60}
+    train(text, tmp_path / "run", machines.address, at_step(KILLED_AT, pause), **patient)
     assert same(tmp_path / "run", whole)
     assert lost_steps(tmp_path / "run") == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_says_nothing_is_left(machines, text, whole, tmp_path, capsys):
+    machines.have(3)
+    stopped = machines.alive()[0]
+    stop = at_step(KILLED_AT, lambda: machines.send(stopped, signal.SIGSTOP))
+    train(text, tmp_path / "run", machines.address, stop, snapshot_every=5, worker_seconds=2)
+    assert same(tmp_path / "run", whole)
+    assert ", which said nothing: from step 12 back to " in capsys.readouterr().out
+    machines.send(stopped, signal.SIGCONT)
+    wait_until(lambda: stopped in machines.ended(), "the end of a worker that comes back too late")
+
+
+@pytest.mark.slow
+def test_a_nanny_starts_a_worker_again_that_says_nothing(machines, text, whole, tmp_path, capsys):
+    machines.have(1)
+    nanny = machines.start_worker(nanny=True)
+    machines.have(2)
+    stopped = psutil.Process(machines.processes[nanny].pid).children(recursive=True)[-1]
+    train(*(text, tmp_path / "run", machines.address, at_step(KILLED_AT, stopped.suspend)), worker_seconds=2)
+    assert same(tmp_path / "run", whole)
+    assert ", which said nothing: from step 12 back to " in capsys.readouterr().out
+    machines.have(2)
+    assert not stopped.is_running()
+    machines.send(nanny, signal.SIGTERM)
+    machines.processes.pop(nanny).wait()
 
 
 @pytest.mark.slow
@@ -333,5 +363,16 @@ def test_a_campaign_of_faults_at_random_moments(tmp_path):
         noted = [json.loads(line) for line in log]
     faults = [entry for entry in noted if entry.get("kind") in KINDS]
     assert len(faults) == 10, said
-    assert all(entry.keys() == {"time", "kind", "worker", "step"} for entry in faults)
+    assert all(entry.keys() == {"time", "kind", "worker", "host", "step"} for entry in faults)
     assert [entry["time"] for entry in faults] == sorted(entry["time"] for entry in faults)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_hosts_that_are_cut_off_or_restarted_cost_no_bit(tmp_path):
+    with (tmp_path / "faults.jsonl").open("w+") as log, Hosts(4) as hosts:
+        seed = random.SystemRandom().randrange(10**6)
+        said = disturb(tmp_path, log, faults=4, seconds=30, workers=3, seed=seed, hosts=hosts)
+        log.seek(0)
+        kinds = [entry.get("kind") for entry in map(json.loads, log)]
+    assert all(kinds.count(kind) == 1 for kind in HOST_KINDS), said
