@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments import machine, scaling
 from daskgpt.instruments.compare.llmc_program import compare_llmc
 from daskgpt.instruments.compare.messages import TorchOptions
+from daskgpt.instruments.compare.torch_ddp import WORKERS, Programs, compare_ddp
 from daskgpt.instruments.compare.torch_process import compare_torch, require_torch
 from daskgpt.instruments.compare.turns import PairedTurns
 from daskgpt.instruments.measure import Measurement, Steps, measure
 from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.model.parameters import parameter_count
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.addresses import chosen_address, open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as facts_of
@@ -45,6 +46,9 @@ arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T +
 memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
 
 --against torch runs the same model, tokens and optimizer in PyTorch, in a process of its own, the two taking turns.
+--against torch-ddp takes turns of three: a cluster of workers of one thread each (--scheduler, or as many processes
+here as --threads says, 2 otherwise), as many threads here, and as many processes of PyTorch here, each with an equal
+part of the batch, in DistributedDataParallel over gloo; and says where the workers' time goes.
 --scaling times 1, 2, 4 ... threads (up to --threads, or to the cores), each in a process of its own on as many cores:
 speedup is the time on one thread over the time on so many, efficiency speedup over threads. Chunks and grain are
 chosen anew for each number of threads unless they are given.
@@ -71,11 +75,15 @@ def parser() -> Parser:
         help="print tasks and memory of a step and whether they fit here, and run nothing",
     )
     flags.add_argument(
-        "--against", nargs="+", default=[], metavar=("NAME", "PATH"), help="compare with torch, or with llm.c PATH"
+        "--against",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "PATH"),
+        help="compare with torch, torch-ddp, or llm.c PATH",
     )
     flags.add_argument("--scaling", action="store_true", help="time 1, 2, 4 ... threads: speedup and efficiency")
-    flags.add_argument("--torch-compile", action="store_true", help="with --against torch: torch.compile the model")
-    flags.add_argument("--torch-bf16", action="store_true", help="with --against torch: bfloat16 autocast")
+    flags.add_argument("--torch-compile", action="store_true", help="with torch or torch-ddp: torch.compile the model")
+    flags.add_argument("--torch-bf16", action="store_true", help="with torch or torch-ddp: bfloat16 autocast")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (BenchConfig, DataflowConfig):
         add_flags(flags, config)
@@ -87,11 +95,11 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     asked, opponent = from_flags(BenchConfig, values), opponent_of(values.against)
     config = preset(values.preset, **given_flags(GPT2Config, values))
-    job = job_of(config, asked, from_flags(DataflowConfig, values))
+    job = job_of(config, asked, dataflow_of(from_flags(DataflowConfig, values), opponent[0]))
     options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
     named = opponent[0] or "none"
-    rule = "--torch-compile and --torch-bf16 must come with --against torch"
-    require(named == "torch" or options == TorchOptions(), "bench", rule, {"against": named}, "Add it.")
+    rule = "--torch-compile and --torch-bf16 must come with --against torch or torch-ddp"
+    require(named.startswith("torch") or options == TorchOptions(), "bench", rule, {"against": named}, "Add it.")
     rule, got = "--scaling must come without --plan and --against", {"plan": values.plan, "against": named}
     require(not (values.scaling and (values.plan or values.against)), "bench", rule, got, "Leave one out.")
     if values.plan:
@@ -106,7 +114,7 @@ def main(arguments: list[str]) -> int:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
         found, chunks = run(job, asked, opponent, options)
     facts = {"preset": values.preset, "others_cores": others} | setup(job, chunks)
-    if isinstance(found, PairedTurns):
+    if isinstance(found, PairedTurns | Programs):
         print(json.dumps(found.record() | facts) if values.json else found.describe())
     else:
         print(json.dumps(record(job, found) | facts) if values.json else describe(job, found, chunks))
@@ -135,27 +143,47 @@ def print_scaling(job: Job, asked: BenchConfig, as_json: bool, facts: dict[str, 
 def opponent_of(words: list[str]) -> tuple[str, Path | None]:
     """The program to compare with, "" for none, and its path.
 
-    Errors   ValueError unless it is nothing, torch, or llm.c with a path; RuntimeError for torch that is not installed
+    Errors   ValueError unless it is nothing, torch, torch-ddp, or llm.c with a path; RuntimeError for PyTorch that is
+             not installed
     """
     if not words:
         return "", None
-    known = (words[0] == "torch" and len(words) == 1) or (words[0] == "llm.c" and len(words) == 2)
-    rule, got = "--against must be torch, or llm.c and the path of its program", {"against": " ".join(words)}
+    known = len(words) == (2 if words[0] == "llm.c" else 1) and words[0] in ("torch", "torch-ddp", "llm.c")
+    rule, got = "--against must be torch, torch-ddp, or llm.c and the path of its program", {"against": " ".join(words)}
     require(known, "bench", rule, got, "Try --against torch.")
-    if words[0] == "torch":
-        require_torch()
+    if words[0] != "llm.c":
+        require_torch(words[0])
     return words[0], Path(words[1]) if len(words) == 2 else None
+
+
+def dataflow_of(dataflow: DataflowConfig, opponent: str) -> DataflowConfig:
+    """Beside DistributedDataParallel a cluster runs: the one that is named, else one of this machine.
+
+    Errors   ValueError for a scheduler that has no workers
+    """
+    if opponent != "torch-ddp":
+        return dataflow
+    address = chosen_address(dataflow.scheduler)
+    if dataflow.scheduler == "auto" and address == "threads":
+        address = "local"
+    rule, got = "--against torch-ddp must run on a cluster", {"scheduler": address}
+    require(address not in ("sync", "threads"), "bench", rule, got, "Leave --scheduler out, or name a cluster.")
+    return replace(dataflow, scheduler=address, threads=dataflow.threads or WORKERS)
 
 
 def run(
     job: Job, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions
-) -> tuple[Measurement | PairedTurns, Chunks]:
+) -> tuple[Measurement | PairedTurns | Programs, Chunks]:
     """The measurement of a job, alone or against somebody, and the chunks of its steps."""
     name, path = opponent
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        found: Measurement | PairedTurns | Programs
+        if name == "torch-ddp":
+            turns = asked.warmup, asked.steps, asked.recorded
+            found, steps = compare_ddp(job, scheduler, asked.seed, options, turns)
+            return found, Chunks(steps.step.chunk, steps.steps.described_chunks)
         steps = Steps(job, scheduler, asked.seed)
-        found: Measurement | PairedTurns
         if name == "torch":
             found = compare_torch(steps, options, asked.warmup, asked.steps)
         elif path is not None:

@@ -364,7 +364,7 @@ class Numbers:
         return [self.seconds.pop(0) for _ in range(count)]
 
     def cpu(self):
-        return 0.0
+        return {}
 
 
 def test_turns_alternate_and_are_compared_in_pairs(monkeypatch):
@@ -456,28 +456,30 @@ def test_llmc_programs_that_do_not_fit(tmp_path):
         bench.main([*FLAGS, "--against", "llm.c", "nowhere"])
 
 
-def test_without_torch_the_error_says_how_to_install_it(monkeypatch):
+@pytest.mark.parametrize("name", ["torch", "torch-ddp"])
+def test_without_torch_the_error_says_how_to_install_it(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "torch", None)  # how Python marks a module that cannot be imported
     with pytest.raises(RuntimeError) as error:
-        bench.main(["--against", "torch"])
+        bench.main(["--against", name])
     assert str(error.value) == (
-        "bench: --against torch needs PyTorch; got torch=not installed. Install it: pip install 'daskgpt[compare]'."
+        f"bench: --against {name} needs PyTorch; got torch=not installed. Install it: pip install 'daskgpt[compare]'."
     )
 
 
 BAD = {
     "name": (
         ["--against", "tinygrad"],
-        "bench: --against must be torch, or llm.c and the path of its program; got against=tinygrad. "
+        "bench: --against must be torch, torch-ddp, or llm.c and the path of its program; got against=tinygrad. "
         "Try --against torch.",
     ),
     "path": (
         ["--against", "llm.c"],
-        "--against must be torch, or llm.c and the path of its program; got against=llm.c.",
+        "--against must be torch, torch-ddp, or llm.c and the path of its program; got against=llm.c.",
     ),
     "torch": (
         ["--torch-bf16"],
-        "bench: --torch-compile and --torch-bf16 must come with --against torch; got against=none. Add it.",
+        "bench: --torch-compile and --torch-bf16 must come with --against torch or torch-ddp; got against=none. "
+        "Add it.",
     ),
     "steps": (["--steps", "0"], "BenchConfig: steps must be at least 1; got steps=0. Give 1 or more."),
     "positions": (["--positions", "8"], "a sequence must not be longer than the model's positions"),

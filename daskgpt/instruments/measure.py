@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 from daskgpt.config.model import GPT2Config
@@ -15,6 +15,7 @@ from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
@@ -62,6 +63,8 @@ class Steps:
         """Seconds of each of some further steps, from a batch to its loss.
 
         Steps that overlap (barrier none) are timed together, and always so many: a value for each window is its mean.
+        A cluster has a step's loss before its backward pass, so a step is timed from loss to loss; what it still does
+        when the last loss is there, backward and update, counts to the first step, whose time has no such part.
         """
         window = self.window
         end, seconds = len(self.losses) + count, []
@@ -71,7 +74,10 @@ class Steps:
             losses, self.state = self.steps.run(self.state, batches)
             seconds.append((perf_counter() - start) / len(losses))
             self.losses += losses
+        start = perf_counter()
         self.settle()
+        if seconds and not self.scheduler.in_place:
+            seconds[0] += (perf_counter() - start) / window
         return seconds
 
     def settle(self) -> None:
@@ -96,9 +102,12 @@ class Steps:
         """Most bytes in memory since then, of this process and of the workers, together."""
         return sum(self.scheduler.everywhere(machine.peak_memory, here=True))
 
-    def cpu(self) -> float:
-        """Seconds of processor time that this process and the workers have used."""
-        return float(sum(self.scheduler.everywhere(process_time, here=True)))
+    def cpu(self) -> dict[tuple[str, int], float]:
+        """Seconds of processor time that this process, the workers and a cluster's scheduler have used, by process."""
+        found = self.scheduler.everywhere(machine.processor_time, here=True)
+        if isinstance(self.scheduler, ClusterScheduler):
+            found.append(self.scheduler.client.run_on_scheduler(machine.processor_time))
+        return {process: seconds for own in found for process, seconds in own.items()}
 
     @property
     def window(self) -> int:

@@ -24,10 +24,26 @@ class TorchOptions:
     bf16: bool = False
 
 
+@dataclass(frozen=True)
+class Member:
+    """One of the processes that train together (DistributedDataParallel).
+
+    meeting  path of a file that does not exist yet, where they tell each other their addresses
+    minutes  for which one waits for the others before it gives up
+    """
+
+    rank: int
+    size: int
+    meeting: str
+    minutes: float
+
+
 @dataclass(frozen=True, eq=False)
 class Start:
     """Everything a training needs: the first message. Both sides make the initial values from the seed for themselves,
     so that no copy of the other's stays in anybody's memory.
+
+    member   None for a process that trains alone
     """
 
     config: GPT2Config
@@ -35,6 +51,7 @@ class Start:
     seed: int
     threads: int
     options: TorchOptions
+    member: Member | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +81,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Cpu:
-    """Ask for the seconds of processor time that the process has used."""
+    """Ask for the seconds of processor time that the process has used (`machine.processor_time`)."""
 
 
 def send(stream: IO[bytes], message: Any) -> None:

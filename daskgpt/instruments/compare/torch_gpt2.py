@@ -1,4 +1,4 @@
-"""GPT-2 in PyTorch, as its users write it, trained in a process of its own on batches that come over a pipe.
+"""GPT-2 in PyTorch, as its users write it, trained in processes of its own on batches that come over pipes.
 
 The model has GPT-2's published names, so daskgpt's parameters are its state. The embedding has no padding rows: a loss
 over a part of the rows would cost PyTorch a pass over the whole table.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
-from time import perf_counter, process_time
+from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.instruments import machine
-from daskgpt.instruments.compare.messages import Cpu, Peak, Ran, ResetPeak, Run, Start, receive, send
+from daskgpt.instruments.compare.messages import Cpu, Member, Peak, Ran, ResetPeak, Run, Start, receive, send
 from daskgpt.model.parameters import initial_parameters, tensors
 
 
@@ -107,6 +110,14 @@ def optimizer_of(model: GPT2, size: GPT2Config, config: OptimizerConfig) -> torc
     )
 
 
+def in_step(model: GPT2, member: Member) -> DistributedDataParallel:
+    """The model of one of several processes, whose gradients gloo averages while the backward pass goes on."""
+    limit = timedelta(minutes=member.minutes)
+    store = dist.FileStore(member.meeting, member.size)
+    dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=limit)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
 class Training:
     """The training loop of one process."""
 
@@ -115,7 +126,8 @@ class Training:
         torch.set_num_threads(start.threads)
         model = model_of(start)
         self.optimizer = optimizer_of(model, start.config, start.optimizer)
-        self.model: Any = torch.compile(model) if start.options.compiled else model
+        trained = in_step(model, start.member) if start.member else model
+        self.model: Any = torch.compile(trained) if start.options.compiled else trained
         self.bf16 = start.options.bf16
 
     def run(self, message: Run) -> Ran:
@@ -148,7 +160,7 @@ def serve() -> None:
         try:
             message = receive(questions)
         except EOFError:
-            return
+            break
         if isinstance(message, Run):
             send(answers, training.run(message))
         elif isinstance(message, ResetPeak):
@@ -156,7 +168,9 @@ def serve() -> None:
         elif isinstance(message, Peak):
             send(answers, machine.peak_memory())
         elif isinstance(message, Cpu):
-            send(answers, process_time())
+            send(answers, machine.processor_time())
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

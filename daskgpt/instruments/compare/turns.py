@@ -1,13 +1,14 @@
-"""Two programs in turns on one machine, compared turn by turn, where nothing else runs on it."""
+"""Programs in turns on one machine, compared turn by turn, where nothing else runs on it."""
 
 from __future__ import annotations
 
 import math
+import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from daskgpt.config.errors import require
 from daskgpt.instruments import machine
@@ -21,6 +22,19 @@ PAUSE_SECONDS = 0.05
 
 DISTURBED = 0.1  # cores that other programs keep busy
 ATTEMPTS = 3  # times as many turns as are asked for, at most, to have enough that are not disturbed
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of each step of each program, and how many cores others kept busy meanwhile (0: it is not known)."""
+
+    seconds: tuple[tuple[float, ...], ...]
+    others: float = 0.0
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Mean seconds a step of each program."""
+        return tuple(map(fmean, self.seconds))
 
 
 @dataclass(frozen=True)
@@ -54,8 +68,8 @@ class Side(Protocol):
         """Most bytes in memory since then."""
         ...
 
-    def cpu(self) -> float:
-        """Seconds of processor time used."""
+    def cpu(self) -> Mapping[tuple[str, int], float]:
+        """Seconds of processor time used so far, by machine and process."""
         ...
 
 
@@ -95,7 +109,7 @@ class PairedTurns:
     @property
     def disturbed(self) -> int:
         """How many of the turns that count met other programs."""
-        return sum(pair.others > DISTURBED for pair in self.pairs)
+        return disturbed(self.pairs)
 
     def record(self) -> dict[str, Any]:
         """For a machine to read."""
@@ -128,46 +142,74 @@ class PairedTurns:
 
 
 def steps_of_a_turn(faster: float, slower: float) -> int:
-    """How many steps make a turn, from the seconds that one takes on each side."""
+    """How many steps make a turn, from the seconds that one takes in the fastest and in the slowest program."""
     return max(1, min(math.ceil(TURN_SECONDS / faster), int(LONGEST_TURN / slower)))
 
 
-def alternate(ours: Side, theirs: Side, turns: int, steps: int) -> list[Pair]:
-    """Turns of both, until so many were undisturbed by other programs; who begins changes from turn to turn.
+def take_turns(sides: Sequence[Side], turns: int, steps: int) -> list[Turn]:
+    """Turns of all programs, until so many were undisturbed by others; who begins changes from turn to turn.
 
     Threads that wait for each other by spinning, as OpenMP's do, become many times slower beside another program than
     ours: a ratio that was measured then would be in our favour and wrong.
     """
-    pairs: list[Pair] = []
-    while sum(pair.others <= DISTURBED for pair in pairs) < turns and len(pairs) < ATTEMPTS * turns:
+    found: list[Turn] = []
+    while sum(turn.others <= DISTURBED for turn in found) < turns and len(found) < ATTEMPTS * turns:
         seconds = {}
-        busy, start = _others_seconds(ours, theirs), time.perf_counter()
-        for side in (ours, theirs) if len(pairs) % 2 == 0 else (theirs, ours):
+        busy, start = _others_seconds(sides), time.perf_counter()
+        first = len(found) % len(sides)
+        for side in (*sides[first:], *sides[:first]):
             time.sleep(PAUSE_SECONDS)
-            seconds[side] = fmean(side.run(steps))
-        others = (_others_seconds(ours, theirs) - busy) / (time.perf_counter() - start)
-        pairs.append(Pair(seconds[ours], seconds[theirs], others))
-    return pairs
+            seconds[side] = tuple(side.run(steps))
+        others = (_others_seconds(sides) - busy) / (time.perf_counter() - start)
+        found.append(Turn(tuple(seconds[side] for side in sides), others))
+    return found
 
 
-def undisturbed(pairs: Sequence[Pair], turns: int) -> Sequence[Pair]:
-    """The pairs that no other program disturbed, where these are at least half as many as asked for; else all."""
-    found = [pair for pair in pairs if pair.others <= DISTURBED]
-    return found if 2 * len(found) >= turns else pairs
+def alternate(ours: Side, theirs: Side, turns: int, steps: int) -> list[Pair]:
+    """Turns of two."""
+    found = take_turns((ours, theirs), turns, steps)
+    return [Pair(turn.means[0], turn.means[1], turn.others) for turn in found]
 
 
-def _others_seconds(ours: Side, theirs: Side) -> float:
-    """Processor time of other programs; 0 where the system does not say."""
+class _WithOthers(Protocol):
+    @property
+    def others(self) -> float: ...
+
+
+Measured = TypeVar("Measured", bound=_WithOthers)
+
+
+def undisturbed(turns: Sequence[Measured], wanted: int) -> Sequence[Measured]:
+    """The turns that no other program disturbed, where these are at least half as many as wanted; else all."""
+    found = [turn for turn in turns if turn.others <= DISTURBED]
+    return found if 2 * len(found) >= wanted else turns
+
+
+def disturbed(turns: Sequence[_WithOthers]) -> int:
+    """How many turns met other programs."""
+    return sum(turn.others > DISTURBED for turn in turns)
+
+
+def _others_seconds(sides: Sequence[Side]) -> float:
+    """Processor time of other programs on this machine; 0 where the system does not say."""
     everything = machine.busy_seconds()
-    return 0.0 if everything is None else everything - ours.cpu() - theirs.cpu()
+    if everything is None:
+        return 0.0
+    own = {process: seconds for side in sides for process, seconds in side.cpu().items()}
+    return everything - sum(seconds for (node, _), seconds in own.items() if node == platform.node())
+
+
+def warm_up(sides: Sequence[Side], warmup: int) -> int:
+    """Let all take some steps before peaks count; how many steps make a turn of theirs."""
+    fastest = [min(side.run(warmup)) for side in sides]
+    for side in sides:
+        side.reset_peak()
+    return steps_of_a_turn(min(fastest), max(fastest))
 
 
 def compare(ours: Side, theirs: Side, warmup: int, turns: int) -> tuple[list[Pair], int]:
     """Warm both up, then let them take turns; the pairs, and the steps of a turn."""
-    fastest = [min(side.run(warmup)) for side in (ours, theirs)]
-    for side in (ours, theirs):
-        side.reset_peak()
-    steps = steps_of_a_turn(min(fastest), max(fastest))
+    steps = warm_up((ours, theirs), warmup)
     return alternate(ours, theirs, turns, steps), steps
 
 

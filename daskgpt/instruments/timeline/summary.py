@@ -131,13 +131,12 @@ def critical_path(timeline: Timeline, spans: dict[Task, tuple[float, float]]) ->
     return path[::-1]
 
 
-def _scheduling(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> float:
-    """Seconds, of all lanes, in which a lane had no task although one was ready: all that it waits for was done.
+def ready_times(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> dict[Task, float]:
+    """When all was done that each task waits for; no later than the task began.
 
     A barrier and a task without a kernel are ready as soon as what they wait for is done, and take no time.
     """
-    tasks, done = timeline.tasks, dict[Task, float]()
-    changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
+    tasks, done, found = timeline.tasks, dict[Task, float](), dict[Task, float]()
     for window in timeline.windows:
         for step in window.steps:
             for key in tasks.order:
@@ -148,9 +147,17 @@ def _scheduling(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> f
                 if (step, key) not in spans:
                     done[step, key] = ready
                     continue
-                start, end = spans[step, key]
-                done[step, key] = end
-                changes += [(min(ready, start), 1, 0), (start, -1, 1), (end, 0, -1)]
+                start, done[step, key] = spans[step, key]
+                found[step, key] = min(ready, start)
+    return found
+
+
+def _scheduling(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> float:
+    """Seconds, of all lanes, in which a lane had no task although one was ready."""
+    changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
+    for task, ready in ready_times(timeline, spans).items():
+        start, end = spans[task]
+        changes += [(ready, 1, 0), (start, -1, 1), (end, 0, -1)]
     seconds, ready_tasks, running = 0.0, 0, 0
     changes.sort()
     for (time, more_ready, more_running), (following, _, _) in pairwise(changes):

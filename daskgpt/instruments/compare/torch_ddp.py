@@ -1,0 +1,167 @@
+"""PyTorch's DistributedDataParallel beside a cluster of workers and beside threads: three programs in turns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from daskgpt.config.errors import require
+from daskgpt.instruments import machine
+from daskgpt.instruments.compare.messages import TorchOptions
+from daskgpt.instruments.compare.torch_process import Place, TorchSide, check_losses, described, require_torch
+from daskgpt.instruments.compare.turns import (
+    Side,
+    Turn,
+    disturbed,
+    require_published_model,
+    take_turns,
+    undisturbed,
+    warm_up,
+)
+from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.statistics import Spread
+from daskgpt.instruments.timeline.recorder import StepRecorder
+from daskgpt.instruments.timeline.worker_time import WorkerTime, worker_time
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.job import Job
+
+WORKERS = 2  # of a local cluster, unless --threads says otherwise
+CLUSTER, THREADS, THEIRS = range(3)
+NAMES = ("cluster", "threads", "theirs")
+LABELS = ("daskgpt, cluster", "daskgpt, threads")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What three programs took for the same steps: ours on a cluster, ours on threads, PyTorch's processes.
+
+    name      PyTorch, as it is printed
+    turns     those that count; `tried` with those in which other programs ran, where there were enough without
+    peaks     bytes: the workers together, this process with threads and client, PyTorch's processes together
+    losses    the first ones, before any update
+    shares    where the workers' time went, in steps of their own
+    """
+
+    name: str
+    workers: int
+    turns: Sequence[Turn]
+    tried: int
+    peaks: tuple[int, int, int]
+    losses: tuple[float, float, float]
+    shares: WorkerTime
+
+    def step(self, program: int) -> Spread:
+        """Mean seconds a step of each turn."""
+        return Spread.of(turn.means[program] for turn in self.turns)
+
+    def ratio(self, one: int, other: int) -> Spread:
+        """Of one program's mean step to the other's in the same turn: below 1 where it is faster."""
+        return Spread.of(turn.means[one] / turn.means[other] for turn in self.turns)
+
+    def longest(self, program: int) -> float:
+        """The longest step over the median of all."""
+        steps = Spread.of(seconds for turn in self.turns for seconds in turn.seconds[program])
+        return steps.largest / steps.median
+
+    @property
+    def steps_a_turn(self) -> int:
+        return len(self.turns[0].seconds[CLUSTER])
+
+    @property
+    def disturbed(self) -> int:
+        """How many of the turns that count met other programs."""
+        return disturbed(self.turns)
+
+    def record(self) -> dict[str, Any]:
+        """For a machine to read."""
+        found: dict[str, Any] = {"against": self.name, "workers": self.workers, "turns": len(self.turns)}
+        found |= {"steps_a_turn": self.steps_a_turn, "disturbed_turns": self.disturbed}
+        found["left_out_turns"] = self.tried - len(self.turns)
+        for program, name in enumerate(NAMES):
+            found |= fields(self.step(program), f"{name}_ms", 1e3, 3)
+            found |= {f"{name}_longest": round(self.longest(program), 3)}
+            found |= {f"{name}_peak_gb": round(self.peaks[program] / 1e9, 4)}
+            found |= {f"{name}_first_loss": self.losses[program]}
+        found |= fields(self.ratio(CLUSTER, THEIRS), "ratio", 1, 4)
+        found |= fields(self.ratio(THREADS, CLUSTER), "throughput_of_threads", 1, 4)
+        return found | {f"workers_{name}": round(share, 4) for name, share in asdict(self.shares).items()}
+
+    def describe(self) -> str:
+        """For a person to read."""
+        lines = [f"{len(self.turns)} turns of {self.steps_a_turn} steps each; {self.workers} workers of one thread"]
+        lines[0] += f", {self.workers} threads, {self.workers} processes"
+        if self.tried > len(self.turns):
+            lines.append(f"{self.tried - len(self.turns)} more turns left out, in which other programs ran")
+        if self.disturbed:
+            lines.append(f"WARNING: other programs ran in {self.disturbed} of these turns: the ratios say little")
+        lines.append(f"{'':17} {'ms a step':>10} {'quartiles':>19} {'longest':>8} {'peak GB':>8} {'first loss':>11}")
+        for program, label in enumerate((*LABELS, "PyTorch DDP")):
+            low, middle, high = (f"{value * 1e3:,.1f}" for value in self.step(program).quartiles)
+            lines.append(
+                f"{label:17} {middle:>10} {f'{low} .. {high}':>19} {self.longest(program):8.2f} "
+                f"{self.peaks[program] / 1e9:8.2f} {self.losses[program]:11.5f}"
+            )
+        lines.append(f"{'cluster / DDP':17} {self.ratio(CLUSTER, THEIRS).text('', 3):>30}   of a turn's times")
+        share = self.ratio(THREADS, CLUSTER)
+        lines.append(f"{'cluster / threads':17} {share.text('', 3):>30}   of threads' throughput")
+        told = f"DDP: {self.name}", "longest: the longest step over the median", f"workers' time: {self.shares.text()}"
+        return "\n".join(lines + [textwrap.fill(text, 80, subsequent_indent=" " * 4) for text in told])
+
+
+def fields(spread: Spread, name: str, factor: float, digits: int) -> dict[str, float]:
+    """For a record: median, quartiles and ends."""
+    low, _, high = (round(value * factor, digits) for value in spread.quartiles)
+    return spread.fields(name, factor, digits) | {f"{name}_q1": low, f"{name}_q3": high}
+
+
+def compare_ddp(
+    job: Job,
+    scheduler: Scheduler,
+    seed: int,
+    options: TorchOptions,
+    turns: tuple[int, int, int],
+    places: Sequence[Place] = (),
+) -> tuple[Programs, Steps]:
+    """Steps on a cluster, on threads and of PyTorch's processes in turns, once their first losses agree.
+
+    scheduler   of workers with one thread each
+    turns       steps to warm up, turns, and recorded steps after them
+    places      of PyTorch's processes, as many as workers
+
+    Errors   RuntimeError where PyTorch is not installed, a process fails, or the losses differ; ValueError for a batch
+             without equal parts, or workers with more threads than one
+    """
+    require_torch("torch-ddp")
+    require_published_model(job)
+    warmup, count, recorded = turns
+    workers, threads = len(scheduler.addresses()), scheduler.threads
+    rule, got = "the workers must have one thread each, as PyTorch's processes", {"workers": workers}
+    require(threads == workers, "bench", rule, got | {"threads": threads}, "Start them with --nthreads 1.")
+    alone = replace(job, dataflow=replace(job.dataflow, scheduler="threads", threads=workers))
+    own = places or [Place()] * workers
+    with open_scheduler("threads", workers) as here, TorchSide(job, seed, 1, options, own) as torch:
+        cluster, with_threads = Steps(job, scheduler, seed), Steps(alone, here, seed)
+        sides: tuple[Side, Side, Side] = (cluster, with_threads, torch)
+        for side in sides:
+            side.run(1)
+        losses = (cluster.losses[0], with_threads.losses[0], torch.losses[0])
+        precision = "bfloat16" if options.bf16 else job.precision.name
+        check_losses((losses[CLUSTER], losses[THEIRS]), precision)
+        steps = warm_up(sides, warmup)
+        found = take_turns(sides, count, steps)
+        peaks = sum(scheduler.everywhere(machine.peak_memory)), machine.peak_memory(), torch.peak()
+        name = described(torch.version, options, f"{workers} processes")
+        used = undisturbed(found, count)
+        shares = recorded_time(cluster, recorded)
+    return Programs(name, workers, used, len(found), peaks, losses, shares), cluster
+
+
+def recorded_time(steps: Steps, count: int) -> WorkerTime:
+    """Where the workers' time goes in so many steps, one after the other as they are timed."""
+    recorder = StepRecorder(steps.step, steps.scheduler)
+    with recorder.window(range(count)):
+        steps.run(count)
+    return worker_time(recorder.finish())
