@@ -69,6 +69,29 @@ def test_a_run_borrows_a_client_and_leaves_nothing(cluster, by_threads, capsys):
     assert f"scheduler  LocalCluster at {cluster.scheduler_address}, 2 workers, dashboard " in capsys.readouterr().out
 
 
+def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(cluster, by_threads):
+    with Client(cluster) as client, Client(cluster) as other:
+
+        def run_another(step, metrics):
+            if step == 0:
+                before = plugins()
+                assert fit(client=other).losses == by_threads.losses
+                wait_until(lambda: plugins() == before)
+                assert all(METRIC in names for names in client.run(metrics_of).values())
+
+        def plugins():
+            return client.run_on_scheduler(left_on)[1], client.run(plugins_of)
+
+        assert fit(client=client, on_step=run_another).losses == by_threads.losses
+        wait_until(lambda: client.run_on_scheduler(left_on) == ([], []))
+        assert set(map(tuple, client.run(plugins_of).values())) == {()}
+        assert not any(METRIC in names for names in client.run(metrics_of).values())
+
+
+def metrics_of(dask_worker):
+    return list(dask_worker.metrics)
+
+
 def test_a_run_that_ends_with_an_error_leaves_nothing_either(cluster):
     def stop(step, metrics):
         raise KeyError("enough")
@@ -164,7 +187,7 @@ def test_tasks_of_a_new_name_have_a_typical_duration_and_others_are_left_alone()
         LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
-        client.register_plugin(TypicalDurations())
+        client.register_plugin(TypicalDurations(client))
         with dask.annotate(**span_annotation()):
             ours = client.submit(sum, [1], key="tokens.forward-1")
         theirs = client.submit(sum, [2], key="theirs-1")

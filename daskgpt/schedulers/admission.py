@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from distributed import SchedulerPlugin, WorkerPlugin
+from distributed import WorkerPlugin
 from distributed.core import Status
 
 import daskgpt
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.bfloat16.units import unit
 from daskgpt.kernels.float32.blas import one_order
+from daskgpt.schedulers.leaving import named
 
 PACKAGES = ("dask", "distributed", "numpy", "numba")
 
@@ -70,40 +69,10 @@ class Admission(WorkerPlugin):
         worker.loop.add_callback(worker.close, executor_wait=False, reason="not equal to the run")
 
 
-class EndOfAdmission(SchedulerPlugin):
-    """Lets every worker in again when the run's client has gone, in whatever way."""
-
-    def __init__(self, name: str, client: str) -> None:
-        self.name, self.admission, self.client = f"{name}-end", name, client
-
-    def remove_client(self, scheduler: Any, client: str) -> None:
-        if client == self.client:
-            self.ending = asyncio.create_task(self._end(scheduler))
-
-    async def _end(self, scheduler: Any) -> None:
-        with suppress(Exception):  # the scheduler may be closing
-            await scheduler.unregister_worker_plugin(None, self.admission)
-        scheduler.plugins.pop(self.name, None)
-
-
 def admit_equals(client: Any, packed: bool) -> None:
     """Let only workers take part, those that are there and those that come, that are equal to this process.
 
     Errors   RuntimeError naming a worker that is there and what of it differs
     """
-    name = _name(client)
-    client.register_plugin(EndOfAdmission(name, client.id))
     there = tuple(client.scheduler_info(n_workers=-1)["workers"])
-    client.register_plugin(Admission(name, identity(packed), packed, there))
-
-
-def let_all_in(client: Any) -> None:
-    """The run is over, and its client stays: every worker may come again."""
-    with suppress(ValueError):  # no run has asked for equals
-        client.unregister_worker_plugin(_name(client))
-    with suppress(ValueError):
-        client.unregister_scheduler_plugin(f"{_name(client)}-end")
-
-
-def _name(client: Any) -> str:
-    return f"daskgpt-admission-{client.id}"
+    client.register_plugin(Admission(named(client, "admission"), identity(packed), packed, there))

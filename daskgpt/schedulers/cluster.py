@@ -21,13 +21,15 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
-from daskgpt.schedulers.admission import admit_equals, let_all_in
+from daskgpt.schedulers.admission import admit_equals
 from daskgpt.schedulers.durations import TypicalDurations
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
+from daskgpt.schedulers.leaving import TakeBack, take_back
 from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
-from daskgpt.schedulers.silence import leave_silent, left, wait_for_silent
+from daskgpt.schedulers.silence import leave_silent, left
+from daskgpt.schedulers.usage import METRIC
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
@@ -101,11 +103,11 @@ class ClusterScheduler:
 
     def copies(self, handles: list[Any]) -> list[list[Any]]:
         with telling_losses(self.client), dask.annotate(**self.annotation):
-            return copies_apart(self.client, handles)
+            return copies_apart(self.client, handles, METRIC)
 
     def addresses(self) -> set[str]:
         with telling_losses(self.client):
-            return set(running(self.client))
+            return set(running(self.client, METRIC))
 
     def admit(self, packed: bool) -> None:
         with telling_losses(self.client):
@@ -150,16 +152,25 @@ class ClusterScheduler:
             found.append(ProcessSpans(names[address], threads[address], offset, spans, own))
 
     def _addresses(self, count: int) -> list[str]:
-        """The workers that so many numbers stand for. A number keeps its worker as long as that lives."""
+        """The workers that so many numbers stand for. A number keeps its worker as long as that lives; one that has to
+        share its worker with another gets its own as soon as one more is ready.
+        """
         if not count:
             return []
         with telling_losses(self.client):
             living = self.client.nthreads()
-        spare = sorted(living.keys() - set(self.numbered))
-        self.numbered += [""] * (count - len(self.numbered))
-        for number, address in enumerate(self.numbered):
-            if living and address not in living:
-                self.numbered[number] = spare.pop(0) if spare else sorted(living)[number % len(living)]
+        own = set(self.numbered)
+        lost = bool(own - living.keys()) or len(self.numbered) < count
+        if living and (lost or (len(own) < len(self.numbered) and living.keys() - own)):
+            ready = (self.addresses() if own else set()) or living.keys()
+            seen: set[str] = set()
+            for number, address in enumerate([*self.numbered, *[""] * (count - len(self.numbered))]):
+                spare = sorted(ready - own - seen)
+                if number == len(self.numbered):
+                    self.numbered.append("")
+                if address not in living or (address in seen and spare):
+                    self.numbered[number] = spare[0] if spare else sorted(ready)[number % len(ready)]
+                seen.add(self.numbered[number])
         return self.numbered
 
     def _held(self, value: Any, worker: str | None) -> Any:
@@ -236,7 +247,7 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
             yield _ready(client, _described(client, kind, address))
         finally:
             with suppress(OSError, RuntimeError, ValueError):  # its cluster is gone
-                _leave(client)
+                client.run_on_scheduler(take_back, client.id)
 
 
 def client_address(client: Any) -> str:
@@ -307,18 +318,6 @@ def _client(shown: str, **arguments: str) -> Client:
 def _ready(client: Any, description: str) -> ClusterScheduler:
     from daskgpt.schedulers.workers import PrepareWorker
 
-    for plugin in (TypicalDurations(), ForgetGroups(), ForgetDependencies(), PrepareWorker()):
-        client.register_plugin(plugin)
+    for kind in (TakeBack, TypicalDurations, ForgetGroups, ForgetDependencies, PrepareWorker):
+        client.register_plugin(kind(client))
     return ClusterScheduler(client, description)
-
-
-def _leave(client: Any) -> None:
-    """Take back what `_ready` has given to scheduler and workers."""
-    from daskgpt.schedulers.workers import PrepareWorker
-
-    let_all_in(client)
-    wait_for_silent(client)
-    for name in (TypicalDurations.name, ForgetGroups.name):
-        client.unregister_scheduler_plugin(name)
-    for name in (ForgetDependencies.name, PrepareWorker.name):
-        client.unregister_worker_plugin(name)

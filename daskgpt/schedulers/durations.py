@@ -8,6 +8,7 @@ from typing import Any
 from distributed import SchedulerPlugin
 
 from daskgpt.schedulers.forgetting import TAG
+from daskgpt.schedulers.leaving import named
 
 TYPICAL = 0.025  # seconds: what grain auto makes of a task; small models' take 1 ms, gpt2's some 100
 
@@ -19,7 +20,8 @@ class TypicalDurations(SchedulerPlugin):
     Dask's setting default-task-durations would have to be made where the scheduler is started, for names known there.
     """
 
-    name, idempotent = "daskgpt-durations", True
+    def __init__(self, client: Any) -> None:
+        self.name = named(client, "durations")
 
     def update_graph(self, scheduler: Any, *, tasks: Iterable[Any], **_: Any) -> None:
         """Called for each graph that a client hands in, before its tasks go anywhere."""

@@ -11,6 +11,8 @@ from typing import Any
 import dask
 from distributed import SchedulerPlugin, WorkerPlugin, span
 
+from daskgpt.schedulers.leaving import named
+
 TAG = "daskgpt"
 
 
@@ -27,7 +29,8 @@ class ForgetGroups(SchedulerPlugin):
     the last, which say from when to when it lasted.
     """
 
-    name, idempotent = "daskgpt-forget-groups", True
+    def __init__(self, client: Any) -> None:
+        self.name = named(client, "forget-groups")
 
     def update_graph(self, scheduler: Any, **_: Any) -> None:
         """Called for each graph that a client hands in."""
@@ -52,7 +55,8 @@ class ForgetDependencies(WorkerPlugin):
     needs whenever it has to be computed once more.
     """
 
-    name = "daskgpt-forget-dependencies"
+    def __init__(self, client: Any) -> None:
+        self.name = named(client, "forget-dependencies")
 
     def setup(self, worker: Any) -> None:
         self.tasks = worker.state.tasks

@@ -70,18 +70,23 @@ def present(client: Any, handles: Sequence[Any]) -> list[bool]:
     return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
 
 
-def running(client: Any) -> list[str]:
-    """Addresses of the workers that take tasks: not of those that only begin, end, or have no memory left."""
-    workers = client.scheduler_info(n_workers=-1)["workers"]
-    return [address for address, worker in workers.items() if worker["status"] == "running"]
+def running(client: Any, ready: str = "") -> list[str]:
+    """Addresses of the workers that take tasks: not of those that only begin, end, or have no memory left.
+
+    ready   what the heartbeats of a worker must tell of as well
+    """
+    workers = client.scheduler_info(n_workers=-1)["workers"].items()
+    return [a for a, worker in workers if worker["status"] == "running" and (not ready or ready in worker["metrics"])]
 
 
-def copies_apart(client: Any, handles: Sequence[Future]) -> list[list[Future]]:
+def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[list[Future]]:
     """Two tasks for each result that return it: one where it is, one on another worker, on another host if possible.
 
     Empty where there is one worker. Each has a key of its own, for Dask's memory manager drops replicas of a key
     (those of `Client.replicate`, and the result itself where a step has sent it to others), whichever it likes. A copy
     may come to lie elsewhere where its worker dies meanwhile.
+
+    ready   as of `running`: on others only where nobody is
     """
     keys = [handle.key for handle in handles]
     holders = client.sync(client.scheduler.who_has, keys=keys)
@@ -89,7 +94,7 @@ def copies_apart(client: Any, handles: Sequence[Future]) -> list[list[Future]]:
         sizes = client.sync(client.scheduler.nbytes, keys=keys, summary=False)
     except KeyError:  # the scheduler has forgotten one meanwhile
         raise loss(client, "a result") from None
-    workers = running(client)
+    workers = running(client, ready) or running(client)
     if len(workers) < 2:
         return []
     pairs = places_apart([(sizes[key], holders.get(key, ())) for key in keys], workers)

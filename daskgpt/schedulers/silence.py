@@ -14,6 +14,7 @@ from distributed.core import rpc
 from tornado.ioloop import PeriodicCallback
 
 from daskgpt.schedulers.forgetting import TAG
+from daskgpt.schedulers.leaving import named
 from daskgpt.schedulers.usage import METRIC
 
 LOOKING = 0.25  # seconds between two looks
@@ -32,7 +33,7 @@ class LeaveSilent(SchedulerPlugin):
     """
 
     def __init__(self, client: Any, seconds: float) -> None:
-        self.name, self.client, self.seconds = name_of(client), client.id, seconds
+        self.name, self.seconds = named(client, "silence"), seconds
 
     async def start(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -40,10 +41,6 @@ class LeaveSilent(SchedulerPlugin):
         self.restarts: set[asyncio.Task[None]] = set()
         self.looking = PeriodicCallback(self._look, LOOKING * 1000)
         self.looking.start()
-
-    def remove_client(self, scheduler: Any, client: str) -> None:
-        if client == self.client:
-            scheduler.plugins.pop(self.name, None)
 
     async def _look(self) -> None:
         if self.scheduler.plugins.get(self.name) is not self:
@@ -89,16 +86,6 @@ def leave_silent(client: Any, seconds: float) -> None:
         client.register_plugin(LeaveSilent(client, seconds))
 
 
-def wait_for_silent(client: Any) -> None:
-    """The run is over, and its client stays: Dask's own time counts again."""
-    with suppress(ValueError):  # nobody was to be left
-        client.unregister_scheduler_plugin(name_of(client))
-
-
 def left(client: Any) -> set[str]:
     """Addresses of the workers that were left because they said nothing."""
     return {event["worker"] for _, event in client.get_events(TOPIC)}
-
-
-def name_of(client: Any) -> str:
-    return f"daskgpt-silence-{client.id}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 import numpy as np
 from distributed import WorkerPlugin
@@ -11,6 +12,7 @@ from threadpoolctl import threadpool_limits
 from daskgpt.graph.spans import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.allocator import keep_memory
+from daskgpt.schedulers.leaving import named
 from daskgpt.schedulers.protocol import Receipt, clock_offset
 from daskgpt.schedulers.usage import METRIC, Count
 
@@ -18,20 +20,34 @@ from daskgpt.schedulers.usage import METRIC, Count
 class PrepareWorker(WorkerPlugin):
     """One BLAS thread a task (only a nanny sets that by itself), and kernels compiled before tasks wait for them.
 
-    From then on the worker's heartbeats say what it does: who says nothing of that is not ready for tasks.
+    From then on the worker's heartbeats say what it does: who says nothing of that is not ready for tasks. All of it
+    stays until the last run that has asked for it is over.
     """
 
-    name = "daskgpt"
+    users: ClassVar[Counter[Any]] = Counter()  # by worker; None = of this process
+    limits: ClassVar[Any] = None
 
-    def setup(self, worker: Any) -> None:
-        self.limits = threadpool_limits(limits=1, user_api="blas")
+    def __init__(self, client: Any) -> None:
+        self.name = named(client, "prepare")
+
+    async def setup(self, worker: Any) -> None:
+        if not self.users[None]:
+            PrepareWorker.limits = threadpool_limits(limits=1, user_api="blas")
+        self.users.update((None, worker.id))
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
-        worker.metrics[METRIC] = Count(worker)
+        if METRIC not in worker.metrics:
+            worker.metrics[METRIC] = Count(worker)
+        if worker.periodic_callbacks["heartbeat"].is_running():  # else it only begins, and will send one
+            await worker.heartbeat()
 
     def teardown(self, worker: Any) -> None:
-        worker.metrics.pop(METRIC, None)
-        self.limits.restore_original_limits()
+        self.users.subtract((None, worker.id))
+        if not self.users[worker.id]:
+            worker.metrics.pop(METRIC, None)
+            del self.users[worker.id]
+        if not self.users[None]:
+            PrepareWorker.limits.restore_original_limits()
 
 
 class RecordSpans(WorkerPlugin):
