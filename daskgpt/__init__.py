@@ -26,6 +26,7 @@ _PUBLIC = {
     "DataConfig": "config.run",
     "DataflowConfig": "config.run",
     "GPT2Config": "config.model",
+    "LocalConfig": "config.run",
     "OptimizerConfig": "config.run",
     "RunConfig": "config.run",
     "TimelineConfig": "instruments.timeline",
@@ -40,8 +41,17 @@ _PUBLIC = {
     "save": "formats.models",
 }
 
-__all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "OptimizerConfig", "RunConfig", "TimelineConfig"]
-__all__ += ["TimelineWatcher", "fit", "initial_parameters", "load", "loss_and_gradients", "open_scheduler", "preset"]
+__all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "LocalConfig", "OptimizerConfig", "RunConfig"]
+__all__ += [
+    "TimelineConfig",
+    "TimelineWatcher",
+    "fit",
+    "initial_parameters",
+    "load",
+    "loss_and_gradients",
+    "open_scheduler",
+    "preset",
+]
 __all__ += ["sample", "save"]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
@@ -19,6 +19,7 @@ from daskgpt.generation.sampling import sample
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
 from daskgpt.instruments.memory import describe_prediction, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
+from daskgpt.instruments.timeline.watcher import require_shared_steps
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.loop import run_job
@@ -54,7 +55,15 @@ def parser() -> Parser:
         help="print tasks and memory of a step and whether they fit here, and run nothing",
     )
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
-    for config in (DataConfig, OptimizerConfig, DataflowConfig, RunConfig, TimelineConfig, DaskReportConfig):
+    for config in (
+        DataConfig,
+        OptimizerConfig,
+        LocalConfig,
+        DataflowConfig,
+        RunConfig,
+        TimelineConfig,
+        DaskReportConfig,
+    ):
         add_flags(flags, config)
     return flags
 
@@ -75,6 +84,8 @@ def main(arguments: list[str]) -> int:
         folder = RunFolder(run.out)
         start = Start.read(run.init) if run.init else None
         job = job_of(values, run, start)
+    if shown.timeline:
+        require_shared_steps(job)
     if values.plan:
         print(describe_prediction(job, predict(job)))
         return 0
@@ -110,7 +121,7 @@ def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
         start.check_size(numbers, "train", "--init decides the size of the model", "Leave these flags out.")
         data, config = start.data_config(given_flags(DataConfig, values)), start.config
         dataset = open_dataset(data, config.vocabulary, start)
-    return Job(config, data, optimizer, dataflow, run, dataset)
+    return Job(config, data, optimizer, dataflow, run, dataset, from_flags(LocalConfig, values))
 
 
 def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabulary: int) -> GPT2Config:

@@ -1,10 +1,10 @@
-"""What a run is made of: data, optimizer, dataflow, length."""
+"""What a run is made of: data, optimizer, local steps, dataflow, length."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from daskgpt.config.errors import nearest_divisor, refusal
+from daskgpt.config.errors import nearest_divisor, refusal, require
 from daskgpt.config.groups import check_groups, groups_setting
 from daskgpt.config.settings import Checked, documented, setting
 
@@ -51,6 +51,36 @@ class OptimizerConfig(Checked):
     eps: float = setting(1e-8, "added to the root of v", least=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", least=0)
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or every one", choices=("matrices", "all"))
+
+
+@documented
+@dataclass(frozen=True)
+class LocalConfig(Checked):
+    """Local steps: replicas that train on their own and meet now and then. They decide bits, as the batch size does.
+
+    Source   DiLoCo, Douillard et al. 2023, arXiv:2311.08105
+    """
+
+    local_steps: int = setting(
+        0,
+        "H, steps that each replica makes on its own before they meet; 0 = one model makes all steps",
+        unit="steps",
+        least=0,
+    )
+    replicas: int = setting(
+        1, "R, replicas to which the sequences of each step are dealt; divides the batch size", least=1
+    )
+    outer_learning_rate: float = setting(
+        0.7, "learning rate of the step that is made where they meet, along the mean change of their weights", least=0
+    )
+    outer_momentum: float = setting(0.9, "Nesterov momentum of that step", least=0, below=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.local_steps:
+            for name, value in asdict(self).items():
+                rule, advice = f"{name} must come with local_steps", "Give --local-steps, say 50."
+                require(value == getattr(LocalConfig, name), "LocalConfig", rule, {name: value}, advice)
 
 
 @documented
@@ -138,10 +168,28 @@ class RunConfig(Checked):
     sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens", least=0)
 
 
-def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig) -> None:
-    """Errors   ValueError where a chunk that is given does not divide what it cuts"""
+def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:
+    """Errors   ValueError where local steps do not fit the batch, its groups or the barrier"""
+    size, replicas = data.batch_size, local.replicas
+    if size % replicas:
+        advice = f"Try replicas={nearest_divisor(size, replicas)}."
+        raise refusal(
+            ValueError, "train", "replicas must divide batch_size", {"replicas": replicas, "batch_size": size}, advice
+        )
+    if replicas > 1 and data.groups:
+        check_groups("train", data.groups, "batch_size / replicas", size // replicas)
+    rule = "barrier must be step where replicas make steps of their own"
+    got = {"barrier": barrier, "local_steps": local.local_steps}
+    require(not local.local_steps or barrier == "step", "train", rule, got, "Leave one of them out.")
+
+
+def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig, size: str = "batch_size") -> None:
+    """size   what the number of sequences is called
+
+    Errors   ValueError where a chunk that is given does not divide what it cuts
+    """
     for name, whole_name, part, whole in (
-        ("batch_chunk", "batch_size", dataflow.batch_chunk, batch_size),
+        ("batch_chunk", size, dataflow.batch_chunk, batch_size),
         ("sequence_chunk", "sequence_length", dataflow.sequence_chunk, sequence_length),
     ):
         if part and whole % part:

@@ -44,10 +44,11 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[Callable[[], bool]]:
     """Ctrl-C or SIGTERM inside asks to stop; yields whether somebody has asked. The second one interrupts at once.
 
-    say   prints a line, for the one who waits
+    say    prints a line, for the one who waits
+    what   is finished first
     """
     asked = False
 
@@ -57,7 +58,7 @@ def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
         with suppress(RuntimeError):  # the signal came in the middle of a line to the same stream
-            say("stopping after this step, and saving; once more stops at once and saves nothing more")
+            say(f"stopping after this {what}, and saving; once more stops at once and saves nothing more")
 
     with _handled(ask, signal.SIGINT, signal.SIGTERM):
         yield lambda: asked

@@ -27,7 +27,7 @@ from dask.order import order
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import is_pick
-from daskgpt.graph.nodes import Graph, Key, is_leaf, task
+from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 from daskgpt.graph.program import Place, program_of
 
 GRAINS = ("kernel", "segment", "block", "chunk")
@@ -104,10 +104,10 @@ def merge(
     """
     wanted = list(wanted)
     members: dict[Hashable, list[Key]] = defaultdict(list)
-    for key in in_order(graph):
-        if not is_leaf(graph[key]):
-            group = group_of(key)
-            members[("alone", key) if group is None else group].append(key)
+    own = {key: group_of(key) for key, node in graph.items() if not is_leaf(node)}
+    for key in in_order(_with_waits_inside(graph, own, after)):
+        if key in own:
+            members[("alone", key) if own[key] is None else own[key]].append(key)
     home = {key: group for group, keys in members.items() for key in keys}
     names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
     results = {result for _, result in carried.values()}
@@ -129,6 +129,15 @@ def merge(
         merged[names[group]] = task(names[group], program, needed)
     _check_circle(merged)
     return Merged(merged, {key: found[key] for key in wanted})
+
+
+def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mapping[Key, Iterable[Key]]) -> Graph:
+    """The graph in which a task depends on what must run before it in its own group: a program runs in this order."""
+    inside = {
+        key: [earlier for earlier in before if group[earlier] == group[key] is not None]
+        for key, before in after.items()
+    }
+    return graph | {key: waiting_for(graph[key], before) for key, before in inside.items() if before}
 
 
 def _check_circle(graph: Graph) -> None:

@@ -20,7 +20,7 @@ Chunks = tuple[tuple[int, ...], ...]
 
 __all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
 __all__ += ["as_it_is", "combined", "flat", "nested", "only", "part_of_list", "pieces", "reference", "renamed", "task"]
-__all__ += ["waiting_for", "with_leaves"]
+__all__ += ["slices_of", "value_of", "waiting_for", "with_leaves"]
 
 
 def keys_of(array: da.Array) -> list[Key]:
@@ -30,7 +30,16 @@ def keys_of(array: da.Array) -> list[Key]:
 
 def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
     """What each chunk of `array` is where the whole is `value`: views, nothing is copied."""
-    return dict(zip(keys_of(array), (value[(*index, ...)] for index in slices_from_chunks(array.chunks))))
+    found: dict[Key, np.ndarray] = {}
+    for key, index in slices_of(array).items():
+        own: tuple[Any, ...] = (*index, ...)
+        found[key] = value[own]
+    return found
+
+
+def slices_of(array: da.Array) -> dict[Key, tuple[slice, ...]]:
+    """Where each chunk of an array lies in the whole."""
+    return dict(zip(keys_of(array), slices_from_chunks(array.chunks)))
 
 
 def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
@@ -76,6 +85,12 @@ def renamed(graph: Graph, new: Mapping[Key, Key]) -> Graph:
 def is_leaf(node: GraphNode) -> bool:
     """Whether a node is data, and no task."""
     return isinstance(node, DataNode)
+
+
+def value_of(leaf: GraphNode) -> Any:
+    """The data that a node holds."""
+    assert isinstance(leaf, DataNode)
+    return leaf.value
 
 
 def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any, list[Any]]:

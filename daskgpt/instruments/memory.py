@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from daskgpt.instruments import machine
+from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import LocalScheduler, usable_cores
 from daskgpt.schedulers.machine_memory import memory_limit
@@ -15,6 +16,7 @@ from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job, facts
 from daskgpt.training.job_steps import training_step
+from daskgpt.training.local_steps import SOME_STEPS, replica_step
 from daskgpt.training.stand_ins import CLASSES, Trial, rounded
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
@@ -48,6 +50,8 @@ def predict(job: Job) -> Prediction:
     scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
     `known_grain` say.
     """
+    if job.local.local_steps:
+        return _predict_local(job)
     chunk, grain = known_chunks(job)[0], known_grain(job)[0]
     step = training_step(job, chunk, grain, in_place_of(job))
     trial = Trial(step)
@@ -60,6 +64,36 @@ def predict(job: Job) -> Prediction:
         at_peak=together.account.at_peak,
         largest_task=step.runnable.title(largest),
         largest_bytes=trial.results[largest],
+    )
+
+
+def _predict_local(job: Job) -> Prediction:
+    """The same of local steps, in the middle of a round or where the replicas meet, whichever takes more.
+
+    As many replicas as there are threads work at once; on a cluster each on a copy of its weights and moments.
+    """
+    step = replica_step(job, known_chunks(job)[0])
+    own = Trial(step).account
+    replicas, at_once = job.local.replicas, min(job.local.replicas, threads_of(job))
+    copies = 0 if in_place_of(job) else at_once
+    model = own.made["parameters"]
+    momentum = own.made["optimizer"] // max(len(step.row.moments), 1)
+    moments = own.made["optimizer"] * replicas
+    apart = {
+        "parameters": model * (1 + replicas + copies),
+        "optimizer": momentum + moments + copies * own.made["optimizer"],
+        **{kind: own.at_peak[kind] * at_once for kind in ("gradients", "activations")},
+    }
+    meeting = {"parameters": model * (2 + replicas), "optimizer": 2 * momentum + moments}
+    peak = max(apart, meeting, key=lambda held: sum(held.values()))
+    shards = min(replicas, len(tensors(job.config)))
+    return Prediction(
+        grain=job.dataflow.grain,
+        tasks=replicas * (3 + shards) + 3 * shards,
+        made={**apart, **{kind: own.made[kind] * at_once for kind in ("gradients", "activations")}},
+        at_peak={kind: peak.get(kind, 0) for kind in CLASSES},
+        largest_task="inner.steps",
+        largest_bytes=model + own.made["optimizer"],
     )
 
 
@@ -77,11 +111,11 @@ def describe_prediction(job: Job, found: Prediction) -> str:
         (
             _line("model", known["model"]),
             _line("batch", known["batch"]),
+            *(_line("replicas", known["replicas"]) for _ in range(bool(job.local.local_steps))),
             _line("chunks", known_chunks(job)[1]),
             *encoding,
             _line("precision", known["precision"]),
-            _line("grain", known_grain(job)[1]),
-            _line("tasks", f"{found.tasks:,} a step"),
+            *_tasks_of(job, found),
             f"{'':12} {'held or made':>14} {'at the peak':>14}",
             *(f"{kind:12} {_mb(found.made[kind]):>14} {_mb(found.at_peak[kind]):>14}" for kind in CLASSES),
             f"{'peak':12} {'':14} {_mb(found.peak):>14}   without scratch of kernels",
@@ -92,14 +126,23 @@ def describe_prediction(job: Job, found: Prediction) -> str:
     )
 
 
+def _tasks_of(job: Job, found: Prediction) -> list[str]:
+    """Lines on the tasks of a step, or of local steps."""
+    if not job.local.local_steps:
+        return [_line("grain", known_grain(job)[1]), _line("tasks", f"{found.tasks:,} a step")]
+    text = f"{SOME_STEPS}, with 3 small ones; {found.tasks:,} where they meet, after {job.local.local_steps} steps"
+    return [_line("tasks", text)]
+
+
 def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
     """The chunks that a plan counts with, and what is to be said of them."""
     dataflow = job.dataflow
-    choice = ChunkChoice(job.config, job.batch_shape, dataflow, job.precision, threads_of(job))
-    told = described(job.batch_shape, choice.first)
+    threads = 1 if job.local.local_steps else threads_of(job)
+    choice = ChunkChoice(job.config, job.replica_shape, dataflow, job.precision, threads)
+    told = described(job.replica_shape, choice.first)
     if not choice.reason:
         return choice.first, told
-    known = job.scheduler in ("sync", "threads", "local")
+    known = job.scheduler in ("sync", "threads", "local") or bool(job.local.local_steps)
     assumed = "" if known else ", which are assumed: a run asks the cluster"
     return choice.first, f"{told} ({choice.reason}{assumed})"
 

@@ -71,6 +71,11 @@ def values_of(held: Any) -> np.ndarray:
     return held.values if isinstance(held, TrainedWeight) else held
 
 
+def copy_of(held: Any) -> Any:
+    """A parameter as it is held, in memory of its own."""
+    return TrainedWeight.of(held.values.copy()) if isinstance(held, TrainedWeight) else held.copy()
+
+
 FLOAT32 = Precision("float32", np.dtype("float32"))
 FLOAT64 = Precision("float64", np.dtype("float64"))
 # The operands of products are rounded to bfloat16; sums and everything else stay float32.

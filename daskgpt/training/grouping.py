@@ -18,11 +18,13 @@ OUTSIDE = "outside"  # of the blocks
 
 
 def groups_of(graph: Graph, grain: str, *, updates: bool = False, apart: bool = False) -> GroupOf:
-    """The groups of a step's graph at a grain.
+    """The groups of a step's graph at a grain; "step" is all of it as one task.
 
     updates   whether parameters are updated: a gradient, its update and others like it are a task
     apart     whether forward, backward and update stay in tasks of their own
     """
+    if grain == "step":
+        return lambda key: grain
     chunk_group = groups(graph, grain, lambda key: stretch_of(origin_of(graph[key])))
     owners = update_tasks(graph, (ChunkSum, RowSum) if apart else (ChunkSum,)) if updates and grain != "kernel" else {}
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, check_chunks
+from daskgpt.config.run import (
+    DataConfig,
+    DataflowConfig,
+    LocalConfig,
+    OptimizerConfig,
+    RunConfig,
+    check_chunks,
+    check_replicas,
+)
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
@@ -19,6 +27,8 @@ from daskgpt.model.parameters import parameter_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.addresses import chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
+
+OUTER = "outer"  # the momentum of the outer step
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,12 @@ class Job:
     dataflow: DataflowConfig
     run: RunConfig
     dataset: Dataset | None = None
+    local: LocalConfig = field(default_factory=LocalConfig)
 
     def __post_init__(self) -> None:
-        check_chunks(*self.batch_shape, self.dataflow)
+        check_replicas(self.data, self.local, self.dataflow.barrier)
+        together = self.local.replicas == 1
+        check_chunks(*self.replica_shape, self.dataflow, "batch_size" if together else "batch_size / replicas")
         require(
             self.data.sequence_length <= self.config.positions,
             "train",
@@ -101,6 +114,7 @@ class Job:
             "model": self.config,
             "data": replace(data, data=source, encoding=self.tokens.encoding_name, groups=self.groups),
             "optimizer": self.optimizer,
+            "local": self.local,
             "dataflow": dataflow,
             "run": replace(run, init=from_root(run.init), out=from_root(run.out)),
         }
@@ -117,12 +131,42 @@ class Job:
 
     @property
     def groups(self) -> int:
-        """Into how many groups of sequences sums over a batch are divided."""
-        return groups_of_batch(*self.batch_shape, self.data.groups)
+        """Into how many groups of sequences sums over a batch are divided; a replica's, where there are several."""
+        return groups_of_batch(*self.replica_shape, self.data.groups)
 
     @property
     def batch_shape(self) -> tuple[int, int]:
         return self.data.batch_size, self.data.sequence_length
+
+    @property
+    def replica_shape(self) -> tuple[int, int]:
+        """Of the part of a batch that one replica works on; the batch's where there is one."""
+        return self.data.batch_size // self.local.replicas, self.data.sequence_length
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Kinds of arrays, each like the weights, that pass from step to step beside them: the optimizer's moments.
+
+        With local steps the momentum of the outer step, and moments of each replica, by its number.
+        """
+        own = OPTIMIZERS[self.optimizer.optimizer].moments
+        if not self.local.local_steps:
+            return own
+        return OUTER, *(f"{kind}{replica}" for replica in range(self.local.replicas) for kind in own)
+
+    def round_end(self, step: int) -> int:
+        """How many steps will have been made when the replicas meet after this step; one more where there are none."""
+        length = self.local.local_steps or 1
+        return min((step // length + 1) * length, self.run.steps)
+
+    def round_begin(self, step: int) -> int:
+        """How many steps had been made when the replicas met last before this step."""
+        length = self.local.local_steps or 1
+        return step // length * length
+
+    def meets(self, done: int) -> bool:
+        """Whether after so many steps there is one state of the run: not while replicas are on their own."""
+        return self.round_end(max(done - 1, 0)) == done
 
 
 def from_root(path: str) -> str:
@@ -145,13 +189,22 @@ def facts(job: Job) -> dict[str, str]:
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}",
         "batch": f"{batch_size} x {length} tokens{grouped(job)}",
+        **({"replicas": dealt(job)} if job.local.local_steps else {}),
         "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }
 
 
 def grouped(job: Job) -> str:
     """What is to be said of the groups of a batch: nothing of a single one."""
-    return f", summed in {job.groups} groups of {job.batch_shape[0] // job.groups}" if job.groups > 1 else ""
+    return f", summed in {job.groups} groups of {job.replica_shape[0] // job.groups}" if job.groups > 1 else ""
+
+
+def dealt(job: Job) -> str:
+    """What is to be said of local steps."""
+    local, sequences = job.local, job.replica_shape[0]
+    who = "1 replica makes" if local.replicas == 1 else f"{local.replicas} replicas, {sequences} sequences each, make"
+    nesterov = f"Nesterov step ({local.outer_learning_rate:g}, momentum {local.outer_momentum:g})"
+    return f"{who} {local.local_steps} local steps, then a {nesterov}"
 
 
 def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
@@ -164,6 +217,7 @@ def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
         "model": known["model"],
         "data": job.tokens.description,
         "batch": known["batch"],
+        **{name: text for name, text in known.items() if name == "replicas"},
         "chunks": chunks,
         "precision": known["precision"],
         "scheduler": getattr(scheduler, "description", scheduler),

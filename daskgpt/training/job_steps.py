@@ -72,8 +72,20 @@ class JobSteps:
         return described(self.job.batch_shape, self.chunk) + why
 
     @property
+    def described_tasks(self) -> str:
+        """Size and number of a step's tasks, and what that means on a cluster, for people; nothing while it is open."""
+        text = f"{self.step.grain}, {self.step.runnable.tasks} tasks a step"
+        if self.choice.open:
+            return ""
+        return text if self.step.in_place else f"{text}, each costs a cluster 2 to 4 ms besides its kernels"
+
+    @property
     def open(self) -> bool:
         return self.chunks.open or self.choice.open
+
+    def together(self, number: int) -> int:
+        """How many steps from this one on may be handed over together."""
+        return 1 if self.job.dataflow.barrier != "none" or self.open else self.job.dataflow.window
 
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import batch, validation_batches
 from daskgpt.model.optimizer import learning_rate
@@ -27,6 +27,7 @@ from daskgpt.training.finite import require_finite, require_finite_parameters, r
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job, compile_kernels, describe
 from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.local_steps import LocalSteps, steps_of
 from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
@@ -34,10 +35,11 @@ from daskgpt.training.resuming import Beginning, Resumed, facts
 from daskgpt.training.run_folder import METRICS, RunFolder
 from daskgpt.training.saving import Saver, reason
 from daskgpt.training.start import Start, open_dataset, start_values
-from daskgpt.training.step import State, TrainingStep
+from daskgpt.training.step import State
 from daskgpt.training.watching import Watcher
 
 Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
+Steps = JobSteps | LocalSteps
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
 
 
@@ -48,6 +50,7 @@ def fit(
     dataflow: DataflowConfig | Changes | None = None,
     run: RunConfig | Changes | None = None,
     *,
+    local: LocalConfig | Changes | None = None,
     parameters: Mapping[str, np.ndarray] | None = None,
     resume: str | os.PathLike[str] = "",
     client: Any = None,
@@ -57,6 +60,7 @@ def fit(
 ) -> Result:
     """Train a model; what `python -m daskgpt.train` does, from Python. A run is written where `run.out` names a folder.
 
+    local        replicas that make steps on their own, None for one model that makes all of them
     parameters   initial values, None for those of `run.init` or random ones
     resume       a run folder to go on with, from its newest good checkpoint. Everything is the run's own then, but for
                  what is given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
@@ -71,7 +75,7 @@ def fit(
                  FileExistsError where `run.out` holds a run already, RuntimeError where a loss or a parameter does not
                  stay finite or another process trains the run, OSError where the last checkpoint cannot be written
     """
-    given = {"data": data, "optimizer": optimizer, "dataflow": _on(client, dataflow), "run": run}
+    given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": _on(client, dataflow), "run": run}
     folder: RunFolder | None
     if resume:
         rule, advice = "a run that is gone on with has its own parameters", "Leave parameters out, or resume."
@@ -100,12 +104,13 @@ def _new_job(
     data: DataConfig = _configuration(DataConfig, given["data"])
     run: RunConfig = _configuration(RunConfig, given["run"])
     optimizer: OptimizerConfig = _configuration(OptimizerConfig, given["optimizer"])
+    local: LocalConfig = _configuration(LocalConfig, given["local"])
     dataflow: DataflowConfig = _configuration(DataflowConfig, given["dataflow"])
     origin = Start.read(run.init) if run.init else None
     if origin:
         rule = "the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    job = Job(config, data, optimizer, dataflow, run, open_dataset(data, config.vocabulary, origin))
+    job = Job(config, data, optimizer, dataflow, run, open_dataset(data, config.vocabulary, origin), local)
     return job, Beginning(start_values(job, origin, parameters))
 
 
@@ -145,7 +150,7 @@ def run_job(
     scheduler.admit(job.precision.packed)
     scheduler.leave_silent(job.run.worker_seconds)
     progress = Progress(job.run.steps, done=beginning.step, quiet=quiet)
-    with finishing_first(progress.say) as asked_to_stop:
+    with finishing_first(progress.say, "round" if job.local.local_steps else "step") as asked_to_stop:
         loop = _Loop(job, scheduler, beginning, folder, progress)
         try:
             return loop.run(on_step, watchers, asked_to_stop)
@@ -169,7 +174,7 @@ class _Loop:
         self.job, self.scheduler, self.beginning, self.folder = job, scheduler, beginning, folder
         self.progress = progress
         self.losses, self.validation = list(beginning.losses), beginning.validation
-        self.steps = JobSteps(job, scheduler, progress.say)
+        self.steps = steps_of(job, scheduler, progress.say)
         self.usage = Usage(scheduler)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
 
@@ -185,8 +190,8 @@ class _Loop:
             self.folder.begin(job.resolved(self.scheduler, steps.chunk, steps.grain), self.beginning.step)
         for line in (describe(job, self.scheduler, steps.described_chunks), *self.beginning.said):
             progress.say(line)
-        if not steps.choice.open:  # else it is said when it is known
-            progress.say(f"grain      {_tasks(steps.step)}")
+        if steps.described_tasks:  # else it is said when it is known
+            progress.say(f"grain      {steps.described_tasks}")
         state = steps.initial(self.beginning.parameters, self.beginning.moments, self.beginning.step)
         watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
         folder = self.folder.path if self.folder else None
@@ -260,10 +265,12 @@ class _Loop:
             # Of steps that overlap there is a state after the last one only.
             if state.step != metrics["step"] + 1 or state.step == job.run.steps:
                 continue
-            if asked_to_stop():
+            if asked_to_stop() and job.meets(state.step):
                 self.progress.say(f"stopped after {state.step} of {job.run.steps} steps")
                 return state, True
             recovery.after(state)
+            if not job.meets(state.step):  # replicas are on their own: there is no model to save
+                continue
             if self.saver:
                 self.saver.prepare(state)
             if self.saver and self.saver.due(state.step):
@@ -298,7 +305,7 @@ class _Loop:
 
 
 def _steps(
-    job: Job, scheduler: Scheduler, steps: JobSteps, state: State, watching: Watching, saver: Saver | None, known: int
+    job: Job, scheduler: Scheduler, steps: Steps, state: State, watching: Watching, saver: Saver | None, known: int
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step.
 
@@ -330,24 +337,16 @@ def _steps(
 
 
 def _next_validation(job: Job, number: int) -> int:
-    """How many steps will have been made at the next validation."""
+    """How many steps will have been made at the next validation: where replicas meet, if there are any."""
     every = job.run.validate_every or job.run.steps
-    return min((number // every + 1) * every, job.run.steps)
+    return job.round_end((job.round_begin(number) // every + 1) * every - 1)
 
 
-def _together(job: Job, steps: JobSteps, number: int, watching: Watching, saver: Saver | None) -> int:
-    """How many steps from this one on may overlap."""
-    if job.dataflow.barrier != "none" or steps.open:
-        return 1
+def _together(job: Job, steps: Steps, number: int, watching: Watching, saver: Saver | None) -> int:
+    """How many steps from this one on are handed over together."""
     ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
     ends += [end] if saver and (end := saver.next_fixed(number)) else []
-    return min(job.dataflow.window, min(ends) - number)
-
-
-def _tasks(step: TrainingStep) -> str:
-    """Size and number of a step's tasks, and what that means on a cluster."""
-    text = f"{step.grain}, {step.runnable.tasks} tasks a step"
-    return text if step.in_place else f"{text}, each costs a cluster 2 to 4 ms besides its kernels"
+    return min(steps.together(number), min(ends) - number)
 
 
 def validation_loss(job: Job, scheduler: Scheduler, inference: Inference, state: State) -> float:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoints import newest_good, read_checkpoint
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.recovery_points import RecoveryPoints
 from daskgpt.training.resuming import Beginning
 from daskgpt.training.step import State
@@ -55,7 +55,7 @@ class Recovery:
 
     job: Job
     scheduler: Scheduler
-    steps: JobSteps
+    steps: JobSteps | LocalSteps
     beginning: Beginning
     folder: Path | None
     say: Callable[[str], None]
@@ -112,8 +112,7 @@ class Recovery:
             return state, "a recovery point"
         found = newest_good(self.folder, self.say) if self.folder and self.folder.is_dir() else None
         if found is not None:
-            moments = OPTIMIZERS[self.job.optimizer.optimizer].moments
-            checkpoint = read_checkpoint(*found, moments)
+            checkpoint = read_checkpoint(*found, self.job.moments)
             return (
                 self.steps.initial(checkpoint.model.parameters, checkpoint.moments, checkpoint.step),
                 "the last checkpoint",

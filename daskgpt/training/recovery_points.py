@@ -8,7 +8,6 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.losses import LostResults
 from daskgpt.schedulers.protocol import Scheduler
@@ -138,7 +137,8 @@ class RecoveryPoints:
         return True
 
     def _bytes(self) -> int:
-        arrays = 1 + len(OPTIMIZERS[self.job.optimizer.optimizer].moments)
+        own = self.job.local.replicas if self.job.local.local_steps else 0  # weights of replicas on their own
+        arrays = 1 + len(self.job.moments) + own
         return arrays * parameter_count(self.job.config) * self.job.precision.dtype.itemsize
 
     def _tell(self) -> None:

@@ -16,12 +16,11 @@ import numpy as np
 import daskgpt
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset
 from daskgpt.formats.safetensors_files import short
 from daskgpt.kernels.bfloat16 import unit
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoints import Checkpoint, checkpoints, is_checkpoint, newest_good, read_checkpoint, step_of
 from daskgpt.training.job import Job, from_root
@@ -32,6 +31,7 @@ SECTIONS: Mapping[str, type] = {
     "model": GPT2Config,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
+    "local": LocalConfig,
     "dataflow": DataflowConfig,
     "run": RunConfig,
 }
@@ -156,14 +156,14 @@ class Resumed:
         rule, advice = "the run must have steps left", "Give more --steps."
         require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
         self.job = self._job()
-        row = OPTIMIZERS[self.job.optimizer.optimizer]
-        self.checkpoint: Checkpoint = read_checkpoint(folder, self.state, row.moments)
+        self.checkpoint: Checkpoint = read_checkpoint(folder, self.state, self.job.moments)
         self.said.append(f"resumed    {folder}: {done} of {steps} steps are done")
         self._compare_arithmetic()
 
     def _changed(self, known: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """The configuration of the run with what is given anew."""
         found = {}
+        known = {"local": asdict(LocalConfig()), **known}  # runs from before there were replicas had none
         for name, kind in SECTIONS.items():
             own = {f.name for f in fields(kind)}
             unknown = known[name].keys() - own
@@ -199,7 +199,7 @@ class Resumed:
             got = f"data={c['data'].data}, {short(other[0], 100)}"
             advice = "Bring them back, or start a new run with --init."
             raise refusal(ValueError, "train", rule, got, advice)
-        return Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset)
+        return Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
 
     def _compare_arithmetic(self) -> None:
         then, now = self.state["arithmetic"], arithmetic(self.job)

@@ -86,7 +86,9 @@ class Saver:
         run = self.job.run
         if done <= (self.current.step if self.current and not self.current.error else self.saved):
             return False
-        if any(every and done % every == 0 for every in (run.save_every, run.keep_every)):
+        # Of replicas on their own there is no checkpoint: it waits until they meet.
+        before = self.job.round_begin(done - 1)
+        if any(every and done // every > before // every for every in (run.save_every, run.keep_every)):
             return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
         return bool(late) and not (self.thread and self.thread.is_alive())

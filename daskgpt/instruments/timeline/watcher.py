@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
@@ -34,6 +35,12 @@ class TimelineConfig(Checked):
             check_timeline_path(self.timeline)
 
 
+def require_shared_steps(job: Job) -> None:
+    """Errors   ValueError for local steps, of which each replica has its own"""
+    rule, advice = "a timeline is of steps that all threads share", "Leave out --timeline or --local-steps."
+    require(not job.local.local_steps, "train", rule, {"local_steps": job.local.local_steps}, advice)
+
+
 class TimelineWatcher:
     """A `training.watching.Watcher`: records a run's last steps, writes their timeline and prints its summary."""
 
@@ -41,6 +48,7 @@ class TimelineWatcher:
         self.config = config
 
     def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
+        require_shared_steps(job)
         self.recorder = StepRecorder(step, scheduler)
         self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
         return max(job.run.steps - self.config.timeline_steps, 0)

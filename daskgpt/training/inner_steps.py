@@ -1,0 +1,96 @@
+"""What tasks of local steps run: some steps of one replica, the parts of what comes of them, and the outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.run import LocalConfig
+from daskgpt.graph.program import Call
+from daskgpt.graph.recording import Layout
+from daskgpt.graph.repeated import Repeated
+from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.nesterov import nesterov
+from daskgpt.model.parameters import Tensor
+from daskgpt.model.precision import Precision, copy_of, values_of
+from daskgpt.training.inputs import Moment, input_values
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+class InnerSteps:
+    """Some steps of one replica, which returns their losses and how long they took; its weights; its moments.
+
+    A cluster may run a task twice, and what it is given belongs to others too: there it works on copies. Where no task
+    runs twice the moments are written over, and so are weights that are the replica's own.
+    """
+
+    run = 0
+
+    def __init__(
+        self,
+        step: Repeated,
+        given: Layout,
+        batches: Sequence[Batch],
+        hypers: Sequence[np.ndarray],
+        *,
+        copied: tuple[str, ...],
+    ) -> None:
+        """given     names of what the task is called with
+        batches   tokens and targets of each step, the replica's sequences only
+        hypers    what the optimizer is told in each
+        copied    kinds of arrays that it works on copies of
+        """
+        self.step, self.given, self.batches, self.hypers, self.copied = step, given, batches, hypers, copied
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The kernel calls of each step."""
+        return self.step.calls
+
+    def __call__(self, *packs: tuple[Any, ...]) -> tuple[tuple[list[float], float], tuple[Any, ...], tuple[Any, ...]]:
+        begin = perf_counter()
+        values = self.given.unpack(packs)
+        state = tuple(
+            copy_of(values[name]) if name.startswith(self.copied) else values[name] for name in self.step.names
+        )
+        losses = [
+            self.step(state, input_values(Moment(*batch, hyper=hyper)), self.run + number)
+            for number, (batch, hyper) in enumerate(zip(self.batches, self.hypers))
+        ]
+        named = dict(zip(self.step.names, state))
+        weights = tuple(value for name, value in named.items() if name.startswith("weight."))
+        moments = tuple(value for name, value in named.items() if not name.startswith("weight."))
+        return (losses, perf_counter() - begin), weights, moments
+
+
+class Shard:
+    """Takes the values of some weights, which are sent to who makes their outer step."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = tuple(places)
+
+    def __call__(self, result: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
+        return tuple(values_of(result[1][place]) for place in self.places)
+
+
+class OuterStep:
+    """The outer step of some tensors: new weights as a step holds them, and the new momentum."""
+
+    def __init__(self, tensors: Sequence[Tensor], precision: Precision, local: LocalConfig) -> None:
+        self.tensors, self.precision = tuple(tensors), precision
+        self.options = {"rate": local.outer_learning_rate, "beta": local.outer_momentum}
+
+    def __call__(
+        self, weights: tuple[Any, ...], momenta: tuple[np.ndarray, ...], *ends: tuple[np.ndarray, ...]
+    ) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]]:
+        """ends   of each replica, by its number"""
+        made = []
+        with flush_to_zero():
+            for tensor, start, momentum, *own in zip(self.tensors, weights, momenta, *ends):
+                new, kept = nesterov(values_of(start), momentum, own, **self.options)
+                made.append((self.precision.hold(tensor, new), kept))
+        return tuple(new for new, _ in made), tuple(kept for _, kept in made)
