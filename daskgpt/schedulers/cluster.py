@@ -159,6 +159,7 @@ class ClusterScheduler:
             return []
         with telling_losses(self.client):
             living = self.client.nthreads()
+        del self.numbered[count:]
         own = set(self.numbered)
         lost = bool(own - living.keys()) or len(self.numbered) < count
         if living and (lost or (len(own) < len(self.numbered) and living.keys() - own)):

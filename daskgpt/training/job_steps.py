@@ -12,7 +12,7 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import Batch, State, TrainingStep
+from daskgpt.training.step import Batch, State, TrainingStep, repacked_state
 
 
 def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int = 1) -> TrainingStep:
@@ -38,6 +38,8 @@ class JobSteps:
     chunks   the choice of its chunks
     choice   of its grain
     open     while one of them is, the next step is measured and must come alone
+    workers  over how many it is spread, as far as there are sequences
+    follows  whether it is recorded again where other numbers of workers have come to stay
     """
 
     def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> None:
@@ -48,8 +50,9 @@ class JobSteps:
             job.config, job.batch_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
-        workers = len(scheduler.addresses())
-        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, workers)
+        self.workers = self.seen = len(scheduler.addresses())
+        self.follows = not scheduler.in_place
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, self.workers)
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
             if warning := self.chunks.fit(self.step, window, available_memory()):
@@ -93,8 +96,24 @@ class JobSteps:
         """The state before the first step, see `TrainingStep.initial`."""
         return self.step.initial(parameters, moments, step)
 
+    def look(self, workers: int) -> None:
+        """Told every few seconds how many workers there are: the steps to come are spread over as many, once they are
+        the same number at two looks. No bit depends on it.
+        """
+        stay, self.seen = workers == self.seen, workers
+        if not self.follows or self.open or not stay or workers in (0, self.workers):
+            return
+        job, before, self.workers = self.job, self.step, workers
+        self.chunks = ChunkChoice(job.config, job.batch_shape, job.dataflow, job.precision, self.scheduler.threads)
+        # Where a library multiplies, bits follow the chunks.
+        chunk = self.chunks.first if self.chunks.free else before.chunk
+        if chunk != before.chunk or min(workers, job.batch_shape[0] // chunk[0]) != before.spread_over:
+            self.step = training_step(job, chunk, before.grain, False, workers)
+            self.say(f"workers    {workers} take part from now on: {described(job.batch_shape, chunk)}")
+
     def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
         """A step a batch: their losses, and the state after them."""
+        state = repacked_state(self.scheduler, self.step, state)
         if self.open:
             with self.scheduler.record() as processes:
                 loss, state = self.step(self.scheduler, state, *batches[0], self.job.run.steps)

@@ -193,6 +193,7 @@ class _Loop:
         if steps.described_tasks:  # else it is said when it is known
             progress.say(f"grain      {steps.described_tasks}")
         state = steps.initial(self.beginning.parameters, self.beginning.moments, self.beginning.step)
+        steps.follows = steps.follows and not watchers  # which know the tasks of one recorded step
         watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
         folder = self.folder.path if self.folder else None
         recovery = Recovery(job, self.scheduler, steps, self.beginning, folder, progress.say, asked_to_stop)
@@ -311,9 +312,7 @@ def _steps(
 
     known   how many steps were made before: those that are made again are not looked at or validated again
     """
-    validate = Inference(
-        job.config, job.batch_shape, steps.chunk, state.layout, ("loss",), job.precision, groups=job.groups
-    )
+    validate: Inference | None = None
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
     tokens = job.data.batch_size * job.data.sequence_length
     number = state.step
@@ -331,9 +330,15 @@ def _steps(
             metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
             metrics["learning_rate"] = learning_rate(job.optimizer, number, job.run.steps)
             if number >= known and number + 1 == _next_validation(job, number):
+                if validate is None or validate.runnable.layout != state.layout:
+                    validate = _validation(job, steps.chunk, state)
                 metrics["validation_loss"] = validation_loss(job, scheduler, validate, state)
             yield state, metrics
         number += 1
+
+
+def _validation(job: Job, chunk: tuple[int, int], state: State) -> Inference:
+    return Inference(job.config, job.batch_shape, chunk, state.layout, ("loss",), job.precision, groups=job.groups)
 
 
 def _next_validation(job: Job, number: int) -> int:

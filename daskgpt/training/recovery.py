@@ -135,6 +135,7 @@ class Recovery:
         now, before = self.scheduler.addresses(), self.known
         come, gone, self.known = sorted(now - before), sorted(before - now), now
         self.gone += gone
+        self.steps.look(len(now))
         if before and (come or gone):
             self.points.changed(gone=bool(gone))
             told = [f"{what} {', '.join(who)}" for what, who in (("gone:", gone), ("new:", come)) if who]

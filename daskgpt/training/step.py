@@ -17,6 +17,7 @@ from daskgpt.graph.calls import is_pick, origin_of
 from daskgpt.graph.inplace import InPlace, update_in_place
 from daskgpt.graph.nodes import Graph, array_of, from_numpy
 from daskgpt.graph.recording import Layout, Recorded
+from daskgpt.graph.repacking import repacked
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Optimizer, update
 from daskgpt.model.parameters import tensors
@@ -217,6 +218,14 @@ class TrainingStep:
 
     def _values(self, batch: Batch, step: int, steps: int) -> Mapping[str, np.ndarray]:
         return input_values(Moment(*batch, hyper=self.row.hyper(self.optimizer, step, steps)))
+
+
+def repacked_state(scheduler: Scheduler, step: TrainingStep, state: State) -> State:
+    """A state as a step packs it: another one, which was recorded for other workers, may have left it."""
+    if state.layout == step.runnable.layout:
+        return state
+    packs = scheduler.run(repacked(step.runnable, state.layout, state.packs))
+    return State(step.runnable.layout, packs, state.step)
 
 
 def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:

@@ -1,0 +1,108 @@
+"""Workers come and go: they get work within some steps, and no bit depends on how many there are, or over what."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+
+import dask
+import numpy as np
+import pytest
+from command_lines import write_text
+from machines import ROOT, Machines
+from small_runs import MODEL, OPTIMIZER, losses_of, tensors_of
+
+import daskgpt
+from daskgpt.config.run import OptimizerConfig
+from daskgpt.kernels.compilation import compile_all
+from daskgpt.model.optimizer import OPTIMIZERS
+from daskgpt.model.parameters import parameter_shapes
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.step import TrainingStep, repacked_state
+
+STEPS, JOINED, LEFT = 30, 10, 20
+MATTERS = 0.4  # seconds that steps take around a change, so that it is seen before the next one
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    compile_all(np.float32)
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """The folder of a run with threads."""
+    return train(text, tmp_path_factory.mktemp("whole") / "run", "threads")
+
+
+def train(text, out, scheduler, on_step=None):
+    settings = {"steps": STEPS, "validation_batches": 1, "validate_every": 7, "save_minutes": 0, "sample_tokens": 0}
+    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
+    run = daskgpt.RunConfig(**settings, out=out, snapshot_every=5)
+    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=1)
+    daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, run, on_step=on_step)
+    return out
+
+
+def same(out, whole):
+    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
+
+
+@pytest.mark.slow
+def test_workers_that_stay_give_one_result_however_many(text, whole, tmp_path):
+    with Machines(tmp_path, 0) as machines:
+        for workers in (1, 2, 3, 4):
+            machines.have(workers)
+            assert same(train(text, tmp_path / str(workers), machines.address), whole), workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["tcp", "tls"])
+def test_one_joins_and_one_leaves_and_the_others_share_the_work_anew(
+    protocol, text, whole, tmp_path, capsys, monkeypatch
+):
+    settings = {}
+    if protocol == "tls":
+        if not shutil.which("openssl"):
+            pytest.skip("openssl is not installed")
+        subprocess.run([ROOT / "cluster" / "certificates.sh", tmp_path / "certificates"], check=True)
+        monkeypatch.setenv("DASK_CONFIG", str(tmp_path / "certificates" / "dask.yaml"))
+        settings = dask.config.merge(dask.config.config, dask.config.collect([str(tmp_path / "certificates")], env={}))
+    with dask.config.set(settings), Machines(tmp_path, 2) as machines:
+        machines.have(2)
+        assert machines.address.startswith(f"{protocol}://")
+
+        def change(number, metrics):
+            if number + 1 == JOINED:
+                machines.have(3)
+            if number + 1 == LEFT:
+                machines.kill(machines.alive()[0])
+            if number + 1 >= JOINED:
+                time.sleep(MATTERS)
+
+        assert same(train(text, tmp_path / "run", machines.address, change), whole)
+    said = capsys.readouterr().out
+    assert f"{protocol}://" in said
+    assert said.index("workers    3 take part from now on: 4 of 1 x 16") > said.index("workers    new: ")
+    assert said.index("workers    2 take part from now on: ") > said.index("workers    3 take part from now on: ")
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_state_is_brought_into_the_packs_of_a_step_for_other_workers(optimizer):
+    config = OptimizerConfig(optimizer=optimizer)
+    random = np.random.default_rng(0)
+    values = {name: random.normal(size=shape).astype("f4") for name, shape in parameter_shapes(MODEL).items()}
+    tokens, targets = random.integers(0, 257, (2, 4, 16)).astype(np.int32)
+    one, *others = (TrainingStep(MODEL, (4, 16), (1, 16), config, parts=parts, groups=4) for parts in (1, 2, 3, 4))
+    with open_scheduler("local", 2) as scheduler:
+        wanted, state = one.initial(values), one.initial(values)
+        for step in others:
+            _, wanted = one(scheduler, wanted, tokens, targets, 10)
+            state = repacked_state(scheduler, step, state)
+            assert state.layout != wanted.layout
+            _, state = step(scheduler, state, tokens, targets, 10)
+        found, expected = (own.layout.unpack(scheduler.fetch(own.packs)) for own in (state, wanted))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(array, expected[name]) for name, array in found.items())
