@@ -64,6 +64,7 @@ class LocalSteps:
     """
 
     open = False  # nothing is measured that later steps depend on
+    follows = False  # replicas are as many as was asked for, whoever makes their steps
 
     def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> None:
         self.job, self.scheduler, self.replicas = job, scheduler, job.local.replicas
@@ -123,6 +124,9 @@ class LocalSteps:
         left = self.job.round_end(number) - number
         most = max(1, round(TASK_SECONDS / max(self.seconds, 1e-6)))
         return -(-left // -(-left // most))
+
+    def look(self, workers: int) -> None:
+        """Told how many workers there are, as `JobSteps` is."""
 
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
