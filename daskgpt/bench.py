@@ -21,7 +21,7 @@ from daskgpt.instruments.compare.torch_ddp import WORKERS, Programs, compare_ddp
 from daskgpt.instruments.compare.torch_process import compare_torch, require_torch
 from daskgpt.instruments.compare.turns import PairedTurns
 from daskgpt.instruments.measure import Measurement, Steps, measure
-from daskgpt.instruments.memory import describe_prediction, predict
+from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.addresses import chosen_address, open_scheduler
@@ -75,6 +75,11 @@ def parser() -> Parser:
         help="print tasks and memory of a step and whether they fit here, and run nothing",
     )
     flags.add_argument(
+        "--workers",
+        type=int,
+        help="with --plan: of a step that is spread over so many workers, what each sends, receives, runs and holds",
+    )
+    flags.add_argument(
         "--against",
         nargs="+",
         default=[],
@@ -102,8 +107,9 @@ def main(arguments: list[str]) -> int:
     require(named.startswith("torch") or options == TorchOptions(), "bench", rule, {"against": named}, "Add it.")
     rule, got = "--scaling must come without --plan and --against", {"plan": values.plan, "against": named}
     require(not (values.scaling and (values.plan or values.against)), "bench", rule, got, "Leave one out.")
+    check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(describe_prediction(job, predict(job)))
+        print(planned(job, values.workers))
         return 0
     if values.scaling:
         print_scaling(job, asked, values.json, {"preset": values.preset})

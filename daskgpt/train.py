@@ -17,7 +17,7 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sample
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
-from daskgpt.instruments.memory import describe_prediction, predict
+from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.instruments.timeline.watcher import require_shared_steps
 from daskgpt.schedulers.addresses import open_scheduler
@@ -54,6 +54,11 @@ def parser() -> Parser:
         action="store_true",
         help="print tasks and memory of a step and whether they fit here, and run nothing",
     )
+    flags.add_argument(
+        "--workers",
+        type=int,
+        help="with --plan: of a step that is spread over so many workers, what each sends, receives, runs and holds",
+    )
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (
         DataConfig,
@@ -86,8 +91,9 @@ def main(arguments: list[str]) -> int:
         job = job_of(values, run, start)
     if shown.timeline:
         require_shared_steps(job)
+    check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(describe_prediction(job, predict(job)))
+        print(planned(job, values.workers))
         return 0
     first = resumed.beginning() if resumed else Beginning(start_values(job, start))
     watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from daskgpt.config.errors import require
 from daskgpt.instruments import machine
+from daskgpt.instruments.traffic import Load, describe_loads, loads
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import LocalScheduler, usable_cores
@@ -28,6 +30,7 @@ class Prediction:
 
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
+    loads      what each worker does; empty where nobody has said how many there are
     """
 
     grain: str
@@ -36,6 +39,7 @@ class Prediction:
     at_peak: Mapping[str, int]
     largest_task: str
     largest_bytes: int
+    loads: Sequence[Load] = ()
 
     @property
     def peak(self) -> int:
@@ -43,27 +47,31 @@ class Prediction:
         return sum(self.at_peak.values())
 
 
-def predict(job: Job) -> Prediction:
+def predict(job: Job, workers: int = 0) -> Prediction:
     """Tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
     Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
     scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
     `known_grain` say.
+
+    workers   over which the step of a cluster's job is spread
     """
     if job.local.local_steps:
         return _predict_local(job)
     chunk, grain = known_chunks(job)[0], known_grain(job)[0]
-    step = training_step(job, chunk, grain, in_place_of(job))
+    step = training_step(job, chunk, grain, in_place_of(job), max(workers, 1))
     trial = Trial(step)
     together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
+    own = loads(step) if step.spread_over > 1 else []
     return Prediction(
         grain=grain,
-        tasks=len(trial.results),
+        tasks=sum(one.tasks for one in own) or len(trial.results),
         made=trial.account.made,
         at_peak=together.account.at_peak,
         largest_task=step.runnable.title(largest),
         largest_bytes=trial.results[largest],
+        loads=own,
     )
 
 
@@ -97,6 +105,25 @@ def _predict_local(job: Job) -> Prediction:
     )
 
 
+def check_workers(workers: int | None, *, plan: bool) -> None:
+    """Errors   ValueError for workers without a plan, or fewer than one"""
+    if workers is not None:
+        require(plan, "plan", "--workers must come with --plan", {"workers": workers}, "Add --plan.")
+        require(workers >= 1, "plan", "--workers must be at least 1", {"workers": workers}, "Give 1 or more.")
+
+
+def planned(job: Job, workers: int | None) -> str:
+    """What `--plan` prints; workers: of a cluster that the step is spread over, each of one thread; None for no such
+    step.
+    """
+    if workers is None:
+        return describe_prediction(job, predict(job))
+    rule, got = "--workers must come without --local-steps", {"local_steps": job.local.local_steps}
+    require(not job.local.local_steps, "plan", rule, got, "Leave one out: replicas send what the weights take.")
+    job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
+    return describe_prediction(job, predict(job, workers))
+
+
 def in_place_of(job: Job) -> bool:
     """Whether the job's scheduler will write over the state."""
     return LocalScheduler.in_place if job.scheduler in ("sync", "threads") else ClusterScheduler.in_place
@@ -120,7 +147,8 @@ def describe_prediction(job: Job, found: Prediction) -> str:
             *(f"{kind:12} {_mb(found.made[kind]):>14} {_mb(found.at_peak[kind]):>14}" for kind in CLASSES),
             f"{'peak':12} {'':14} {_mb(found.peak):>14}   without scratch of kernels",
             _line("largest task", f"{_mb(found.largest_bytes)} of results, {found.largest_task}"),
-            _line("memory", fits(job, found.peak)),
+            _line("memory", fits(job, max(found.peak, sum(own.memory for own in found.loads)))),
+            *([describe_loads(found.loads)] if found.loads else []),
             "nothing was run",
         )
     )

@@ -15,6 +15,7 @@ from daskgpt.training.grouping import OUTSIDE, update_group
 
 # Updates of a block are one task: what a task costs a cluster is milliseconds, whatever it does.
 MERGED = "chunk"
+LOSS = "loss"  # the unit of the sum that updates nothing
 Owners = Mapping[Hashable, int]
 
 
@@ -27,7 +28,7 @@ def spread_step(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Graph:
 
     def total_of(key: Key) -> Total:
         if key not in updated:
-            return Total("loss", 0)
+            return Total(LOSS, 0)
         group = update_group(updated[key], MERGED)
         own: Origin = origin_of(graph[key])
         # The tables have many rows and few tokens: what is best for one layer need not be for another.

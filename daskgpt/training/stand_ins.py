@@ -21,8 +21,8 @@ from daskgpt.graph.calls import ChunkSum, KernelCall, Result
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Key, combined, is_leaf
 from daskgpt.graph.program import Call, Program, Values
-from daskgpt.graph.recording import Submission
-from daskgpt.graph.spreading import Join
+from daskgpt.graph.recording import STATE, Submission
+from daskgpt.graph.spreading import Join, PartTotal
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.schedulers.local import LocalScheduler
@@ -32,30 +32,38 @@ CLASSES = ("parameters", "gradients", "optimizer", "activations")
 
 
 class Account:
-    """Bytes of the arrays that stand-ins stand for, by class."""
+    """Bytes of the arrays that stand-ins stand for, by class.
+
+    home       number of the worker that makes what is added
+    peaks      most bytes at once of what each worker has made
+    """
 
     def __init__(self) -> None:
         self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
+        self.home, self.held, self.peaks = 0, Counter[int](), Counter[int]()
 
     def add(self, name: str, size: int) -> None:
         self.made[name] += size
         self.alive[name] += size
+        self.held[self.home] += size
+        self.peaks[self.home] = max(self.peaks[self.home], self.held[self.home])
         if self.alive.total() > self.at_peak.total():
             self.at_peak = self.alive.copy()
 
-    def remove(self, name: str, size: int) -> None:
+    def remove(self, name: str, size: int, home: int) -> None:
         self.alive[name] -= size
+        self.held[home] -= size
 
 
 class StandIn:
     """An array without data; the account has its bytes as long as somebody holds it."""
 
     def __init__(self, account: Account, name: str, nbytes: int) -> None:
-        self.account, self.name, self.nbytes = account, name, nbytes
+        self.account, self.name, self.nbytes, self.home = account, name, nbytes, account.home
         account.add(name, nbytes)
 
     def __del__(self) -> None:
-        self.account.remove(self.name, self.nbytes)
+        self.account.remove(self.name, self.nbytes, self.home)
 
 
 class Trial(LocalScheduler):
@@ -72,7 +80,9 @@ class Trial(LocalScheduler):
         self.account = Account()
         self.results: dict[Key, int] = {}
         values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.recorded.inputs.items()}
-        packs = step.runnable.layout.pack({name: self._state(name) for name in step.recorded.state})
+        self.homes = step.runnable.homes
+        at = {name: (STATE, number) for number, names in enumerate(step.runnable.layout.packs) for name in names}
+        packs = step.runnable.layout.pack({name: self._state(name, at[name]) for name in step.recorded.state})
         if window > 1:
             self.run(step.runnable.window_submission([values] * window, packs))
         else:
@@ -90,8 +100,9 @@ class Trial(LocalScheduler):
         }
         return super().run(submission._replace(graph=without_data))
 
-    def _state(self, name: str) -> StandIn:
-        """A tensor of the state by its name there, KIND.NAME."""
+    def _state(self, name: str, leaf: Key) -> StandIn:
+        """A tensor of the state by its name there, KIND.NAME; leaf: of its pack."""
+        self.account.home = self.homes.get(leaf, 0)
         kind, _, tensor = name.partition(".")
         return self._held(kind, self.tensors[tensor])
 
@@ -108,6 +119,7 @@ class Trial(LocalScheduler):
         without_data.calls = tuple(replace(call, function=self._stand_in(call)) for call in program.calls)
 
         def run(*arguments: Any) -> Any:
+            self.account.home = self.homes.get(key, 0)
             result = without_data(*arguments)
             self.results[key] = sum(value.nbytes for value in _stand_ins(result))
             return result
@@ -153,7 +165,8 @@ class Trial(LocalScheduler):
             together += [self._array("gradients", rows) for _ in range(held, most)]
 
     def _results(self, key: Key, call: KernelCall) -> Any:
-        origin, results = call.origin, call.results(key)
+        whole = key[:1] if isinstance(call, PartTotal) else key  # its number is that of a part, not of a chunk
+        origin, results = call.origin, call.results(whole)
         if isinstance(origin, Origin) and origin.parameter:
             kinds = ["weight", *["moment"] * (len(results) - 1)]
             made = [self._held(kind, self.tensors[origin.parameter]) for kind in kinds]
