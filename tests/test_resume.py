@@ -202,7 +202,7 @@ def test_a_finished_run_has_nothing_left(whole):
 LIST = (
     "May change: --learning-rate, --schedule, --warmup, --final-learning-rate, --scheduler, --threads, --batch-chunk, "
     "--sequence-chunk, --grain, --barrier, --window, --steps, --validate-every, --validation-batches, --sample-tokens, "
-    "--save-every, --save-minutes, --keep, --keep-every, --snapshot-every, --worker-minutes."
+    "--save-every, --save-minutes, --keep, --keep-every, --snapshot-every, --worker-minutes, --worker-seconds."
 )
 
 
