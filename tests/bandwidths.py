@@ -1,0 +1,126 @@
+"""Training steps over slow networks: `python tests/bandwidths.py --out bandwidths` (root on Linux, with PyTorch).
+
+A scheduler and three workers of one thread have hosts of their own (network namespaces, `namespaces.py`). At each limit
+of every host's link steps on the cluster and steps of three processes of PyTorch's DistributedDataParallel (gloo) on
+the same hosts take turns, on the same batches. The log (JSON lines) has a line a limit and model; from all its lines
+come a table and a figure, in the folder that is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machines import Machines
+from namespaces import Hosts
+
+from daskgpt.config.model import preset
+from daskgpt.config.run import DataflowConfig
+from daskgpt.instruments.compare.messages import TorchOptions
+from daskgpt.instruments.compare.torch_process import Place, TorchSide, check_losses
+from daskgpt.instruments.compare.turns import take_turns, warm_up
+from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.random_tokens import BenchConfig, job_of
+from daskgpt.instruments.statistics import Spread
+from daskgpt.schedulers.addresses import open_scheduler
+
+WORKERS = 3
+LIMITS = ("", "10gbit", "1gbit", "100mbit")
+# Preset or numbers, sequences and tokens of a batch: three workers have equal parts.
+MODELS: dict[str, tuple[dict[str, int], int, int]] = {
+    "tiny": ({}, 12, 64),
+    "6x384": ({"blocks": 6, "heads": 6, "channels": 384}, 12, 128),
+    "gpt2": ({}, 12, 256),
+}
+
+
+def measured(machines: Machines, hosts: Hosts, name: str, limit: str, turns: int) -> dict[str, Any]:
+    """One line of the log: milliseconds a step, median and quartiles, and tokens a second of both programs."""
+    numbers, size, length = MODELS[name]
+    config = preset("gpt2" if name == "gpt2" else "tiny", **numbers | ({} if name == "gpt2" else {"positions": length}))
+    dataflow = DataflowConfig(scheduler=machines.address)
+    job = job_of(config, BenchConfig(batch_size=size, sequence_length=length), dataflow)
+    places = [Place(tuple(hosts.command(host, [])), "eth0") for host in range(1, WORKERS + 1)]
+    with open_scheduler(machines.address) as scheduler, TorchSide(job, 0, 1, TorchOptions(), places) as torch:
+        steps = Steps(job, scheduler, 0)
+        for side in (steps, torch):
+            side.run(1)
+        check_losses((steps.losses[0], torch.losses[0]), "float32")
+        count = warm_up((steps, torch), 1)
+        found = take_turns((steps, torch), turns, count)
+    line: dict[str, Any] = {"model": name, "limit": limit or "none", "turns": len(found), "steps_a_turn": count}
+    for number, program in enumerate(("cluster", "ddp")):
+        low, middle, high = Spread.of(turn.means[number] for turn in found).quartiles
+        line |= {f"{program}_ms": middle * 1e3, f"{program}_ms_q1": low * 1e3, f"{program}_ms_q3": high * 1e3}
+        line[f"{program}_tokens_per_s"] = size * length / middle
+    return line | {"others_cores": max(turn.others for turn in found)}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """In Markdown."""
+    rows = ["| model | link | cluster, ms a step | DDP, ms a step | cluster / DDP |", "|---|---|---|---|---|"]
+    for line in lines:
+        cells = [f"{line[f'{p}_ms']:,.0f} ({line[f'{p}_ms_q1']:,.0f} .. {line[f'{p}_ms_q3']:,.0f})" for p in PROGRAMS]
+        ratio = line["cluster_ms"] / line["ddp_ms"]
+        rows.append(f"| {line['model']} | {line['limit']} | {' | '.join(cells)} | {ratio:.2f} |")
+    return "\n".join(rows)
+
+
+PROGRAMS = {"cluster": "daskgpt, cluster", "ddp": "PyTorch DDP, gloo"}
+
+
+def figure(lines: list[dict[str, Any]], path: Path) -> None:
+    """Tokens a second by link, a panel a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models = list(dict.fromkeys(line["model"] for line in lines))
+    _, panels = pyplot.subplots(1, len(models), figsize=(4.2 * len(models), 3.4), squeeze=False, layout="constrained")
+    for panel, model in zip(panels[0], models):
+        own = [line for line in lines if line["model"] == model]
+        for program, label in PROGRAMS.items():
+            panel.plot(
+                [line["limit"] for line in own], [line[f"{program}_tokens_per_s"] for line in own], "o-", label=label
+            )
+        panel.set(title=model, xlabel="link of each host", yscale="log")
+    panels[0][0].set_ylabel("tokens a second")
+    panels[0][0].legend(frameon=False)
+    pyplot.savefig(path, dpi=150)
+    pyplot.close()
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--out", type=Path, required=True, help="folder of log, table and figure")
+    flags.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "6x384"])
+    flags.add_argument("--turns", type=int, default=5)
+    asked = flags.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts and processes are ended then, as at Ctrl-C
+    asked.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    lines = []
+    with (asked.out / "bandwidths.jsonl").open("w") as log, Hosts(WORKERS + 1) as hosts:
+        for name in asked.models:
+            for limit in LIMITS:
+                for host in range(hosts.count):
+                    hosts.limit(host, limit)
+                with tempfile.TemporaryDirectory() as folder, Machines(Path(folder), 0, hosts) as machines:
+                    machines.have(WORKERS)
+                    lines.append(measured(machines, hosts, name, limit, asked.turns))
+                log.write(json.dumps(lines[-1]) + "\n")
+                log.flush()
+                print(json.dumps(lines[-1]), flush=True)
+    (asked.out / "bandwidths.md").write_text(table(lines) + "\n")
+    figure(lines, asked.out / "bandwidths.png")
+
+
+if __name__ == "__main__":
+    main()
