@@ -74,7 +74,7 @@ class Campaign:
         self.deck: list[str] = []  # kinds that are to come, each as often as it is named
         self.workers, self.begin = workers, time.monotonic()
         self.later: list[tuple[float, str, str]] = []  # when, what and to whom
-        self.sampled = 0.0
+        self.sampled = float("inf")  # not before the first step
 
     def run(self, faults: int, seconds: float) -> int:
         """So many faults in about that time; the steps that were made."""
@@ -100,7 +100,7 @@ class Campaign:
 
     def _disturb(self, process: subprocess.Popen[str], faults: int, seconds: float) -> None:
         self._until(lambda: self.step() > 0, process)
-        self.begin = time.monotonic()
+        self.begin, self.sampled = time.monotonic(), 0.0
         moments = [self.draw.uniform(number, number + 1) * seconds / faults for number in range(faults)]
         for moment in moments:
             self._until(lambda at=moment: time.monotonic() - self.begin >= at and self._candidates(), process)

@@ -59,11 +59,12 @@ class Machines:
             self.kill(name)
         self.log.close()
 
-    def start_worker(self, host: int = 0, *, nanny: bool = False) -> str:
+    def start_worker(self, host: int = 0, *, nanny: bool = False, memory: str = "auto") -> str:
         """The name of a new worker, which may take seconds to come.
 
-        host   where; 0 = where the fewest are
-        nanny  whether there is a process before it that starts it again
+        host    where; 0 = where the fewest are
+        nanny   whether there is a process before it that starts it again
+        memory  how much it may take, as `dask worker` takes it
         """
         name, self.count = f"w{self.count}", self.count + 1
         if self.hosts and not host:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import subprocess
+import threading
 import time
+from contextlib import suppress
 
 import dask
 import numpy as np
 import pytest
 from command_lines import write_text
-from machines import ROOT, Machines
+from distributed import Client
+from machines import ROOT, Machines, wait_until
 from small_runs import MODEL, OPTIMIZER, losses_of, tensors_of
 
 import daskgpt
@@ -87,6 +92,62 @@ def test_one_joins_and_one_leaves_and_the_others_share_the_work_anew(
     assert f"{protocol}://" in said
     assert said.index("workers    3 take part from now on: 4 of 1 x 16") > said.index("workers    new: ")
     assert said.index("workers    2 take part from now on: ") > said.index("workers    3 take part from now on: ")
+
+
+@pytest.mark.slow
+def test_a_worker_of_half_the_speed_costs_time_only(text, whole, tmp_path, capsys):
+    """It is stopped half of the time, as cpulimit does it."""
+    with Machines(tmp_path, 2) as machines:
+        machines.have(2)
+        slow, over = machines.alive()[0], threading.Event()
+
+        def hinder():
+            while not over.wait(0.05):
+                machines.send(slow, signal.SIGSTOP)
+                over.wait(0.05)
+                machines.send(slow, signal.SIGCONT)
+
+        hindering = threading.Thread(target=hinder)
+        hindering.start()
+        try:
+            out = train(text, tmp_path / "run", machines.address)
+        finally:
+            over.set()
+            hindering.join()
+    assert same(out, whole)
+    said = capsys.readouterr().out
+    assert "lost " not in said
+    assert "busier than the mean" in said
+
+
+@pytest.mark.slow
+def test_a_worker_that_runs_out_of_memory_is_started_again_by_its_nanny(text, whole, tmp_path, capsys):
+    with Machines(tmp_path, 1) as machines:
+        nanny = machines.start_worker(nanny=True, memory="1GiB")
+        machines.have(2)
+
+        def fill(number, metrics):
+            if number + 1 == JOINED:
+                with Client(machines.address) as client:
+                    workers = client.scheduler_info(n_workers=-1)["workers"]
+                    (address,) = (address for address, own in workers.items() if own["name"] == nanny)
+                    with suppress(OSError):  # the answer may not come any more
+                        client.run(take_memory, workers=[address], on_error="ignore")
+                wait_until(lambda: "memory budget. Restarting" in machines.said(), "the nanny's word")
+            if number + 1 >= JOINED:
+                time.sleep(MATTERS)
+
+        assert same(train(text, tmp_path / "run", machines.address, fill), whole)
+        machines.have(2)
+        machines.send(nanny, signal.SIGTERM)
+        machines.processes.pop(nanny).wait()
+    said = capsys.readouterr().out
+    assert re.search(r"^(lost       worker|workers    gone:) tcp://", said, re.MULTILINE)
+
+
+def take_memory():
+    """Some more than a GiB, which stays."""
+    take_memory.taken = np.ones(2**27 + 2**24)
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
