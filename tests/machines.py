@@ -79,7 +79,7 @@ class Machines:
             "--local-directory",
             str(self.folder / name),
         ]
-        self._start(name, host, "worker", self.address, *flags)
+        self._start(name, host, "worker", self.address, "--memory-limit", memory, *flags)
         return name
 
     def _start(self, name: str, host: int, *command: str) -> None:
