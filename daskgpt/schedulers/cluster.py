@@ -29,6 +29,7 @@ from daskgpt.schedulers.losses import copies_apart, loss, present, running, tell
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
 from daskgpt.schedulers.silence import leave_silent, left
+from daskgpt.schedulers.staying import StayAtHome
 from daskgpt.schedulers.usage import METRIC
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -319,6 +320,6 @@ def _client(shown: str, **arguments: str) -> Client:
 def _ready(client: Any, description: str) -> ClusterScheduler:
     from daskgpt.schedulers.workers import PrepareWorker
 
-    for kind in (TakeBack, TypicalDurations, ForgetGroups, ForgetDependencies, PrepareWorker):
+    for kind in (TakeBack, TypicalDurations, StayAtHome, ForgetGroups, ForgetDependencies, PrepareWorker):
         client.register_plugin(kind(client))
     return ClusterScheduler(client, description)
