@@ -12,15 +12,18 @@ import time
 import dask
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, wait
 from machines import Machines
 from test_cluster import ROOT, wait_until
 
 import daskgpt
+from daskgpt.graph.nodes import as_it_is
+from daskgpt.graph.recording import AHEAD
 from daskgpt.schedulers.addresses import chosen_address
 from daskgpt.schedulers.cluster import client_address
 from daskgpt.schedulers.durations import TYPICAL, TypicalDurations
 from daskgpt.schedulers.forgetting import span_annotation
+from daskgpt.schedulers.staying import StayAtHome
 from daskgpt.schedulers.usage import METRIC, Usage
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
@@ -275,3 +278,29 @@ def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, said, tm
     done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
     assert list(tmp_path.iterdir()) == []
+
+
+def can_be_stolen(dask_scheduler):
+    return len(dask_scheduler.extensions["stealing"].key_stealable)
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+def test_tasks_with_a_home_cannot_be_stolen_and_weights_stay_with_their_owner(at_home):
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        for plugin in (TypicalDurations(), *([StayAtHome()] if at_home else [])):
+            client.register_plugin(plugin)
+        owner, other = sorted(client.nthreads())
+        home = {"workers": [owner], "allow_other_workers": True}
+        with dask.annotate(**span_annotation()):
+            weights = client.submit(np.ones, 1000, workers=[owner], key="adamw-1")
+            fetched = client.submit(as_it_is, weights, workers=[other], key=f"{AHEAD}-1")
+            wait(fetched)
+            tasks = [client.submit(time.sleep, 0.5, **home, key=f"tokens.forward-{n}") for n in range(3)]
+            wait_until(lambda: client.processing()[owner])
+        assert (client.run_on_scheduler(can_be_stolen) == 0) == at_home
+        assert set(client.who_has()[weights.key]) == {owner} or not at_home
+        assert set(client.who_has()[fetched.key]) == {other}
+        del tasks

@@ -10,6 +10,7 @@ from product_cases import TILE_UNITS, UNITS, arrays, assert_close, assert_same_b
 from tolerances import TOLERANCES
 
 from daskgpt.kernels.bfloat16 import backward_x, forward, pack_weight, rounded
+from daskgpt.kernels.bfloat16.rounded_layers import SentWeight, TrainedWeight
 
 PRODUCT = TOLERANCES["bfloat16 sums"]
 # Rows, channels, outputs: below and above a tile and a block, odd numbers, a summed axis in one piece and in several.
@@ -81,6 +82,17 @@ def test_a_packed_weight_can_be_sent_and_lie_anywhere(name):
     sent = pickle.loads(pickle.dumps(packed))
     assert_same_bits(forward(x, sent), forward(x, packed))
     assert_same_bits(backward_x(forward(x, sent), sent), backward_x(forward(x, packed), packed))
+
+
+def test_what_is_sent_of_a_trained_weight_gives_the_bits_that_its_owner_packed(name):
+    (weight,) = arrays(11, (600, 70))
+    trained = TrainedWeight.of(weight)
+    sent = SentWeight.of(trained)
+    assert sent.nbytes == weight.nbytes / 2
+    found = pickle.loads(pickle.dumps(sent)).received().packed
+    x, dy = arrays(12, (9, 70), (9, 600))
+    assert_same_bits(forward(x, found), forward(x, trained.packed))
+    assert_same_bits(backward_x(dy, found), backward_x(dy, trained.packed))
 
 
 def test_rows_of_a_weight_can_be_packed_apart(name):

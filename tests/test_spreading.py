@@ -120,7 +120,7 @@ def test_sums_follow_the_sequences():
         *((0, 0), (1, 1), (2, 2))
     }
     sizes = dict.fromkeys(random_parameters(SMALL, np.random.default_rng(0)), 1)
-    home_of = homes_of(graph, 3, 3, sizes)
+    home_of = homes_of(graph, 3, 3, sizes, packed=False)
     sums = {key: node.func for key, node in graph.items() if isinstance(getattr(node, "func", None), PartSum)}
     assert all(home_of(key) == function.share.part for key, function in sums.items())
 

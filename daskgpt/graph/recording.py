@@ -23,7 +23,8 @@ from daskgpt.graph.nodes import Graph, Key, as_it_is, graph_of, is_leaf, keys_of
 from daskgpt.graph.program import Place, calls_of, in_run
 from daskgpt.graph.spreading import Sent
 
-STATE, AHEAD = "state", "weights.fetch"
+STATE, SENT, AHEAD = "state", "weights.send", "weights.fetch"
+PackFunction = Callable[[Sequence[Any]], Sequence[Any]] | None
 # What a merged task is called, from what its parts were made for: kind and place.
 TitleOf = Callable[[Sequence[Any]], tuple[str, str]]
 
@@ -223,10 +224,12 @@ class Runnable:
         graph = with_barriers(self.graph, stage, name=f"barrier-{self.recorded.token}", tokens=tokens)
         return replace(self, graph=graph, _windows={})
 
-    def at_home(self, home_of: Callable[[Key], int]) -> Runnable:
+    def at_home(self, home_of: Callable[[Key], int], to_send: PackFunction, received: PackFunction) -> Runnable:
         """The same with a home for every task and leaf, and state that a worker reads from elsewhere sent there ahead.
 
         home_of   of an unmerged task
+        to_send   makes what is sent of a pack that somebody reads elsewhere; None where that is the pack
+        received  makes of it what is read there
 
         Dask gives a task to a worker when all that it reads has been made, and fetches it then: a block's weights would
         be on their way when the block could already run. So what a worker reads of the state is fetched by a task of
@@ -237,13 +240,16 @@ class Runnable:
         for key, node in self.graph.items():
             if key not in homes and not is_leaf(node):  # of a barrier, or of a token beside what it stands for
                 homes[key] = homes.get(next(iter(node.dependencies)), 0)
-        graph, ahead = dict(self.graph), f"{AHEAD}-{self.recorded.token}"
+        graph, sent, ahead = dict(self.graph), f"{SENT}-{self.recorded.token}", f"{AHEAD}-{self.recorded.token}"
         for key, home in list(homes.items()):
             node = graph.get(key)
             for leaf in node.dependencies if node is not None else ():
                 if leaf[0] == STATE and homes[leaf] != home:
-                    copy = (ahead, leaf[1], home)
-                    graph[copy], homes[copy] = task(copy, as_it_is, [leaf]), home
+                    source, copy = leaf, (ahead, leaf[1], home)
+                    if to_send:
+                        source = (sent, leaf[1])
+                        graph[source], homes[source] = task(source, to_send, [leaf]), homes[leaf]
+                    graph[copy], homes[copy] = task(copy, received or as_it_is, [source]), home
                     graph[key] = graph[key].substitute({leaf: copy})
                 elif leaf[0] != STATE:
                     homes.setdefault(leaf, home)  # data is where it is read

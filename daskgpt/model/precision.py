@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from daskgpt.config.errors import nearest, require
 from daskgpt.kernels import attention, crossentropy, embedding, linear
 from daskgpt.kernels.bfloat16 import outruns_float32, rounded_attention, rounded_layers, unit
 from daskgpt.kernels.bfloat16.packed_weight import empty_weight
-from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, TrainedWeight
+from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, SentWeight, TrainedWeight
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
@@ -74,6 +74,16 @@ def values_of(held: Any) -> np.ndarray:
 def copy_of(held: Any) -> Any:
     """A parameter as it is held, in memory of its own."""
     return TrainedWeight.of(held.values.copy()) if isinstance(held, TrainedWeight) else held.copy()
+
+
+def to_send(pack: Sequence[Any]) -> tuple[Any, ...]:
+    """Parameters as they are sent to who multiplies by them and does not update them."""
+    return tuple(SentWeight.of(held) if isinstance(held, TrainedWeight) else held for held in pack)
+
+
+def received(pack: Sequence[Any]) -> tuple[Any, ...]:
+    """Parameters that were sent, as products take them."""
+    return tuple(held.received() if isinstance(held, SentWeight) else held for held in pack)
 
 
 FLOAT32 = Precision("float32", np.dtype("float32"))

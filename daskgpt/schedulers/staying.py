@@ -45,5 +45,5 @@ class StayAtHome(SchedulerPlugin):
 
 
 def _is_ours(task: Any) -> bool:
-    span = (task.annotations or {}).get("span")
+    span: Any = (task.annotations or {}).get("span")
     return bool(span) and span["name"][-1] == TAG

@@ -10,6 +10,7 @@ from daskgpt.graph.calls import ChunkSum, is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf, only
 from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, Total, part_of, spread
+from daskgpt.model.layers import EMBEDDING
 from daskgpt.model.origins import Origin
 from daskgpt.training.grouping import OUTSIDE, update_group
 
@@ -37,13 +38,14 @@ def spread_step(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Graph:
     return spread(graph, parts, total_of)
 
 
-def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool) -> GroupOf:
+def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool) -> GroupOf:
     """The groups of a spread step: a block's sums of a part, its updates and its new weights are a task each.
 
     New weights go to every worker, moments to none: so they leave an update as results of their own.
 
     group_of   of all other tasks
     apart      whether there are barriers inside of the step, which a task must not lie across
+    packed     whether weights are sent as products take them: see `homes_of`
     """
     ready = {
         dependency: origin
@@ -61,6 +63,8 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool) -> GroupOf:
             return "sent", function.share, (group_of(source) or source) if apart else None
         if isinstance(function, PartTotal | PartSum):
             return "sum", function.share, stage
+        if packed and is_embedding(own):
+            return None  # a task of its own
         origin = update_of(graph, key) or ready.get(key)
         if origin is None:
             return group_of(key)
@@ -69,10 +73,12 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool) -> GroupOf:
     return spread_group
 
 
-def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int]) -> Callable[[Key], int]:
+def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *, packed: bool) -> Callable[[Key], int]:
     """Task -> the number of the part that does it.
 
     chunks   along the sequences
+    packed   whether weights are sent as products take them: the tables' rows are then looked up by their owner, who
+             sends what it has found, for who multiplies by the table has no values of it
     """
     updated, owners = updated_by(graph), shared_out(graph, parts, sizes)
 
@@ -83,6 +89,8 @@ def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int]) ->
             return function.share.part
         if key in updated:
             return owners[update_group(updated[key], MERGED)]
+        if packed and is_embedding(origin_of(graph[key])):
+            return owners[OUTSIDE]
         chunk = chunk_of(graph, key, whole=False)
         return 0 if chunk is None or chunk[0] is None else part_of(chunk[0], chunks, parts)
 
@@ -125,6 +133,11 @@ def update_of(graph: Graph, key: Key) -> Origin | None:
     """The origin of a task that updates a parameter, or picks from what such a task returns; None for others."""
     origin = origin_of(graph[key])
     return origin if origin is not None and origin.phase == "update" and origin.parameter else None
+
+
+def is_embedding(origin: Origin | None) -> bool:
+    """Whether a task looks tokens up."""
+    return origin is not None and (origin.layer, origin.phase) == (EMBEDDING.name, "forward")
 
 
 def is_weight(graph: Graph, key: Key) -> bool:

@@ -21,7 +21,7 @@ from daskgpt.graph.repacking import repacked
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Optimizer, update
 from daskgpt.model.parameters import tensors
-from daskgpt.model.precision import FLOAT32, Precision, values_of
+from daskgpt.model.precision import FLOAT32, Precision, received, to_send, values_of
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, memory_edges, stage_of, title
@@ -158,12 +158,14 @@ class TrainingStep:
         parts = self.spread_over
         group_of = groups_of(graph, grain, updates=True, apart=self.apart)
         if parts > 1:
-            group_of = spread_groups(graph, group_of, apart=self.apart)
+            group_of = spread_groups(graph, group_of, apart=self.apart, packed=self.precision.packed)
         runnable = self.recorded.merged(group_of, title, waits)
         if self.apart:
             runnable = runnable.with_barriers(stage_of(graph, self.barrier), tokens=not self.in_place)
         if parts > 1:
-            runnable = runnable.at_home(homes_of(graph, parts, self.batch_shape[0] // self.chunk[0], self._sizes))
+            chunks, packed = self.batch_shape[0] // self.chunk[0], self.precision.packed
+            home_of = homes_of(graph, parts, chunks, self._sizes, packed=packed)
+            runnable = runnable.at_home(home_of, *((to_send, received) if packed else (None, None)))
         self.runnable, self.grain = runnable, grain
 
     def initial(
