@@ -290,7 +290,7 @@ def test_tasks_with_a_home_cannot_be_stolen_and_weights_stay_with_their_owner(at
         LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
-        for plugin in (TypicalDurations(), *([StayAtHome()] if at_home else [])):
+        for plugin in (TypicalDurations(client), *([StayAtHome(client)] if at_home else [])):
             client.register_plugin(plugin)
         owner, other = sorted(client.nthreads())
         home = {"workers": [owner], "allow_other_workers": True}
