@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-import dask
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
@@ -18,11 +17,13 @@ from daskgpt import bench
 from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments.memory import predict
 from daskgpt.instruments.traffic import SHOWN, describe_loads, loads
+from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
 
 # So large that what passes is numbers: a message's frame has some hundred bytes.
 CONFIG = replace(SMALL, channels=128, blocks=4)
 STEPS = 5
+WEIGHTS = ("float32", "bfloat16")
 
 
 def written(dask_worker):
@@ -36,15 +37,17 @@ def sending(dask_worker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "batch", "groups"), [(2, 64, 1), (2, 64, 2), (3, 48, 1)], ids=["2", "groups", "3"])
-def test_what_workers_send_is_what_was_predicted(workers, batch, groups):
-    """In the median step: now and then Dask gives a task to another worker, which then fetches what it reads."""
-    step = spread_step((batch, 12), (batch // workers, 12), workers, CONFIG, groups=groups)
+@pytest.mark.parametrize(
+    ("workers", "batch", "groups", "precision"),
+    [(2, 64, 1, "float32"), (2, 64, 2, "float32"), (3, 48, 1, "float32"), (2, 64, 1, "bfloat16")],
+    ids=["2", "groups", "3", "bfloat16"],
+)
+def test_what_workers_send_is_what_was_predicted(workers, batch, groups, precision):
+    """In the median step: now and then a result is fetched twice."""
+    options = {"groups": groups, "precision": precision_of(precision)}
+    step = spread_step((batch, 12), (batch // workers, 12), workers, CONFIG, **options)
     predicted, random = loads(step), np.random.default_rng(4)
-    with (
-        dask.config.set({"distributed.scheduler.work-stealing": False}),
-        open_scheduler("local", workers) as scheduler,
-    ):
+    with open_scheduler("local", workers) as scheduler:
         state, looks = step.initial(random_parameters(CONFIG, random)), []
         for _ in range(1 + STEPS):
             _, state = step(scheduler, state, *random_batch(CONFIG, random, (batch, 12)), 9)
@@ -71,6 +74,16 @@ def test_what_passes_by_kind():
     assert sum(own.sent["weights"] for own in many) == parameters, "each weight once, to who does not own it"
     assert sum(own.sent["losses"] for own in many) == 64 * 12 * 4 / 2
     assert [own.sent.total() for own in many] == [own.received.total() for own in reversed(many)]
+
+
+def test_in_bfloat16_weights_pass_in_bfloat16():
+    """Halves but of the vectors, and of what is looked up in the tables the activations."""
+    by_name = {
+        name: loads(spread_step((64, 12), (32, 12), 2, CONFIG, precision=precision_of(name))) for name in WEIGHTS
+    }
+    whole, half = (sum(own.sent["weights"] for own in by_name[name]) for name in WEIGHTS)
+    assert 0.5 < half / whole < 0.55
+    assert sum(own.sent["activations"] for own in by_name["bfloat16"]) == 32 * 12 * CONFIG.channels * 4
 
 
 def test_memory_of_a_worker_is_its_part():

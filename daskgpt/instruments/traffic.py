@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.program import calls_of
-from daskgpt.graph.recording import STATE, Runnable
+from daskgpt.graph.recording import SENT, STATE, Runnable
 from daskgpt.graph.spreading import PartSum, PartTotal, Sent
 from daskgpt.training.placement import LOSS
 from daskgpt.training.stand_ins import Trial
@@ -61,6 +61,8 @@ def _sent(runnable: Runnable, key: Key, sizes: dict[Key, int]) -> tuple[str, int
     """Kind and bytes of a result that goes to another worker. Of the state each pack is what its update returns."""
     if key[0] == STATE:
         return "weights", sizes[runnable.updates[key[1]]]
+    if key[0].startswith(SENT):
+        return "weights", sizes[key]
     return _kind(runnable.graph[key]), sizes.get(key, 0)
 
 

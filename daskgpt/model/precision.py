@@ -18,6 +18,7 @@ from daskgpt.model.parameters import Tensor
 
 Kernel = Callable[..., Any]
 TILE_TOKENS = 32  # of the bfloat16 units
+BFLOAT16_BYTES = 2
 LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
 
 
@@ -56,6 +57,16 @@ class Precision:
         """Bytes of a parameter as it is held."""
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
         return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else 0)
+
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """Bytes of a parameter on its way to who multiplies by it: see `to_send`."""
+        half = self.packed and tensor.row.multiplied
+        return int(np.prod(tensor.shape)) * (BFLOAT16_BYTES if half else self.dtype.itemsize)
+
+    def multiplied_bytes(self, tensor: Tensor) -> int:
+        """Bytes of a parameter there: see `received`."""
+        values = int(np.prod(tensor.shape)) * self.dtype.itemsize
+        return empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else values
 
     def compile(self, after_each: Callable[[], None] = lambda: None) -> None:
         """Compile every kernel that is needed, or load it from the cache on disk."""

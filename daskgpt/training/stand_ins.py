@@ -25,6 +25,7 @@ from daskgpt.graph.recording import STATE, Submission
 from daskgpt.graph.spreading import Join, PartTotal
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.precision import received, to_send
 from daskgpt.schedulers.local import LocalScheduler
 from daskgpt.training.step import TrainingStep
 
@@ -113,6 +114,8 @@ class Trial(LocalScheduler):
         return StandIn(self.account, "optimizer", math.prod(tensor.shape) * precision.dtype.itemsize)
 
     def _without_data(self, key: Key, program: Callable[..., Any]) -> Callable[..., Any]:
+        if program in (to_send, received):
+            return self._pack(key, self.precision.sent_bytes if program is to_send else self.precision.multiplied_bytes)
         if not isinstance(program, Program):  # a barrier
             return program
         without_data = copy(program)
@@ -123,6 +126,18 @@ class Trial(LocalScheduler):
             result = without_data(*arguments)
             self.results[key] = sum(value.nbytes for value in _stand_ins(result))
             return result
+
+        return run
+
+    def _pack(self, key: Key, bytes_of: Callable[[Tensor], int]) -> Callable[..., Any]:
+        """What a task returns that sends, or receives, a pack of weights."""
+        own = [self.tensors[name.partition(".")[2]] for name in self.step.runnable.layout.packs[key[1]]]
+
+        def run(*_: Any) -> tuple[StandIn, ...]:
+            self.account.home = self.homes.get(key, 0)
+            made = tuple(StandIn(self.account, "parameters", bytes_of(tensor)) for tensor in own)
+            self.results[key] = sum(value.nbytes for value in made)
+            return made
 
         return run
 
