@@ -31,9 +31,10 @@ class TakeBack(SchedulerPlugin):
 
     def __init__(self, client: Any) -> None:
         self.name, self.client = named(client, "take-back"), client.id
+        self.taking: asyncio.Task[None] | None = None
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        if client == self.client:
+        if client == self.client and self.taking is None:  # called when it says goodbye, and when its connection ends
             self.taking = asyncio.create_task(take_back(client, scheduler))
 
 
