@@ -11,6 +11,7 @@ from typing import Any
 
 from distributed import SchedulerPlugin
 from distributed.core import rpc
+from distributed.scheduler import heartbeat_interval
 from tornado.ioloop import PeriodicCallback
 
 from daskgpt.schedulers.forgetting import TAG
@@ -18,6 +19,7 @@ from daskgpt.schedulers.leaving import named
 from daskgpt.schedulers.usage import METRIC
 
 LOOKING = 0.25  # seconds between two looks
+HEARTBEATS = 4  # that must be missing at least; of many workers each sends fewer
 TOPIC = "daskgpt-silent"  # of Dask's events that say who was left
 
 
@@ -51,10 +53,11 @@ class LeaveSilent(SchedulerPlugin):
             if looked.get(address, (0, 0))[0] == last:
                 looked[address] = last, looks + 1
         self.silent = looked
+        patience = max(self.seconds, HEARTBEATS * heartbeat_interval(len(looked)))
         for address, (_, looks) in looked.items():
             if (worker := self.scheduler.workers.get(address)) is None:
                 continue  # gone while another was left
-            silent = looks * LOOKING >= self.seconds and METRIC in worker.metrics
+            silent = looks * LOOKING >= patience and METRIC in worker.metrics
             if silent and _ours(chain(worker.processing, worker.has_what)):
                 await self._leave(worker)
 
