@@ -11,8 +11,11 @@ from one_number import MODELS, Dials, Model, bits_after_steps
 from test_one_number import needs_own_product
 
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.graph.bands import BandedUpdate
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, part_of
+from daskgpt.model.parameters import tensors
+from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.placement import homes_of
 from daskgpt.training.stand_ins import Trial
@@ -167,3 +170,23 @@ def test_what_is_sent_belongs_to_the_stage_of_who_made_it(barrier, grain):
         step = spread_step((2, 12), chunk, barrier=barrier, grain=grain)
         assert functions(step, Sent)
         assert any(key[0].startswith("barrier-") for key in step.runnable.graph)
+
+
+@needs_own_product
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "chunk", "groups"), [((2, 1), (1, 1), 1), ((16, 20), (2, 20), 4)])
+def test_gradients_are_summed_where_they_are_used_a_band_of_rows_at_a_time(
+    batch, chunk, groups, precision, monkeypatch
+):
+    """Whether inputs are gathered or totals joined; but for the tied table's, of which one sum can be made early."""
+    monkeypatch.setattr("daskgpt.graph.calls.ROWS_ELEMENTS", 64)  # several bands of 64 rows
+    model = replace(MODELS["odd"], batch=batch, groups=groups)
+    step = TrainingStep(
+        model.config, batch, chunk, OptimizerConfig(), parts=2, groups=groups, precision=precision_of(precision)
+    )
+    updates = functions(step, BandedUpdate)
+    assert len(updates) == len(tensors(model.config)) - 1
+    assert any(each.others for each in updates) == (batch != (2, 1))
+    assert max(len(each.total.bands()) for each in updates) > 1
+    wanted = bits_after_steps(model, precision, Dials(batch))
+    assert bits_after_steps(model, precision, Dials(chunk, in_place=False, parts=2)) == wanted

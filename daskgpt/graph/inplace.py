@@ -136,7 +136,7 @@ class RowUpdate:
             pieces.append(own)
             start += rest
             position += count
-        return [pieces, start, [_unwrapped(chunk) for chunk in chunks[position:]]]
+        return [pieces, start, [unwrapped(chunk) for chunk in chunks[position:]]]
 
     def run(self, pieces: Sequence[Any], start: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
         chains = [call.in_order(own) for call, own in zip(self.sums, pieces)]
@@ -175,7 +175,7 @@ def update_in_place(
     apart     whether sums and updates are tasks apart (there is a barrier between backward and update)
     fused     summing kernel -> kernel that does its sum and the update in one pass
     """
-    dependents = _dependents(graph)
+    dependents = dependents_of(graph)
     new, done, after = dict(graph), [], {}
     for update in updates:
         weight, gradient, *moments, hyper = graph[update].args
@@ -263,7 +263,8 @@ def _shares(call: Any) -> list[list[tuple[int, int]]]:
     return [bands[first:last] for first, last in pairwise(ends)]
 
 
-def _dependents(graph: Graph) -> dict[Key, set[Key]]:
+def dependents_of(graph: Graph) -> dict[Key, set[Key]]:
+    """Task -> the tasks that read its result."""
     dependents: dict[Key, set[Key]] = defaultdict(set)
     for key, node in graph.items():
         for dependency in node.dependencies:
@@ -271,7 +272,8 @@ def _dependents(graph: Graph) -> dict[Key, set[Key]]:
     return dependents
 
 
-def _unwrapped(chunk: Any) -> Any:
+def unwrapped(chunk: Any) -> Any:
+    """The one chunk of an axis that is not cut, out of Dask's lists."""
     while isinstance(chunk, list):
         (chunk,) = chunk
     return chunk

@@ -82,6 +82,13 @@ def values_of(held: Any) -> np.ndarray:
     return held.values if isinstance(held, TrainedWeight) else held
 
 
+def blank(held: Any) -> Any:
+    """Memory like that of a parameter as it is held, to be filled."""
+    if isinstance(held, TrainedWeight):
+        return TrainedWeight(np.empty_like(held.values), empty_weight(*held.shape))
+    return np.empty_like(held)
+
+
 def copy_of(held: Any) -> Any:
     """A parameter as it is held, in memory of its own."""
     return TrainedWeight.of(held.values.copy()) if isinstance(held, TrainedWeight) else held.copy()

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache
+from typing import Any
 
+from daskgpt.graph.bands import update_by_bands
 from daskgpt.graph.calls import ChunkSum, is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, chunk_of
-from daskgpt.graph.nodes import Graph, Key, is_leaf, only
+from daskgpt.graph.nodes import Graph, Key, only
 from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, Total, part_of, spread
 from daskgpt.model.layers import EMBEDDING
 from daskgpt.model.origins import Origin
+from daskgpt.model.precision import blank, values_of
 from daskgpt.training.grouping import OUTSIDE, update_group
 
 # Updates of a block are one task: what a task costs a cluster is milliseconds, whatever it does.
@@ -38,6 +41,18 @@ def spread_step(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Graph:
     return spread(graph, parts, total_of)
 
 
+def banded_updates(graph: Graph, parts: int, sizes: Mapping[str, int], kernel: Callable[..., Any]) -> Graph:
+    """A spread step's graph with sums that are made by the tasks that use them, see `graph.bands`.
+
+    kernel   of an update in place
+    """
+    owners = shared_out(graph, parts, sizes)
+    updates = {key: own for key in graph if (own := update_of(graph, key)) is not None and not is_pick(graph[key])}
+    return update_by_bands(
+        graph, updates, lambda key: owners[update_group(updates[key], MERGED)], kernel, blank, values_of
+    )
+
+
 def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool) -> GroupOf:
     """The groups of a spread step: a block's sums of a part, its updates and its new weights are a task each.
 
@@ -52,7 +67,7 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool)
         for key, node in graph.items()
         if (origin := update_of(graph, key)) is not None and not is_pick(node)
         for dependency in node.dependencies
-        if not is_leaf(graph[dependency])
+        if _is_sum(graph, dependency)
     }
 
     def spread_group(key: Key) -> Hashable:

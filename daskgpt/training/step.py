@@ -26,7 +26,7 @@ from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, memory_edges, stage_of, title
 from daskgpt.training.inputs import Moment, input_leaves, input_values
-from daskgpt.training.placement import homes_of, spread_groups, spread_step
+from daskgpt.training.placement import banded_updates, homes_of, spread_groups, spread_step
 
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
@@ -130,7 +130,10 @@ class TrainingStep:
         return min(self.parts, self.batch_shape[0] // self.chunk[0])
 
     def _spread(self, graph: Graph) -> Graph:
-        return spread_step(graph, self.spread_over, self._sizes)
+        graph = spread_step(graph, self.spread_over, self._sizes)
+        if self.apart:
+            return graph
+        return banded_updates(graph, self.spread_over, self._sizes, self.precision.update(self.row.in_place))
 
     @property
     def _sizes(self) -> dict[str, int]:
