@@ -39,9 +39,16 @@ class StayAtHome(SchedulerPlugin):
                 stealing.remove_key_from_stealable(task)
         elif task.prefix.name == AHEAD:
             for fetched in task.dependencies:
-                for worker in list(task.who_has & fetched.who_has):
-                    if len(fetched.who_has) > 1:
-                        self.scheduler.request_remove_replicas(worker.address, [fetched.key], stimulus_id=stimulus_id)
+                self._drop(fetched, task.who_has, stimulus_id)
+
+    def _drop(self, fetched: Any, holders: Any, stimulus_id: str) -> None:
+        """Drop the replicas of what was fetched: not at its home (where two homes are one worker, nothing was fetched),
+        nor where a task is about to read it, which would not find it (the worker does not look).
+        """
+        read_by = {reader.processing_on for reader in fetched.waiters or ()}
+        for worker in (holders & fetched.who_has) - read_by:
+            if len(fetched.who_has) > 1 and worker.address not in (fetched.worker_restrictions or ()):
+                self.scheduler.request_remove_replicas(worker.address, [fetched.key], stimulus_id=stimulus_id)
 
 
 def _is_ours(task: Any) -> bool:
