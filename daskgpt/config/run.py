@@ -160,7 +160,7 @@ class RunConfig(Checked):
         10.0, "on a cluster, how long to wait for a worker once all are gone", unit="minutes", least=0
     )
     worker_seconds: float = setting(
-        15.0,
+        60.0,
         "on a cluster, how long a worker may say nothing before the run goes on without it; 0 = as long as Dask waits",
         unit="seconds",
         least=0,
