@@ -221,7 +221,7 @@ def throughput(entries: list[dict[str, Any]]) -> float | None:
     if not rates:
         return None
     expected = sum(seconds * rates.get(alive, fmean(rates.values())) for seconds, _, alive, _, _ in spans)
-    return sum(steps for _, steps, *_ in spans) / expected
+    return sum(steps for _, steps, *_ in spans) / expected if expected else None
 
 
 def disturb(

@@ -189,7 +189,8 @@ class ClusterScheduler:
 @contextmanager
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
     with _cluster_of_processes(workers) as cluster, Client(cluster) as client:
-        yield _ready(client, f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}")
+        described = f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}"
+        yield _ready(client, described, ends_with_it=True)
 
 
 def _cluster_of_processes(workers: int) -> LocalCluster:
@@ -317,9 +318,11 @@ def _client(shown: str, **arguments: str) -> Client:
         raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice) from None
 
 
-def _ready(client: Any, description: str) -> ClusterScheduler:
+def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> ClusterScheduler:
+    """ends_with_it   whether the cluster ends with its client: workers that close cannot give anything back"""
     from daskgpt.schedulers.workers import PrepareWorker
 
-    for kind in (TakeBack, TypicalDurations, StayAtHome, ForgetGroups, ForgetDependencies, PrepareWorker):
+    kinds: list[Any] = [TypicalDurations, StayAtHome, ForgetGroups, ForgetDependencies, PrepareWorker]
+    for kind in kinds if ends_with_it else [TakeBack, *kinds]:
         client.register_plugin(kind(client))
     return ClusterScheduler(client, description)
