@@ -101,6 +101,10 @@ class ChunkChoice:
         told, new, old = described(self.batch_shape, best.chunk), best.seconds * 1e3, now.seconds * 1e3
         return f"{told} from now on (by measured kernel times, {new:.0f} instead of {old:.0f} ms)"
 
+    def described(self, chunk: Chunk) -> str:
+        """How many of which size, and why, for people."""
+        return described(self.batch_shape, chunk) + (f" ({self.reason})" if self.reason else "")
+
 
 def described(batch_shape: tuple[int, int], chunk: Chunk) -> str:
     """How many chunks of which size."""

@@ -71,8 +71,7 @@ class JobSteps:
     @property
     def described_chunks(self) -> str:
         """How many of which size, and why, for people."""
-        why = f" ({self.chunks.reason})" if self.chunks.reason else ""
-        return described(self.job.batch_shape, self.chunk) + why
+        return self.chunks.described(self.chunk)
 
     @property
     def described_tasks(self) -> str:

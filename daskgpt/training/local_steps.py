@@ -26,7 +26,7 @@ from daskgpt.graph.repeated import Repeated
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.chunk_choice import ChunkChoice, described
+from daskgpt.training.chunk_choice import ChunkChoice
 from daskgpt.training.inner_steps import Batch, InnerSteps, OuterStep, Shard
 from daskgpt.training.job import OUTER, Job
 from daskgpt.training.job_steps import JobSteps
@@ -108,8 +108,7 @@ class LocalSteps:
     @property
     def described_chunks(self) -> str:
         """How many of which size a replica works on, and why, for people."""
-        why = f" ({self.chunks.reason})" if self.chunks.reason else ""
-        return described(self.job.replica_shape, self.chunk) + why
+        return self.chunks.described(self.chunk)
 
     @property
     def described_tasks(self) -> str:
