@@ -21,6 +21,7 @@ from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.instruments.timeline.watcher import require_shared_steps
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.horizon import one_horizon
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.loop import run_job
 from daskgpt.training.result import Result
@@ -84,6 +85,7 @@ def main(arguments: list[str]) -> int:
     if resumed:
         job, folder = resumed.job, resumed.folder
     else:
+        one_horizon(given_flags(RunConfig, values))
         run = from_flags(RunConfig, values)
         run = replace(run, out=run.out or new_folder())
         folder = RunFolder(run.out)

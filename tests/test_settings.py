@@ -28,7 +28,8 @@ def test_help_lists_every_field_with_its_meaning_unit_and_default(config):
     own = page[: page.index("Methods defined here")]
     told = " ".join(own.replace("|", " ").split())
     for f in fields(config):
-        assert f" {f.name}: {f.type} {f.metadata['help'].replace('|', ' ')}" in told
+        kind, meaning = (" ".join(text.replace("|", " ").split()) for text in (f.type, f.metadata["help"]))
+        assert f" {f.name}: {kind} {meaning}" in told
         words = {number: word for word, number in f.metadata["words"].items()}
         default = words.get(f.default, f.default or "")
         for part in (f.metadata["unit"], ", ".join(f.metadata["choices"]), f"default: {default}".strip()):
@@ -87,7 +88,7 @@ def test_a_value_that_a_field_does_not_allow_is_refused(config, values, error, m
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_number_has_bounds_and_no_field_takes_another_type(config):
     for f in fields(config):
-        wrong = 5 if isinstance(f.default, str) else "5"
+        wrong = 1.5 if f.metadata["parse"] else 5 if isinstance(f.default, str) else "5"
         with pytest.raises(TypeError, match=f"^{config.__name__}: {f.name} must be "):
             config(**{f.name: wrong})
         if not isinstance(f.default, str):

@@ -149,6 +149,9 @@ def _abandon(stream: TextIO | None) -> None:
 def _type(f: Field[Any]) -> Callable[[str], Any]:
     default = f.default
     assert default is not MISSING
+    if f.metadata["parse"]:
+        parse: Callable[[str], Any] = f.metadata["parse"]
+        return parse
     return _number_or(f.metadata["words"]) if f.metadata["words"] else type(default)
 
 

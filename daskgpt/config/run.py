@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from daskgpt.config.amounts import count, count_or_share
 from daskgpt.config.errors import nearest_divisor, refusal, require
 from daskgpt.config.groups import check_groups, groups_setting
 from daskgpt.config.settings import Checked, documented, setting
@@ -43,9 +44,26 @@ class OptimizerConfig(Checked):
 
     optimizer: str = setting("adamw", "how parameters are updated: adamw or momentum (SGD with momentum beta1)")
     learning_rate: float = setting(1e-3, "largest learning rate", least=0)
-    schedule: str = setting("cosine", "learning rate over the steps", choices=("constant", "cosine"))
-    warmup: int = setting(100, "steps in which the learning rate rises from 0 (cosine only)", unit="steps", least=0)
-    final_learning_rate: float = setting(1e-4, "learning rate after the last step (cosine only)", least=0)
+    schedule: str = setting(
+        "cosine",
+        "learning rate over the steps; wsd = warmup, stable, decay",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
+    warmup: int | str = setting(
+        100,
+        "steps in which the learning rate rises from 0, or their share, such as 5% (not with constant)",
+        unit="steps",
+        least=0,
+        parse=count_or_share,
+    )
+    cooldown: int | str = setting(
+        "20%",
+        "the last steps, or their share, in which it falls (wsd only)",
+        unit="steps",
+        least=0,
+        parse=count_or_share,
+    )
+    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0)
     beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
     eps: float = setting(1e-8, "added to the root of v", least=0)
@@ -133,6 +151,14 @@ class RunConfig(Checked):
     """One training run: how long, from where, and where it is written."""
 
     steps: int = setting(2000, "optimizer steps", least=1)
+    tokens: int = setting(0, "the same in tokens, such as 10M: as many steps as these take", least=0, parse=count)
+    minutes: float = setting(
+        0.0,
+        "the same in minutes of training, all processes of the run together: the number of steps, which the learning "
+        "rate follows, is estimated again and again; 0 = as many steps as were asked for",
+        unit="minutes",
+        least=0,
+    )
     seed: int = setting(0, "seed of initial values, batches and the sample", least=0)
     init: str = setting("", "run folder, or any model that daskgpt.convert reads, to start from; empty = random values")
     out: str = setting("", "folder for the run; empty = runs/DATE-TIME on the command line, none from Python")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from inspect import cleandoc
 from numbers import Integral, Real
@@ -59,16 +60,19 @@ def setting(
     below: float | None = None,
     zero: str = "",
     negative: str = "",
+    parse: Callable[[str], Any] | None = None,
 ) -> Any:
     """A dataclass field that can be a flag, with its help text, unit and allowed values. The default tells its type.
 
     choices                the texts that are allowed, all if none is named
     least, above, below    the numbers that are allowed, see Bounds
     zero, negative         a word that may be given for the number 0, or for -1
+    parse                  what a text means that may be given for the number (see `config.amounts`); its name says what
+                           that is
     """
     words = {word: number for word, number in {zero: 0, negative: -1}.items() if word}
     known = {"help": help, "unit": unit, "choices": choices, "bounds": Bounds(least, above, below), "words": words}
-    return field(default=default, metadata=known)
+    return field(default=default, metadata=known | {"parse": parse})
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,11 @@ class Checked:
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
     """The value as the type of the field: NumPy's whole numbers are, a word for one is, and a path is a text."""
-    wanted = type(f.default)
+    wanted = int if f.metadata["parse"] else type(f.default)
     if isinstance(value, str) and value in f.metadata["words"]:
         return f.metadata["words"][value]
+    if isinstance(value, str) and f.metadata["parse"]:
+        return _parsed(where, f, value)
     if wanted is int and isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if wanted is float and isinstance(value, Real) and not isinstance(value, bool):
@@ -100,6 +106,15 @@ def _of_type(where: str, f: Field[Any], value: Any) -> Any:
     kinds = {int: ("a whole number", "an int"), float: ("a number", "a float"), str: ("a text", "a str")}
     kind, python = kinds[wanted]
     raise refusal(TypeError, where, f"{f.name} must be {kind}", {f.name: repr(value)}, f"Give {python}.")
+
+
+def _parsed(where: str, f: Field[Any], text: str) -> Any:
+    parse = f.metadata["parse"]
+    try:
+        return parse(text)
+    except ValueError:
+        rule = f"{f.name} must be a {parse.__name__}"
+        raise refusal(ValueError, where, rule, {f.name: repr(text)}, f"Try {f.default}.") from None
 
 
 def _check(where: str, f: Field[Any], value: Any) -> None:

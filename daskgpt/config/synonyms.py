@@ -18,6 +18,9 @@ _NAMES = {
     "vocabulary": "vocab vocab-size n-vocab",
     "positions": "n-positions max-positions max-position-embeddings",
     "preset": "model model-size size config arch",
+    "cooldown": "decay-steps wsd-decay-steps lr-decay-iters cooldown-steps",
+    "tokens": "max-tokens train-tokens token-budget",
+    "minutes": "max-time time-limit max-minutes",
     "steps": "max-iters max-steps iterations iters num-steps n-steps num-iterations train-steps n",
     "init": "init-from load checkpoint ckpt from pretrained from-pretrained start-from weights",
     "out": "output out-dir output-dir save save-dir logdir log-dir o",
@@ -52,7 +55,7 @@ SYNONYMS = {synonym: name for name, synonyms in _NAMES.items() for synonym in sy
 _CLIPPING = "Gradients are not clipped here: a smaller --learning-rate or a longer --warmup keeps a run stable."
 _CPUS = "Everything runs on CPUs: --scheduler and --threads say where."
 _DROPOUT = "There is no dropout here: --weight-decay is what restrains a model."
-_EPOCHS = "A run is counted in --steps of --batch-size times --sequence-length tokens, drawn at random."
+_EPOCHS = "A run is counted in --steps, --tokens or --minutes, and batches are drawn at random."
 _CHECKPOINTS = "Checkpoints are always written: --save-every and --save-minutes say when, --keep how many stay."
 _ACCUMULATION = "Gradients are not accumulated over steps: --batch-chunk cuts a large batch into pieces."
 _COMPILING = "Kernels are always compiled, at the first start on a machine."

@@ -1,8 +1,7 @@
-"""Optimizers as a table of updates, and the learning rate over the steps."""
+"""Optimizers as a table of updates."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from daskgpt.kernels import adamw, momentum
 from daskgpt.kernels.bfloat16 import rounded_layers
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
+from daskgpt.model.schedules import learning_rate
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
@@ -117,21 +117,7 @@ def update(
     return new
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Constant; or a linear rise over `warmup` steps, then half a cosine down to the final learning rate.
-
-    Source   Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts
-    """
-    if config.schedule == "constant":
-        return config.learning_rate
-    if step < config.warmup:
-        return config.learning_rate * (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(steps - 1 - config.warmup, 1)
-    fall = config.learning_rate - config.final_learning_rate
-    return config.final_learning_rate + fall * _half_cosine(min(progress, 1.0))
-
-
-# Of these two, C libraries differ in the last bit, and a run's bits would depend on the machine.
+# C libraries differ in the last bit of a power, and a run's bits would depend on the machine.
 def _power(base: float, exponent: int) -> float:
     """base**exponent by squaring; exponent is 1 or more."""
     result = 1.0
@@ -141,14 +127,3 @@ def _power(base: float, exponent: int) -> float:
         base *= base
         exponent //= 2
     return result
-
-
-def _half_cosine(progress: float) -> float:
-    """(1 + cos(π progress)) / 2 for progress from 0 to 1: the square of cos(π progress / 2), by its Taylor series."""
-    angle = math.pi / 2 * progress
-    square = angle * angle
-    total = term = 1.0
-    for number in range(1, 27, 2):
-        term *= -square / (number * (number + 1))
-        total += term
-    return total * total

@@ -14,8 +14,8 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Submission
-from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.precision import values_of
+from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import METRICS
@@ -86,7 +86,7 @@ def _require_finite_parameters(job: Job, step: int, names: list[str]) -> None:
 
 
 def _diverged(job: Job, step: int, rule: str, got: str) -> RuntimeError:
-    rate = learning_rate(job.optimizer, step, job.run.steps)
+    rate = learning_rate(job.optimizer, step, job.horizon.at(step))
     losses = f"; the losses are in {Path(job.run.out) / METRICS}" if job.run.out else ""
     return refusal(
         RuntimeError,

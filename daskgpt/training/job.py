@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from daskgpt.model.parameters import parameter_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.addresses import chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.horizon import Horizon
 
 OUTER = "outer"  # the momentum of the outer step
 
@@ -36,6 +38,7 @@ class Job:
     """Everything that steps need, checked before anything is computed or written.
 
     dataset   what a run trains on; None where tokens come from elsewhere, as in a benchmark
+    horizon   how many steps it has, which is estimated anew while it runs where it is told in minutes
     """
 
     config: GPT2Config
@@ -45,8 +48,10 @@ class Job:
     run: RunConfig
     dataset: Dataset | None = None
     local: LocalConfig = field(default_factory=LocalConfig)
+    horizon: Horizon = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape)))
         check_replicas(self.data, self.local, self.dataflow.barrier)
         together = self.local.replicas == 1
         check_chunks(*self.replica_shape, self.dataflow, "batch_size" if together else "batch_size / replicas")
@@ -116,8 +121,13 @@ class Job:
             "optimizer": self.optimizer,
             "local": self.local,
             "dataflow": dataflow,
-            "run": replace(run, init=from_root(run.init), out=from_root(run.out)),
+            "run": replace(run, init=from_root(run.init), out=from_root(run.out), steps=self.steps),
         }
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has, as known now."""
+        return self.horizon.steps
 
     @property
     def scheduler(self) -> str:
@@ -157,7 +167,7 @@ class Job:
     def round_end(self, step: int) -> int:
         """How many steps will have been made when the replicas meet after this step; one more where there are none."""
         length = self.local.local_steps or 1
-        return min((step // length + 1) * length, self.run.steps)
+        return min((step // length + 1) * length, self.steps)
 
     def round_begin(self, step: int) -> int:
         """How many steps had been made when the replicas met last before this step."""

@@ -112,18 +112,18 @@ class JobSteps:
 
     def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
         """A step a batch: their losses, and the state after them."""
-        state = repacked_state(self.scheduler, self.step, state)
+        state, length = repacked_state(self.scheduler, self.step, state), self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
-                loss, state = self.step(self.scheduler, state, *batches[0], self.job.run.steps)
+                loss, state = self.step(self.scheduler, state, *batches[0], length)
             spans = [span for process in processes for span in process.spans]
-            self._settle(spans, self.job.run.steps - state.step)
+            self._settle(spans, length - state.step)
             return [loss], state
         if self.scheduler.in_place and len(batches) > 1:
-            return self.step.window(self.scheduler, state, batches, self.job.run.steps)
+            return self.step.window(self.scheduler, state, batches, length)
         submitted = []
         for own in batches:
-            handles, state = self.step.submit(self.scheduler, state, own, self.job.run.steps)
+            handles, state = self.step.submit(self.scheduler, state, own, length)
             submitted.append(handles)
         return [self.step.loss(self.scheduler, handles) for handles in submitted], state
 

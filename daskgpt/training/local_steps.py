@@ -178,7 +178,8 @@ class _Stretch:
         self.graph: Graph = {}
         self.homes: dict[Key, int] = {}
         job, row = steps.job, steps.step.row
-        hypers = [row.hyper(job.optimizer, state.step + number, job.run.steps) for number in range(len(batches))]
+        length = job.horizon.at(state.step)
+        hypers = [row.hyper(job.optimizer, state.step + number, length) for number in range(len(batches))]
         self.inner = [self._inner(replica, batches, hypers) for replica in range(steps.replicas)]
 
     def told(self, replica: int) -> Key:

@@ -16,7 +16,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import batch, validation_batches
-from daskgpt.model.optimizer import learning_rate
+from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.cluster import client_address
 from daskgpt.schedulers.losses import LostCluster, LostResults
@@ -149,7 +149,7 @@ def run_job(
     """
     scheduler.admit(job.precision.packed)
     scheduler.leave_silent(job.run.worker_seconds)
-    progress = Progress(job.run.steps, done=beginning.step, quiet=quiet)
+    progress = Progress(job.steps, done=beginning.step, quiet=quiet)
     with finishing_first(progress.say, "round" if job.local.local_steps else "step") as asked_to_stop:
         loop = _Loop(job, scheduler, beginning, folder, progress)
         try:
@@ -177,6 +177,11 @@ class _Loop:
         self.steps = steps_of(job, scheduler, progress.say)
         self.usage = Usage(scheduler)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has trained, earlier processes included."""
+        return self.beginning.seconds + time.perf_counter() - self.start
 
     def wait(self) -> None:
         """Until what is being saved is written."""
@@ -230,6 +235,8 @@ class _Loop:
         if self.saver and self.folder:
             self.saver.save(state, self._facts(state), last=True)
             result.checkpoint = step_folder(self.folder.path, state.step)
+            if self.job.run.minutes:  # the number of steps is known now
+                self.folder.configure(self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain))
             self.folder.write_metrics()
         return result
 
@@ -264,10 +271,13 @@ class _Loop:
                 self._note(metrics, recovery, on_step)
                 require_finite(job, self.scheduler, state, metrics)
             # Of steps that overlap there is a state after the last one only.
-            if state.step != metrics["step"] + 1 or state.step == job.run.steps:
+            if state.step != metrics["step"] + 1 or state.step == job.steps:
                 continue
+            new = state.step > known and job.meets(state.step) and not steps.open
+            if new and job.horizon.passed(state.step, self.seconds):
+                self.progress.expect(job.steps)
             if asked_to_stop() and job.meets(state.step):
-                self.progress.say(f"stopped after {state.step} of {job.run.steps} steps")
+                self.progress.say(f"stopped after {state.step} of {job.steps} steps")
                 return state, True
             recovery.after(state)
             if not job.meets(state.step):  # replicas are on their own: there is no model to save
@@ -302,7 +312,8 @@ class _Loop:
                 self.progress.say(f"metrics    {where} waits for room: {reason(error)}; training goes on")
 
     def _facts(self, state: State) -> dict[str, Any]:
-        return facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
+        known = facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
+        return known | {"horizon": self.job.horizon.facts(self.seconds)}
 
 
 def _steps(
@@ -316,7 +327,7 @@ def _steps(
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
     tokens = job.data.batch_size * job.data.sequence_length
     number = state.step
-    while number < job.run.steps:
+    while number < job.steps:
         start = time.perf_counter()
         numbers = range(number, number + _together(job, steps, number, watching, saver))
         batches = [batch(job.tokens.training, **size, seed=job.run.seed, step=n) for n in numbers]
@@ -328,7 +339,7 @@ def _steps(
         rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
         for number, loss in zip(numbers, losses):
             metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
-            metrics["learning_rate"] = learning_rate(job.optimizer, number, job.run.steps)
+            metrics["learning_rate"] = learning_rate(job.optimizer, number, job.horizon.at(number))
             if number >= known and number + 1 == _next_validation(job, number):
                 if validate is None or validate.runnable.layout != state.layout:
                     validate = _validation(job, steps.chunk, state)
@@ -343,7 +354,7 @@ def _validation(job: Job, chunk: tuple[int, int], state: State) -> Inference:
 
 def _next_validation(job: Job, number: int) -> int:
     """How many steps will have been made at the next validation: where replicas meet, if there are any."""
-    every = job.run.validate_every or job.run.steps
+    every = job.run.validate_every or job.steps
     return job.round_end((job.round_begin(number) // every + 1) * every - 1)
 
 
@@ -351,6 +362,7 @@ def _together(job: Job, steps: Steps, number: int, watching: Watching, saver: Sa
     """How many steps from this one on are handed over together."""
     ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
     ends += [end] if saver and (end := saver.next_fixed(number)) else []
+    ends += [end] if (end := job.horizon.next_change(number)) else []
     return min(steps.together(number), min(ends) - number)
 
 

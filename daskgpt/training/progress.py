@@ -82,6 +82,12 @@ class Progress:
         if self.line is not None:
             self.line.update()
 
+    def expect(self, steps: int) -> None:
+        """Another number of steps in all."""
+        self.steps = steps
+        if self.line is not None:
+            self.line.total = steps
+
     def close(self) -> None:
         """Take the line away; what was kept stays."""
         if self.line is not None:

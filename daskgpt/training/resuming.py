@@ -23,6 +23,7 @@ from daskgpt.kernels.bfloat16 import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoints import Checkpoint, checkpoints, is_checkpoint, newest_good, read_checkpoint, step_of
+from daskgpt.training.horizon import HORIZONS, one_horizon
 from daskgpt.training.job import Job, from_root
 from daskgpt.training.run_folder import MODELS, RunFolder
 from daskgpt.training.start import open_dataset
@@ -37,10 +38,10 @@ SECTIONS: Mapping[str, type] = {
 }
 # What of a run may change where it is gone on with. The first row changes bits from here on, the others none.
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("learning_rate", "schedule", "warmup", "final_learning_rate"),
+    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "window"),
     "run": (
-        *("steps", "validate_every", "validation_batches", "sample_tokens"),
+        *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens"),
         *("save_every", "save_minutes", "keep", "keep_every", "snapshot_every", "worker_minutes"),
         "worker_seconds",
     ),
@@ -63,6 +64,7 @@ class Beginning:
     validation  the last validation loss of these, nan if there was none
     said        lines for people
     spared      damaged checkpoints, which are never deleted
+    seconds     how long earlier processes have trained
     """
 
     parameters: Mapping[str, np.ndarray]
@@ -72,6 +74,7 @@ class Beginning:
     validation: float = nan
     said: tuple[str, ...] = ()
     spared: frozenset[Path] = frozenset()
+    seconds: float = 0.0
 
 
 def facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:
@@ -152,10 +155,12 @@ class Resumed:
         folder, self.state = found
         self.spared = frozenset(path for path in checkpoints(folder.parent) if step_of(path) > step_of(folder))
         self.configuration = self._changed(self.state["configuration"], changes)
-        steps, done = self.configuration["run"].steps, self.state["step"]
+        self.job = self._job()
+        done = self.state["step"]
+        self.job.horizon.go_on(self.state.get("horizon", {}), done)
+        steps = self.job.steps
         rule, advice = "the run must have steps left", "Give more --steps."
         require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
-        self.job = self._job()
         self.checkpoint: Checkpoint = read_checkpoint(folder, self.state, self.job.moments)
         self.said.append(f"resumed    {folder}: {done} of {steps} steps are done")
         self._compare_arithmetic()
@@ -179,6 +184,10 @@ class Resumed:
                 values["out"] = from_root(self.path)
             given = changes.get(name, {})
             self._require_changeable(name, values, given)
+            if name == "run":
+                one_horizon(given)
+                # What is given anew says how long the run is, in place of what did.
+                values |= dict.fromkeys(("tokens", "minutes"), 0) if any(map(given.get, HORIZONS)) else {}
             found[name] = kind(**values | {n: v for n, v in given.items() if n in MAY_CHANGE.get(name, ())})
         return found
 
@@ -225,6 +234,7 @@ class Resumed:
             validated[-1] if validated else nan,
             tuple(self.said),
             self.spared,
+            self.state.get("horizon", {}).get("seconds", 0.0),
         )
 
 

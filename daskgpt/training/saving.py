@@ -116,7 +116,7 @@ class Saver:
     def _will_save(self) -> bool:
         """Whether there will be a checkpoint beside steps: of those by time the run must have made half of the way."""
         first, minutes = self.next_fixed(0), self.job.run.save_minutes
-        by_steps = first is not None and first < self.job.run.steps
+        by_steps = first is not None and first < self.job.steps
         return by_steps or (bool(minutes) and time.monotonic() - self.since >= 30 * minutes)
 
     def _make_room(self, values: Mapping[str, np.ndarray]) -> None:

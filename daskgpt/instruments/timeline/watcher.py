@@ -36,9 +36,11 @@ class TimelineConfig(Checked):
 
 
 def require_shared_steps(job: Job) -> None:
-    """Errors   ValueError for local steps, of which each replica has its own"""
+    """Errors   ValueError for local steps, of which each replica has its own, and where nobody knows the last ones"""
     rule, advice = "a timeline is of steps that all threads share", "Leave out --timeline or --local-steps."
     require(not job.local.local_steps, "train", rule, {"local_steps": job.local.local_steps}, advice)
+    rule, advice = "a timeline of the last steps needs a run of so many steps", "Leave out --timeline or --minutes."
+    require(not job.run.minutes, "train", rule, {"minutes": job.run.minutes}, advice)
 
 
 class TimelineWatcher:
@@ -51,7 +53,7 @@ class TimelineWatcher:
         require_shared_steps(job)
         self.recorder = StepRecorder(step, scheduler)
         self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
-        return max(job.run.steps - self.config.timeline_steps, 0)
+        return max(job.steps - self.config.timeline_steps, 0)
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
         return self.recorder.window(steps)

@@ -1,0 +1,148 @@
+"""Learning rates beside PyTorch's, and how long a run is: steps, tokens, minutes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from command_lines import refused, run, write_text
+from conftest import GOLDEN
+from small_runs import FLAGS, OPTIMIZER, fit
+
+import daskgpt
+from daskgpt.config.amounts import count, count_or_share, part_of
+from daskgpt.config.run import OptimizerConfig, RunConfig
+from daskgpt.model.schedules import SCHEDULES, learning_rate
+from daskgpt.training.horizon import Horizon
+
+TORCH = json.loads((GOLDEN / "training.json").read_text())["schedules"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("warmup", [8, "20%", "17.6%"])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_rates_are_those_of_torch(name, warmup):
+    config = OptimizerConfig(schedule=name, warmup=warmup, cooldown="25%", learning_rate=1e-3, final_learning_rate=1e-4)
+    steps = len(TORCH[name])
+    assert [learning_rate(config, step, steps) for step in range(steps)] == pytest.approx(TORCH[name], rel=1e-6)
+
+
+def test_every_schedule_of_torch_is_a_choice():
+    assert set(SCHEDULES) == set(TORCH)
+    for name in SCHEDULES:
+        OptimizerConfig(schedule=name)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("steps", [1, 2, 5, 9, 100])
+@pytest.mark.parametrize("warmup", [0, 1, 8, 200, "0%", "100%"])
+@pytest.mark.parametrize("cooldown", [0, 1, 300, "100%"])
+def test_no_length_leaves_the_bounds(name, steps, warmup, cooldown):
+    config = OptimizerConfig(schedule=name, warmup=warmup, cooldown=cooldown)
+    for step in range(steps + 3):
+        assert 0 < learning_rate(config, step, steps) <= config.learning_rate * (1 + 1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7", 7), ("10M", 10_000_000), ("1.5k", 1500), ("2e6", 2_000_000), ("3B", 3 * 10**9)]
+)
+def test_amounts_of_tokens(text, number):
+    assert count(text) == number
+    assert RunConfig(tokens=text).tokens == number
+
+
+def test_amounts_of_steps():
+    assert part_of(count_or_share("5%"), 1000) == 50
+    assert part_of(count_or_share("0.5 %"), 1001) == 6
+    assert part_of(count_or_share("30"), 1000) == 30
+    assert OptimizerConfig(warmup="05.0%").warmup == "5%"
+
+
+@pytest.mark.parametrize("wrong", ["", "5%%", "101%", "-1%", "x", "nan%"])
+def test_what_is_no_amount_is_refused(wrong):
+    message = f"OptimizerConfig: warmup must be a number or share such as 5%; got warmup={wrong!r}. Try 100."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OptimizerConfig(warmup=wrong)
+
+
+def test_tokens_say_how_many_steps(text, tmp_path):
+    result = fit(text, tmp_path / "run", steps=99, tokens="500")
+    assert len(result.losses) == 8  # of 64 tokens
+    assert 'warmup = 3\ncooldown = "20%"' in (tmp_path / "run" / "config.toml").read_text()
+    assert "steps = 8\ntokens = 500\n" in (tmp_path / "run" / "config.toml").read_text()
+    same = fit(text, tmp_path / "steps", steps=8)
+    assert result.losses == same.losses
+    with pytest.raises(ValueError, match=re.escape("the run must have steps left; got steps=8")):
+        daskgpt.fit(resume=tmp_path / "run", quiet=True)
+    longer = daskgpt.fit(resume=tmp_path / "run", run={"tokens": 640}, quiet=True)
+    assert len(longer.losses) == 10
+    assert len(daskgpt.fit(resume=tmp_path / "run", run={"steps": 12}, quiet=True).losses) == 12
+    assert "steps = 12\ntokens = 0\n" in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_one_length_only(text, tmp_path):
+    line = refused(run("train", "--data", text, *FLAGS.split(), "--tokens", "1M", "--minutes", 2, "--out", tmp_path))
+    assert line == (
+        "train: a run must have one length; got tokens=1000000, minutes=2.0. Leave out --tokens or --minutes."
+    )
+    with pytest.raises(ValueError, match="a run must have one length"):
+        fit(text, tmp_path / "run", tokens=100, minutes=1)
+
+
+def test_estimates_follow_the_clock():
+    horizon = Horizon(RunConfig(minutes=10, steps=50), 64)
+    assert (horizon.steps, horizon.at(7), horizon.next_change(3)) == (50, 50, None)
+    assert not horizon.passed(2, 20.0)  # the first look
+    assert not horizon.passed(3, 22.0)
+    assert horizon.passed(6, 28.0)  # 2 s a step, 572 s left
+    assert horizon.steps == 6 + 286
+    assert (horizon.at(5), horizon.at(6), horizon.next_change(5)) == (50, 292, 6)
+    assert horizon.passed(9, 40.0)  # 20 / 7 s a step by now
+    assert horizon.steps == 9 + 196
+    assert horizon.passed(10, 700.0)
+    assert horizon.steps == 11  # the time is over: one more, which ends as a run does
+    other = Horizon(RunConfig(minutes=20, steps=50), 64)
+    other.go_on(horizon.facts(599.0), 10)
+    assert other.changes == horizon.changes
+    with pytest.raises(ValueError, match=re.escape("the run must have time left; got minutes=10, spent=11.7.")):
+        Horizon(RunConfig(minutes=10), 64).go_on(horizon.facts(700.0), 11)
+
+
+@pytest.mark.parametrize("barrier", ["step", "none"])
+def test_minutes_end_a_run_and_its_rates_with_it(text, tmp_path, barrier):
+    out = tmp_path / "run"
+    optimizer = replace(OPTIMIZER, warmup="10%", schedule="linear")
+    result = fit(text, out, optimizer=optimizer, dataflow={"barrier": barrier}, steps=100, minutes=0.05)
+    records = metrics_of(out)
+    assert len(records) == len(result.losses)
+    assert "validation_loss" in records[-1]
+    assert records[-1]["learning_rate"] == pytest.approx(optimizer.final_learning_rate)
+    assert f"steps = {len(records)}\n" in (out / "config.toml").read_text()
+    with pytest.raises(ValueError, match="the run must have time left"):
+        daskgpt.fit(resume=out, quiet=True)
+
+
+def test_what_a_run_of_minutes_was_told_is_told_again(text, tmp_path):
+    """A checkpoint knows the estimates: steps that are made again have the learning rates that they had."""
+    out, changes = tmp_path / "run", {"save_every": 40, "keep": 100, "minutes": 0.05, "steps": 100}
+    fit(text, out, **changes)
+    folders = sorted(out.glob("step-*"))
+    state = json.loads((folders[0] / "state.json").read_text())
+    first, *others = state["horizon"]["changes"]
+    assert first == [0, 100]
+    assert all(step <= state["step"] for step, _ in others)
+    horizon = Horizon(RunConfig(minutes=1), 64)
+    horizon.go_on(json.loads((folders[-1] / "state.json").read_text())["horizon"], 0)
+    config = OPTIMIZER
+    for record in metrics_of(out):
+        assert record["learning_rate"] == learning_rate(config, record["step"], horizon.at(record["step"]))
