@@ -23,10 +23,11 @@ from daskgpt.instruments.compare.llmc_program import compare_llmc, run_program
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import check_losses, compare_torch
 from daskgpt.instruments.compare.turns import Pair, PairedTurns, alternate, steps_of_a_turn, undisturbed
-from daskgpt.instruments.measure import Steps, measure, step_operations
+from daskgpt.instruments.measure import Steps, measure
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.model.parameters import parameter_count
+from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers import machine_memory
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.train import main as train_main

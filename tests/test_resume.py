@@ -203,7 +203,7 @@ LIST = (
     "May change: --learning-rate, --schedule, --warmup, --cooldown, --final-learning-rate, --scheduler, --threads, "
     "--batch-chunk, --sequence-chunk, --grain, --barrier, --window, --steps, --tokens, --minutes, --validate-every, "
     "--validation-batches, --sample-tokens, --save-every, --save-minutes, --keep, --keep-every, --snapshot-every, "
-    "--worker-minutes, --worker-seconds."
+    "--worker-minutes, --worker-seconds, --log."
 )
 
 

@@ -95,7 +95,7 @@ def test_two_runs_into_one_folder(tmp_path):
     first.begin({"run": {"seed": 1}})
     with pytest.raises(FileExistsError, match="RunFolder: the folder must not hold a run already; got out="):
         second.begin({"run": {"seed": 2}})
-    first.log({"step": 0})
+    first.logs.log({"step": 0})
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == {"run": {"seed": 1}}

@@ -191,6 +191,9 @@ class RunConfig(Checked):
         unit="seconds",
         least=0,
     )
+    log: str = setting(
+        "", "what the metrics go to besides metrics.jsonl in the run's folder: tensorboard (needs its extra)"
+    )
     sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens", least=0)
 
 

@@ -59,7 +59,7 @@ _EPOCHS = "A run is counted in --steps, --tokens or --minutes, and batches are d
 _CHECKPOINTS = "Checkpoints are always written: --save-every and --save-minutes say when, --keep how many stay."
 _ACCUMULATION = "Gradients are not accumulated over steps: --batch-chunk cuts a large batch into pieces."
 _COMPILING = "Kernels are always compiled, at the first start on a machine."
-_LOGGING = "Losses are written to metrics.jsonl in the folder of --out, a line a step."
+_LOGGING = "Metrics are written to metrics.jsonl in the folder of --out, a line a step; --log says where else."
 _OPTIMIZER = "--optimizer says how parameters are updated, AdamW where nothing is said."
 _BIASES = "The layers are GPT-2's and have biases."
 
@@ -73,7 +73,7 @@ MISSING = {
         "always-save-checkpoint save-checkpoint": _CHECKPOINTS,
         "gradient-accumulation-steps grad-accum accumulate accumulation-steps accum": _ACCUMULATION,
         "compile jit": _COMPILING,
-        "wandb tensorboard log-interval log-every log wandb-log logging": _LOGGING,
+        "wandb tensorboard log-interval log-every wandb-log logging": _LOGGING,
         "optim momentum sgd adam": _OPTIMIZER,
         "bias no-bias": _BIASES,
     }.items()

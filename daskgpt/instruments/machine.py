@@ -1,26 +1,19 @@
-"""What a process has taken of its machine, and what the machine can do: processor, matrix products."""
+"""What a process has taken of its machine, and which one that is."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
-import threading
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
-from time import perf_counter
-
-import numpy as np
 
 import daskgpt
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 CPU_INFO, STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
 BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
-PRODUCT_SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round
 
 
 def reset_peak_memory() -> bool:
@@ -94,38 +87,3 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version(), "daskgpt": daskgpt.__version__} | {
         name: version(name) for name in packages
     }
-
-
-def matmul_rate(threads: int) -> float:
-    """Float32 operations a second that NumPy's BLAS reaches, through the kernels' way to it, on some threads at once.
-
-    Every thread multiplies large square matrices of its own; the rate is that of all, the median of some rounds.
-    """
-    from threadpoolctl import threadpool_limits  # a process that asks for its memory alone needs none of these
-
-    from daskgpt.kernels.float32.blas import matmul
-
-    size = PRODUCT_SIZE
-    random = np.random.default_rng(0)
-    matrices = [random.standard_normal((2, size, size), np.float32) for _ in range(threads)]
-    results = [np.empty((size, size), np.float32) for _ in range(threads)]
-
-    def products(number: int, count: int) -> None:
-        for _ in range(count):
-            matmul(matrices[number][0], matrices[number][1], results[number])
-
-    with threadpool_limits(limits=1, user_api="blas"):
-        _seconds_of_all(products, threads, 1)
-        seconds = median(_seconds_of_all(products, threads, PRODUCTS) for _ in range(ROUNDS))
-    return threads * PRODUCTS * 2 * size**3 / seconds
-
-
-def _seconds_of_all(work: Callable[[int, int], None], threads: int, count: int) -> float:
-    """Seconds until the last of some threads is done."""
-    workers = [threading.Thread(target=work, args=(number, count)) for number in range(threads)]
-    start = perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return perf_counter() - start

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from daskgpt.config.model import GPT2Config
-from daskgpt.graph.recording import Recorded
-from daskgpt.graph.spans import Span
 from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.origins import PHASES
-from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.model.parameters import initial_parameters
+from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.product_rate import product_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.phases import busy_by_pass
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Measurement:
     busy         pass -> seconds a step that kernels ran, divided by the threads; from the recorded steps
     idle         share of the threads' time in the recorded steps in which no kernel ran
     operations   of a step, see `step_operations`
-    matmul_rate  of the same machine and as many threads, see `machine.matmul_rate`
+    matmul_rate  of the same machine and as many threads, see `schedulers.product_rate`
     peak         most bytes in memory in the timed steps, all processes together
     """
 
@@ -143,27 +142,5 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
-    """`machine.matmul_rate` of this process; a worker (Dask gives it under this name) has threads of its own number."""
-    return machine.matmul_rate(dask_worker.state.nthreads if dask_worker else threads)
-
-
-def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -> int:
-    """Floating-point operations of the matrix products of one step, nothing that is computed twice counted twice.
-
-    6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N values that are multiplied,
-    for each token, in the forward pass and twice in the backward one; and the same for attention's two products, where
-    a token meets the (T + 1) / 2 tokens up to itself on average.
-    """
-    tokens = batch_size * sequence_length
-    attention = config.blocks * config.channels * (sequence_length + 1)
-    return 6 * tokens * (parameter_count(config, multiplied=True) + attention)
-
-
-def busy_by_pass(recorded: Recorded, spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds in which kernels of each pass of a recorded step ran."""
-    busy = dict.fromkeys(PHASES, 0.0)
-    for span in spans:
-        origin = recorded.origin(span.key)
-        if origin is not None:
-            busy[origin.phase] += span.end - span.start
-    return busy
+    """`product_rate` of this process; a worker (Dask gives it under this name) has threads of its own number."""
+    return product_rate(dask_worker.state.nthreads if dask_worker else threads)

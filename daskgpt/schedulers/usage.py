@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from daskgpt.schedulers.losses import LostResults
+from daskgpt.schedulers.product_rate import IN_BRIEF, product_rate
 from daskgpt.schedulers.protocol import Scheduler
 
 METRIC = "daskgpt"  # among those that a worker sends with its heartbeats
@@ -30,6 +31,8 @@ class Use:
     busy       seconds in tasks, of all its threads together
     received   bytes from other workers
     sent       bytes to other workers
+    memory     bytes of the process that are in memory now
+    products   float32 operations a second that it multiplies with, see `product_rate`
     """
 
     began: float
@@ -39,6 +42,8 @@ class Use:
     busy: float = 0.0
     received: float = 0.0
     sent: float = 0.0
+    memory: float = 0.0
+    products: float = 0.0
 
     def since(self, before: Use | None) -> Use:
         """What came after an earlier look: everything, where there was none, or the worker has begun anew."""
@@ -46,12 +51,12 @@ class Use:
             return self
         done = self.tasks - before.tasks, self.busy - before.busy
         passed = self.received - before.received, self.sent - before.sent
-        return Use(self.began, self.seconds - before.seconds, self.threads, *done, *passed)
+        return Use(self.began, self.seconds - before.seconds, self.threads, *done, *passed, self.memory, self.products)
 
     def and_then(self, more: Use) -> Use:
         done = self.tasks + more.tasks, self.busy + more.busy
         passed = self.received + more.received, self.sent + more.sent
-        return Use(self.began, self.seconds + more.seconds, more.threads, *done, *passed)
+        return Use(self.began, self.seconds + more.seconds, more.threads, *done, *passed, more.memory, more.products)
 
     @property
     def busy_share(self) -> float:
@@ -59,12 +64,13 @@ class Use:
         return self.busy / (self.seconds * self.threads)
 
     def rates(self) -> dict[str, float]:
-        """A second, and the share of its threads' time in which they ran no task."""
+        """A second, the share of its threads' time in which they ran no task, and the memory that it has taken."""
         return {
             "tasks_per_s": round(self.tasks / self.seconds, 2),
             "idle": round(max(0.0, 1 - self.busy_share), 3),
             "received_bytes_per_s": round(self.received / self.seconds),
             "sent_bytes_per_s": round(self.sent / self.seconds),
+            "memory_bytes": round(self.memory),
         }
 
 
@@ -74,6 +80,7 @@ class Count:
     """
 
     def __init__(self, worker: Any) -> None:
+        self.products = product_rate(worker.state.nthreads, *IN_BRIEF)
         self.began, self.received = time.time(), 0.0
         self.latest = next(reversed(worker.transfer_incoming_log), None)
         self.before = self._sums(worker)
@@ -85,7 +92,9 @@ class Count:
         self.latest = new[0] if new else self.latest
         tasks, busy, sent = (now - before for now, before in zip(self._sums(worker), self.before))
         seconds = time.time() - self.began
-        return asdict(Use(self.began, seconds, worker.state.nthreads, tasks, busy, self.received, sent))
+        memory = worker.monitor.recent()["memory"]
+        threads = worker.state.nthreads
+        return asdict(Use(self.began, seconds, threads, tasks, busy, self.received, sent, memory, self.products))
 
     @staticmethod
     def _sums(worker: Any) -> tuple[float, float, float]:
@@ -109,10 +118,16 @@ class Usage:
         self.at = 0.0
         self.last: dict[str, Use] = {}
         self.whole: dict[str, Use] = {}  # of the run
+        self.products = 0.0  # float32 operations a second of all that take part
 
-    def begin(self) -> None:
-        """What is told from here on."""
+    def begin(self, products: bool = True) -> None:
+        """What is told from here on.
+
+        products   whether somebody wants to know how fast this process multiplies, which takes some tenth of a second
+        """
         self.at, self.last = time.perf_counter(), self._told()
+        if products and self.scheduler.in_place:
+            self.products = product_rate(self.scheduler.threads, *IN_BRIEF)
 
     def news(self, every: float = EVERY) -> dict[str, Any]:
         """What each worker did a second since the last look, as metrics of a step; empty where that was just now.
@@ -129,7 +144,11 @@ class Usage:
             self.whole[name] = self.whole[name].and_then(own) if name in self.whole else own
         if not known:
             return {}
-        return {"workers": {name: own.rates() for name, own in known.items()}, "imbalance": round(imbalance(known), 3)}
+        return {
+            "workers": {name: own.rates() for name, own in known.items()},
+            "imbalance": round(imbalance(known), 3),
+            "memory_bytes": round(sum(own.memory for own in known.values())),
+        }
 
     def lines(self) -> list[str]:
         """What they did in the run, for people: those that were idle longest first."""
@@ -152,6 +171,8 @@ class Usage:
 
     def _told(self) -> dict[str, Use]:
         try:
-            return {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
+            told = {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
+            self.products = sum(own.products for own in told.values()) or self.products
+            return told
         except LostResults:
             return {}  # whoever asks for results next is told

@@ -18,7 +18,7 @@ from daskgpt.model.precision import values_of
 from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.run_folder import METRICS
+from daskgpt.training.metrics_file import METRICS
 from daskgpt.training.step import State
 
 

@@ -29,6 +29,7 @@ from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.addresses import chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.horizon import Horizon
+from daskgpt.training.logs import chosen_sinks
 
 OUTER = "outer"  # the momentum of the outer step
 
@@ -74,6 +75,7 @@ class Job:
         name = self.optimizer.optimizer
         advice = nearest(name, list(OPTIMIZERS))
         require(name in OPTIMIZERS, "train", "the optimizer must be known", {"optimizer": name}, advice)
+        chosen_sinks(self.run.log, self.run.out)
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         require(
@@ -128,6 +130,11 @@ class Job:
     def steps(self) -> int:
         """How many steps the run has, as known now."""
         return self.horizon.steps
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """Where the metrics go: rows of `logs.SINKS`."""
+        return chosen_sinks(self.run.log, self.run.out)
 
     @property
     def scheduler(self) -> str:

@@ -32,10 +32,11 @@ from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
 from daskgpt.training.resuming import Beginning, Resumed, facts
-from daskgpt.training.run_folder import METRICS, RunFolder
+from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.saving import Saver, reason
 from daskgpt.training.start import Start, open_dataset, start_values
 from daskgpt.training.step import State
+from daskgpt.training.step_metrics import StepMetrics
 from daskgpt.training.watching import Watcher
 
 Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
@@ -176,6 +177,7 @@ class _Loop:
         self.losses, self.validation = list(beginning.losses), beginning.validation
         self.steps = steps_of(job, scheduler, progress.say)
         self.usage = Usage(scheduler)
+        self.told = StepMetrics(job, self.usage, self.steps, lambda: self.seconds)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
 
     @property
@@ -192,7 +194,8 @@ class _Loop:
         """Train, save, and let the instruments write what they have seen."""
         job, progress, steps = self.job, self.progress, self.steps
         if self.folder:
-            self.folder.begin(job.resolved(self.scheduler, steps.chunk, steps.grain), self.beginning.step)
+            sections = job.resolved(self.scheduler, steps.chunk, steps.grain)
+            self.folder.begin(sections, self.beginning.step, job.sinks)
         for line in (describe(job, self.scheduler, steps.described_chunks), *self.beginning.said):
             progress.say(line)
         if steps.described_tasks:  # else it is said when it is known
@@ -202,7 +205,7 @@ class _Loop:
         watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
         folder = self.folder.path if self.folder else None
         recovery = Recovery(job, self.scheduler, steps, self.beginning, folder, progress.say, asked_to_stop)
-        self.usage.begin()
+        self.usage.begin(products=bool(self.folder or on_step))
         self.start = time.perf_counter()
         progress.begin()
         result, lost = None, None
@@ -237,7 +240,7 @@ class _Loop:
             result.checkpoint = step_folder(self.folder.path, state.step)
             if self.job.run.minutes:  # the number of steps is known now
                 self.folder.configure(self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain))
-            self.folder.write_metrics()
+            self.folder.logs.write()
         return result
 
     def ended_by(self, error: LostResults) -> RuntimeError:
@@ -261,7 +264,7 @@ class _Loop:
         Steps that a loss has taken back are made again, and told to nobody a second time.
         """
         job, steps, known, settled = self.job, self.steps, len(self.losses), not self.steps.open
-        for latest, metrics in _steps(job, self.scheduler, steps, state, watching, self.saver, known):
+        for latest, metrics in _steps(job, self.scheduler, steps, state, watching, self.saver, known, self.told):
             state = latest
             if metrics["step"] >= known:
                 if self.folder and not settled:
@@ -303,13 +306,8 @@ class _Loop:
     def _log(self, metrics: Mapping[str, Any]) -> None:
         """Metrics of a step; a full disk is said once, and no reason to end."""
         assert self.folder is not None
-        waiting = len(self.folder.unwritten)
-        try:
-            self.folder.log(metrics)
-        except OSError as error:
-            if not waiting:
-                where = self.folder.path / METRICS
-                self.progress.say(f"metrics    {where} waits for room: {reason(error)}; training goes on")
+        for path, error in self.folder.logs.log(metrics):
+            self.progress.say(f"metrics    {path} waits for room: {reason(error)}; training goes on")
 
     def _facts(self, state: State) -> dict[str, Any]:
         known = facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
@@ -317,7 +315,14 @@ class _Loop:
 
 
 def _steps(
-    job: Job, scheduler: Scheduler, steps: Steps, state: State, watching: Watching, saver: Saver | None, known: int
+    job: Job,
+    scheduler: Scheduler,
+    steps: Steps,
+    state: State,
+    watching: Watching,
+    saver: Saver | None,
+    known: int,
+    told: StepMetrics,
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step.
 
@@ -325,7 +330,6 @@ def _steps(
     """
     validate: Inference | None = None
     size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
-    tokens = job.data.batch_size * job.data.sequence_length
     number = state.step
     while number < job.steps:
         start = time.perf_counter()
@@ -335,15 +339,20 @@ def _steps(
             if not steps.open:
                 for first, watcher in watching:
                     looking.enter_context(watcher.watch(numbers) if number >= max(first, known) else nullcontext())
+                looking.enter_context(nullcontext() if watching else told.watch())
             losses, state = steps.run(state, batches)
-        rate = round(tokens * len(losses) / (time.perf_counter() - start), 1)
+        seconds = time.perf_counter() - start
+        recorded = told.of_all(len(losses), seconds)
         for number, loss in zip(numbers, losses):
-            metrics = {"step": number, "loss": loss, "tokens_per_s": rate}
+            metrics = {"step": number, "loss": loss, **told.of(number, seconds / len(losses))}
+            metrics |= recorded if number == numbers[-1] else {}
             metrics["learning_rate"] = learning_rate(job.optimizer, number, job.horizon.at(number))
             if number >= known and number + 1 == _next_validation(job, number):
                 if validate is None or validate.runnable.layout != state.layout:
                     validate = _validation(job, steps.chunk, state)
+                start = time.perf_counter()
                 metrics["validation_loss"] = validation_loss(job, scheduler, validate, state)
+                metrics["validation_s"] = round(time.perf_counter() - start, 3)
             yield state, metrics
         number += 1
 

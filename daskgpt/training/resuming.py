@@ -43,7 +43,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "run": (
         *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens"),
         *("save_every", "save_minutes", "keep", "keep_every", "snapshot_every", "worker_minutes"),
-        "worker_seconds",
+        *("worker_seconds", "log"),
     ),
 }
 # What leaves open what the run has settled: the same command again, with --resume, asks for no change.

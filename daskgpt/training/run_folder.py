@@ -1,16 +1,14 @@
-"""The folder of a run: its configuration, one line of metrics a step, its checkpoints."""
+"""The folder of a run: its configuration, its metrics, its checkpoints."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
-import math
 import os
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, count
@@ -20,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import not_written, replacing
+from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.encodings import VOCABULARY, encoding_of, vocabulary_size
@@ -37,8 +35,10 @@ from daskgpt.training.checkpoints import (
     remove_leftovers,
     require_checkpoint,
 )
+from daskgpt.training.logs import ALWAYS, Logs
+from daskgpt.training.metrics_file import METRICS, metrics_lines
 
-CONFIG, METRICS, LOCK = "config.toml", "metrics.jsonl", ".lock"
+CONFIG, LOCK = "config.toml", ".lock"
 MODEL = "model.safetensors"  # of a checkpoint
 MODELS = (MODEL, "model.bin")  # what older versions wrote into the run folder itself
 
@@ -61,9 +61,8 @@ class RunFolder:
 
     def __init__(self, path: str, *, resumed: bool = False) -> None:
         self.path, self.resumed = Path(path), resumed
-        self.metrics: BinaryIO | None = None
+        self.logs = Logs()
         self.lock: BinaryIO | None = None
-        self.unwritten: list[bytes] = []  # metrics for which there was no room
         if resumed:
             rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
             holds = (self.path / CONFIG).is_file() and (self.path / METRICS).is_file()
@@ -79,28 +78,31 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(self, sections: Mapping[str, Any], steps: int = 0) -> None:
+    def begin(self, sections: Mapping[str, Any], steps: int = 0, logs: Sequence[str] = (ALWAYS,)) -> None:
         """Write the configuration, and open the metrics: empty for a new run, else with the first so many steps.
+
+        logs     rows of `logs.SINKS`, of which the first is the one that is always there
 
         Errors   FileExistsError where another run has come here since
         """
-        remove_leftovers(self.path) if self.resumed else self._claim()
+        done = steps if self.resumed else None
+        remove_leftovers(self.path) if self.resumed else self._claim(sections)
         try:
             self.configure(sections)
+            for name in logs if self.resumed else logs[1:]:
+                self.logs.open(name, self.path, sections, done)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration it is no run, and holds no folder
-                (self.path / METRICS).unlink()
-                (self.path / LOCK).unlink(missing_ok=True)
+                for path in (*(file.path for file in self.logs.files), self.path / LOCK, self.path / CONFIG):
+                    path.unlink(missing_ok=True)
             raise
-        if self.resumed:
-            self._cut(steps)
 
-    def _claim(self) -> None:
+    def _claim(self, sections: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             # The file of metrics is what a run holds a folder by: only one of two that start at once can make it.
-            self.metrics = (self.path / METRICS).open("xb", buffering=0)
+            self.logs.open(ALWAYS, self.path, sections, None)
         except FileExistsError:
             raise self._taken() from None
         self._hold()
@@ -123,18 +125,9 @@ class RunFolder:
             self.lock.truncate(0)
             self.lock.write(f"{os.getpid()}\n".encode())
 
-    def _cut(self, steps: int) -> None:
-        """Leave the metrics of the first so many steps, and go on behind them."""
-        path = self.path / METRICS
-        kept = b"".join(line for _, line in _lines(path, steps))
-        if kept != path.read_bytes():
-            with replacing(path, "RunFolder") as file:
-                file.write(kept)
-        self.metrics = path.open("ab", buffering=0)
-
     def known_metrics(self, steps: int) -> list[dict[str, Any]]:
         """What the metrics say of the first so many steps; a step may be missing."""
-        return [record for record, _ in _lines(self.path / METRICS, steps)]
+        return [record for record, _ in metrics_lines(self.path / METRICS, steps)]
 
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the resolved configuration, or write it again: a TOML table a dataclass or mapping."""
@@ -145,50 +138,11 @@ class RunFolder:
         with replacing(self.path / CONFIG, "RunFolder") as file:
             file.write("\n".join(lines).encode())
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Append one step to the metrics; a number that is not finite, which JSON does not know, as null.
-
-        Errors   OSError where there is no room for all of the line: it is kept, and written once there is
-        """
-        valid = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        self.unwritten.append(f"{json.dumps(valid, allow_nan=False)}\n".encode())
-        self.write_metrics()
-
-    def write_metrics(self) -> None:
-        """Write what is not written yet.
-
-        Errors   OSError where there is no room for it: only whole lines are in the file then
-        """
-        assert self.metrics is not None
-        while self.unwritten:
-            line, before = self.unwritten[0], self.metrics.tell()
-            try:
-                while line:
-                    line = line[self.metrics.write(line) :]
-            except OSError as error:
-                self.metrics.truncate(before)
-                self.metrics.seek(before)
-                raise not_written(error, "RunFolder", self.path / METRICS) from error
-            del self.unwritten[0]
-
-    def sync_metrics(self) -> None:
-        """Let the metrics so far be on the disk.
-
-        Errors   OSError where they are not all written
-        """
-        if self.metrics is not None and not self.metrics.closed:
-            os.fsync(self.metrics.fileno())
-        if self.unwritten:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / METRICS))
-
     def close(self) -> None:
         """Close the metrics, and let go of the folder: the run has ended, well or not."""
-        for file in (self.metrics, self.lock):
-            if file is not None:
-                file.close()
+        self.logs.close()
+        if self.lock is not None:
+            self.lock.close()
 
     def _taken(self) -> FileExistsError:
         return refusal(
@@ -198,22 +152,6 @@ class RunFolder:
             {"out": self.path},
             "Give another --out.",
         )
-
-
-def _lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Records of a file of metrics and the lines that they are on, of steps below a number; what is no record is not
-    among them, such as the part of a line that a killed process has left, nor is a step that was there before.
-    """
-    known = -1
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-            step = record["step"]
-        except (ValueError, TypeError, KeyError):
-            continue
-        if line.endswith(b"\n") and isinstance(step, int) and known < step < steps:
-            known = step
-            yield record, line
 
 
 def _toml(value: Any) -> str:

@@ -212,7 +212,7 @@ class Saver:
             moments = {name: value for name, value in values.items() if not name.startswith("weight.")}
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             checkpoint = Checkpoint(save.step, model, moments, facts)
-            written = write_checkpoint(self.folder.path, checkpoint, before=self.folder.sync_metrics)
+            written = write_checkpoint(self.folder.path, checkpoint, before=self.folder.logs.sync)
             self.saved, self.spared = save.step, self.spared - {written}
             prune(self.folder.path, job.run.keep, job.run.keep_every, self.spared)
         except Exception as error:  # of whatever kind: it must not end the run, and `news` tells it

@@ -1,0 +1,68 @@
+"""A file that records are appended to, each whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from daskgpt.config.files import not_written
+
+Encode = Callable[[Mapping[str, Any]], bytes]
+
+
+class RecordFile:
+    """Takes records of a run and appends them, in one form.
+
+    encode    the bytes of a record
+    unwritten   those for which there was no room
+    """
+
+    def __init__(self, path: Path, encode: Encode, *, new: bool, header: bytes = b"") -> None:
+        """new      whether the file must not be there yet
+        header   what stands before the first record
+
+        Errors   FileExistsError where it must be new and is not
+        """
+        self.path, self.encode = path, encode
+        self.file = path.open("xb" if new else "ab", buffering=0)
+        self.unwritten = [header] if header else []
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a record.
+
+        Errors   OSError where there is no room for all of it: it is kept, and written once there is
+        """
+        self.unwritten.append(self.encode(record))
+        self.write()
+
+    def write(self) -> None:
+        """Write what is not written yet.
+
+        Errors   OSError where there is no room for it: only whole records are in the file then
+        """
+        while self.unwritten:
+            rest, before = self.unwritten[0], self.file.tell()
+            try:
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+            except OSError as error:
+                self.file.truncate(before)
+                self.file.seek(before)
+                raise not_written(error, "RunFolder", self.path) from error
+            del self.unwritten[0]
+
+    def sync(self) -> None:
+        """Let the records so far be on the disk.
+
+        Errors   OSError where they are not all written
+        """
+        if not self.file.closed:
+            os.fsync(self.file.fileno())
+        if self.unwritten:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def close(self) -> None:
+        self.file.close()

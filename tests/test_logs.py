@@ -1,0 +1,159 @@
+"""What a run's metrics say, and that every form of them says the same: a line of JSON, and TensorBoard's events."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from command_lines import SMALL, refused, run, write_text
+from small_runs import MODEL, STEPS, fit
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import daskgpt
+from daskgpt.model.step_operations import step_operations
+from daskgpt.training import logs
+from daskgpt.training.logs import SINKS, Logs, chosen_sinks
+from daskgpt.training.tensorboard_file import tagged
+
+TOKENS = 4 * 16  # of a step of the smallest run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory, text):
+    """A run that went on from its step 6, what it had done until step 9 once more."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    fit(text, out, save_every=3, keep=9, validate_every=4, log="tensorboard", steps=9)
+    shutil.rmtree(out / "step-00000009")
+    daskgpt.fit(resume=out, run={"steps": STEPS}, quiet=True)
+    return out
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(out):
+    """The scalars that TensorBoard itself reads: (step, value) by tag."""
+    found = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
+    scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    return {tag: values for tag, values in scalars.items() if values}  # of some all were dropped as told twice
+
+
+def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
+    records = metrics(logged)
+    assert [record["step"] for record in records] == list(range(STEPS))
+    assert [record["tokens"] for record in records] == [TOKENS * (step + 1) for step in range(STEPS)]
+    seconds = [record["seconds"] for record in records]
+    assert seconds == sorted(seconds), "a run that is gone on with has trained as long as all its processes"
+    operations = step_operations(MODEL, 4, 16)
+    for record in records:
+        took = TOKENS / record["tokens_per_s"]
+        assert record["gflop_per_s"] == pytest.approx(operations / took / 1e9, rel=0.02, abs=1e-3)
+        assert 0 < record["product_share"] < 1
+        assert 50e6 < record["memory_bytes"] < 20e9
+    assert [record["step"] for record in records if "validation_s" in record] == [3, 7, 11]
+
+
+def test_the_times_of_the_passes_are_told_now_and_then(logged):
+    """Of a step that chooses neither chunks nor grain."""
+    told = [record for record in metrics(logged) if "forward_s" in record]
+    assert told
+    for record in told:
+        assert min(record["forward_s"], record["backward_s"], record["update_s"]) > 0
+        busy = record["forward_s"] + record["backward_s"] + record["update_s"]
+        assert 0 <= record["idle"] < 1
+        assert busy < TOKENS / record["tokens_per_s"]
+
+
+def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
+    expected = {}
+    for record in metrics(logged):
+        for tag, value in tagged(record):
+            expected.setdefault(tag, []).append((record["step"], pytest.approx(value, rel=1e-6)))
+    assert {"loss/loss", "loss/validation_loss", "speed/tokens_per_s", "phases/forward_s"} <= expected.keys()
+    assert len(list(logged.glob("events.out.tfevents.*"))) == 2, "one file a process of the run"
+    assert events(logged) == expected
+
+
+def test_what_workers_do_has_a_name_each():
+    record = {"step": 3, "workers": {"0": {"idle": 0.5}, "1": {"idle": 0.25}}, "loss": None, "imbalance": 0.1}
+    assert dict(tagged(record)) == {"workers/0/idle": 0.5, "workers/1/idle": 0.25, "run/imbalance": 0.1}
+
+
+def test_tensorboard_shows_the_configuration(logged):
+    found = EventAccumulator(str(logged)).Reload()
+    (text,) = [event.tensor_proto.string_val[0].decode() for event in found.Tensors("configuration")][-1:]
+    assert "| optimizer.learning_rate | 0.001 |" in text
+    assert "| model.channels | 16 |" in text
+
+
+def test_events_are_written_without_tensorflow_and_pytorch(text, tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from small_runs import fit
+fit(Path({str(text)!r}), Path({str(tmp_path / "run")!r}), steps=2, log="tensorboard")
+assert not {{"tensorflow", "torch", "jax"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    assert len(events(tmp_path / "run")["loss/loss"]) == 2
+
+
+@contextmanager
+def room_for(size):
+    """Files that this process writes may not get longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path):
+    found = Logs()
+    found.open(name, tmp_path, {"run": {"steps": 50}}, None)
+    errors = []
+    with room_for(1500):
+        for step in range(50):
+            errors += found.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")})
+        with pytest.raises(OSError, match="all of the file must be written; got path="):
+            found.write()
+        with pytest.raises(OSError, match="No space left"):
+            found.sync()
+    ((path, error),) = errors
+    assert str(path) in str(error), "said once"
+    assert path.stat().st_size <= 1500
+    found.log({"step": 50, "loss": 75.0})
+    found.close()
+    if name == "metrics":
+        records = metrics(tmp_path)
+        assert [record["loss"] for record in records] == [1.5 * step for step in range(51)]
+        assert records[0]["tokens_per_s"] is None
+    else:
+        assert events(tmp_path)["loss/loss"] == [(step, 1.5 * step) for step in range(51)]
+
+
+def test_logs_that_cannot_be_are_refused_before_anything_runs(text, tmp_path, monkeypatch):
+    line = refused(run("train", "--data", text, *SMALL, "--out", tmp_path / "out", "--log", "tensorbord"))
+    assert line == "train: the log must be known; got log=tensorbord. Did you mean tensorboard?"
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="train: a log must have a folder; got log=tensorboard. Give RunConfig"):
+        fit(text, "", log="tensorboard")
+    monkeypatch.setattr(logs, "find_spec", lambda name: None)
+    rule = r"train: tensorboard must be installed; got log=tensorboard. Install it with pip install 'daskgpt\[tens"
+    with pytest.raises(RuntimeError, match=rule):
+        chosen_sinks("tensorboard", "out")
+    assert chosen_sinks("", "") == ("metrics",)
