@@ -32,11 +32,12 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration with the shape of its batch, and the groups in which that is summed."""
+    """A configuration with the shape of its batch, the groups in which that is summed, and who updates."""
 
     config: GPT2Config
     batch: tuple[int, int]
     groups: int = 1
+    optimizer: str = "adamw"
 
 
 MODELS = {
@@ -52,6 +53,7 @@ MODELS = {
 }
 MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
 MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
+MODELS["odd with muon"] = replace(MODELS["odd in 2 groups"], optimizer="muon")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             model.config,
             model.batch,
             dials.chunk,
-            OptimizerConfig(),
+            OptimizerConfig(optimizer=model.optimizer),
             precision=precision_of(precision),
             grain=dials.grain,
             barrier=dials.barrier,

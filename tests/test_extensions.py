@@ -6,6 +6,7 @@ The examples of CONTRIBUTING.md: a squared ReLU in the place of GELU, and an opt
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import dask
 import dask.array as da
@@ -23,6 +24,7 @@ from daskgpt.instruments.timeline import StepRecorder, summarise
 from daskgpt.model import layers
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.optimizer import OPTIMIZERS, Optimizer
+from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
@@ -170,6 +172,23 @@ def test_a_model_with_rmsnorm_and_momentum_trains_to_the_same_bits_everywhere(ra
         assert losses == results[0][0]
         for name, value in parameters.items():
             np.testing.assert_array_equal(value, results[0][1][name], err_msg=name)
+
+
+@pytest.mark.parametrize("grain", ["kernel", "block"])
+def test_muon_is_planned_measured_and_drawn(grain):
+    made = job(SMALL, "muon", grain)
+    planned = predict(made)
+    # One moment of the blocks' matrices, two of the rest.
+    known = tensors(SMALL).values()
+    matrices = sum(prod(each.shape) for each in known if each.block is not None and len(each.shape) == 2)
+    assert planned.made["optimizer"] == 2 * planned.made["parameters"] - 4 * matrices
+    with open_scheduler("threads", 2) as scheduler:
+        steps = Steps(made, scheduler, 0)
+        assert measure(steps, warmup=1, timed=1, recorded=1).operations > 0
+        recorder = StepRecorder(steps.step, scheduler)
+        with recorder.window((9,)):
+            steps.run(1)
+        assert {("muon", "update"), ("adamw", "update")} <= set(summarise(recorder.finish()).kernels)
 
 
 def test_a_model_with_rmsnorm_is_planned_measured_and_drawn():

@@ -102,7 +102,8 @@ def plain_program(text, replicas, length, optimizer, rate=0.7, beta=0.9):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "length", "name"), [(2, 7, "adamw"), (4, 5, "adamw"), (1, 6, "adamw"), (2, 1, "momentum")]
+    ("replicas", "length", "name"),
+    [(2, 7, "adamw"), (4, 5, "adamw"), (1, 6, "adamw"), (2, 1, "momentum"), (2, 5, "muon")],
 )
 def test_the_bits_are_those_of_replicas_for_themselves_and_nesterov_by_hand(replicas, length, name, text, tmp_path):
     optimizer = daskgpt.OptimizerConfig(optimizer=name, warmup=3)
@@ -116,9 +117,10 @@ def test_the_bits_are_those_of_replicas_for_themselves_and_nesterov_by_hand(repl
     for tensor in tensors(MODEL):
         np.testing.assert_array_equal(stored[f"outer.{tensor}"], momentum[tensor])
         for number in range(replicas):
-            for kind in OPTIMIZERS[name].moments:
+            for kind in OPTIMIZERS[name].of(tensors(MODEL)[tensor]).moments:
                 np.testing.assert_array_equal(stored[f"{kind}{number}.{tensor}"], moments[number][f"{kind}.{tensor}"])
-    assert len(stored) == len(tensors(MODEL)) * (1 + replicas * len(OPTIMIZERS[name].moments))
+    own = OPTIMIZERS[name].state(tensors(MODEL))
+    assert len(stored) == len(tensors(MODEL)) + replicas * len(own)
 
 
 def stored_moments(run):

@@ -20,6 +20,7 @@ from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.nodes import graph_of, is_leaf
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.layers import LAYERS
+from daskgpt.model.precision import FLOAT32, FLOAT64
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import Inference, loss_and_gradients
@@ -61,6 +62,27 @@ def test_golden_adamw_losses(decay, losses, golden_model, golden_state):
     assert (
         abs(expected["losses_decay_all"][-1] / expected["losses_decay_2d"][-1] - 1) > 5e-5
     )  # the rules can be told apart
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [(FLOAT64, "golden losses, float64"), (FLOAT32, "golden losses")], ids=str
+)
+def test_golden_muon_losses(precision, tolerance, golden_model, golden_state):
+    """Muon for the matrices of the blocks, AdamW for the rest, beside PyTorch's of both."""
+    config, parameters = golden_model
+    expected = json.loads((GOLDEN / "gpt2_small.json").read_text())
+    rule, rest = expected["muon"], expected["adamw"]
+    own = {"muon_beta": rule["beta"], "muon_scale": rule["scale"]}
+    assert rule["learning_rate"] == rest["learning_rate"]
+    assert rule["weight_decay"] == rest["weight_decay"]
+    optimizer = OptimizerConfig(optimizer="muon", schedule="constant", **own, **rest)
+    step, found = TrainingStep(config, (4, 32), (2, 16), optimizer, precision), []
+    state = step.initial(parameters)
+    with open_scheduler("threads", 2) as scheduler:
+        for _ in range(10):
+            loss, state = step(scheduler, state, golden_state.tokens, golden_state.targets, 10)
+            found.append(loss)
+    np.testing.assert_allclose(found, expected["losses_muon"], **TOLERANCES[tolerance])
 
 
 def test_gradient_in_a_random_direction_in_float64(random):

@@ -30,7 +30,7 @@ CHUNKS = {
     "odd": [(6, 20), (3, 20), (2, 20), (1, 20), (6, 10), (3, 10), (2, 5), (1, 4), (6, 1), (1, 1), (3, 2), (2, 10)],
     "long": [(3, 75), (1, 75), (3, 25), (1, 15), (1, 5), (3, 1)],
 }
-CHUNKS |= {"tiny in 4 groups": CHUNKS["tiny"], "odd in 2 groups": CHUNKS["odd"]}
+CHUNKS |= {"tiny in 4 groups": CHUNKS["tiny"], "odd in 2 groups": CHUNKS["odd"], "odd with muon": CHUNKS["odd"][::2]}
 SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
 
 
@@ -66,7 +66,15 @@ def test_no_combination_of_dials_changes_a_bit(precision):
 @pytest.mark.slow
 @needs_own_product
 @pytest.mark.parametrize(("workers", "chunk", "grain"), [(2, (2, 20), "block"), (3, (3, 5), "chunk")])
-@pytest.mark.parametrize(("name", "precision"), [("odd", "float32"), ("odd in 2 groups", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("odd", "float32"),
+        ("odd in 2 groups", "bfloat16"),
+        ("odd with muon", "float32"),
+        ("odd with muon", "bfloat16"),
+    ],
+)
 def test_no_number_of_workers_changes_a_bit(name, precision, workers, chunk, grain):
     model = MODELS[name]
     expected = bits_after_steps(model, precision, Dials(model.batch))

@@ -77,8 +77,12 @@ def test_stopped_and_resumed_under_other_dials_is_the_run_that_was_not_stopped(t
 
 @pytest.mark.parametrize(
     ("optimizer", "dataflow"),
-    [(OPTIMIZER, {"precision": "bfloat16"}), ({"optimizer": "momentum", "warmup": 2}, {})],
-    ids=["bfloat16", "momentum"],
+    [
+        (OPTIMIZER, {"precision": "bfloat16"}),
+        ({"optimizer": "momentum", "warmup": 2}, {}),
+        ({"optimizer": "muon", "warmup": 2}, {}),
+    ],
+    ids=["bfloat16", "momentum", "muon"],
 )
 def test_other_arithmetic_and_another_optimizer(text, tmp_path, optimizer, dataflow):
     fit(text, tmp_path / "whole", optimizer=optimizer, dataflow=dataflow)

@@ -42,7 +42,11 @@ class OptimizerConfig(Checked):
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
     """
 
-    optimizer: str = setting("adamw", "how parameters are updated: adamw or momentum (SGD with momentum beta1)")
+    optimizer: str = setting(
+        "adamw",
+        "how parameters are updated: adamw, muon (matrices of the blocks; adamw the rest), or momentum (SGD with "
+        "momentum beta1)",
+    )
     learning_rate: float = setting(1e-3, "largest learning rate", least=0)
     schedule: str = setting(
         "cosine",
@@ -67,6 +71,10 @@ class OptimizerConfig(Checked):
     beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
     eps: float = setting(1e-8, "added to the root of v", least=0)
+    muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m, Nesterov's way", least=0, below=1)
+    muon_scale: float = setting(
+        0.2, "Muon: root mean square of a step in units of the learning rate; AdamW's is about 0.2", least=0
+    )
     weight_decay: float = setting(0.1, "decoupled weight decay", least=0)
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or every one", choices=("matrices", "all"))
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.graph.calls import ChunkSum, KernelCall
-from daskgpt.graph.inplace import dependents_of, unwrapped
+from daskgpt.graph.inplace import InPlaceRule, dependents_of, unwrapped
 from daskgpt.graph.nodes import Graph, Key, combined, only, reference
 from daskgpt.graph.spreading import Join, tree_sum
 
@@ -22,7 +22,7 @@ from daskgpt.graph.spreading import Join, tree_sum
 class BandedUpdate(KernelCall):
     """Sums a gradient and makes new arrays of a tensor and its moments, some rows at a time.
 
-    kernel   writes over rows: kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
+    rule     says how rows are written over
     total    the sum that is made here
     place    its number among the totals of all parts; the others are given
     others   how many are
@@ -34,7 +34,7 @@ class BandedUpdate(KernelCall):
         total: ChunkSum,
         place: int,
         others: int,
-        kernel: Callable[..., Any],
+        rule: InPlaceRule,
         blank: Callable[[Any], Any],
         values_of: Callable[[Any], np.ndarray],
     ) -> None:
@@ -43,7 +43,7 @@ class BandedUpdate(KernelCall):
         values_of  its values
         """
         self.__dict__.update(call.__dict__)
-        self.kernel, self.total, self.place, self.others = kernel, total, place, others
+        self.rule, self.total, self.place, self.others = rule, total, place, others
         self.blank, self.values_of = blank, values_of
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
@@ -57,15 +57,17 @@ class BandedUpdate(KernelCall):
         *old, hyper = state
         new = [self.blank(each) for each in old]
         chains = self.total.in_order(pieces)
-        for first, last in self.total.bands():
-            gradient = np.empty((last - first, *self.total.shape[1:]), self.total.dtype)
-            self.total.add(chains, [gradient], first, last, started=False)
-            totals = [other[first:last] for other in others]
+        for bands in self.rule.at_once(self.total.bands()):
+            base, end = bands[0][0], bands[-1][1]
+            gradient = np.empty((end - base, *self.total.shape[1:]), self.total.dtype)
+            for first, last in bands:
+                self.total.add(chains, [gradient[first - base : last - base]], first, last, started=False)
+            totals = [other[base:end] for other in others]
             totals.insert(self.place, gradient)
             for source, target in zip(old, new):
-                self.values_of(target)[first:last] = self.values_of(source)[first:last]
-            weight, *moments = (each[first:last] for each in new)
-            self.kernel(weight, tree_sum(*totals), *moments, hyper, **self.options)
+                self.values_of(target)[base:end] = self.values_of(source)[base:end]
+            weight, *moments = (each[base:end] for each in new)
+            self.rule.kernel(weight, tree_sum(*totals), *moments, hyper, **self.options)
         return tuple(new) if len(new) > 1 else new[0]
 
 
@@ -73,7 +75,7 @@ def update_by_bands(
     graph: Graph,
     updates: Iterable[Key],
     part_of: Callable[[Key], int],
-    kernel: Callable[..., Any],
+    rule_of: Callable[[Any], InPlaceRule],
     blank: Callable[[Any], Any],
     values_of: Callable[[Any], np.ndarray],
 ) -> Graph:
@@ -83,7 +85,8 @@ def update_by_bands(
 
     updates   the tasks (weight, gradient, *moments, hyper) -> tuple of the new tensors
     part_of   the part that makes an update
-    kernel, blank, values_of   see `BandedUpdate`
+    rule_of   origin of an update -> how rows are written over
+    blank, values_of   see `BandedUpdate`
     """
     new, readers = dict(graph), dependents_of(graph)
     for key in updates:
@@ -94,7 +97,8 @@ def update_by_bands(
         total = totals.pop(place)
         if not _alone(graph, total) or any(len(readers[own]) > 1 for own in (last, total)):
             continue
-        call = BandedUpdate(graph[key].func, graph[total].func, place, len(totals), kernel, blank, values_of)
+        own, rule = graph[key].func, rule_of(graph[key].func.origin)
+        call = BandedUpdate(own, graph[total].func, place, len(totals), rule, blank, values_of)
         given = [*graph[total].args, *map(reference, totals)]
         new[key] = combined(key, call, [*given, weight, *rest])
         for gone in {last, total}:

@@ -10,7 +10,7 @@ written. A task may take a part of the rows, so that several threads share a lar
 
 Why the results are those of updates into new arrays, bit for bit:
 - A sum is made row by row in the same order of chunks, whichever task makes a row, and an update looks at one number of
-  each array at a time.
+  each array at a time. One that looks at more (Muon's) says so, and is given all rows at once.
 - Nobody sees a half-written tensor. Whoever reads the old value runs before the update: these edges are returned beside
   the graph (`after`). Nobody in the same run reads the new value; the next run starts when this one is done, or waits
   for the update where runs overlap (`recording.Runnable.window`).
@@ -32,6 +32,7 @@ import numpy as np
 from daskgpt.graph.nodes import Graph, Key, combined, nested, only, reference
 from daskgpt.kernels.totals import level
 
+Band = tuple[int, int]  # from which row to which
 TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
 
 
@@ -46,6 +47,24 @@ class InPlace:
     graph: Graph
     updates: list[Key]
     after: dict[Key, list[Key]]
+
+
+@dataclass(frozen=True)
+class InPlaceRule:
+    """How a tensor is written over.
+
+    kernel   called as kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
+    fused    summing kernel -> kernel that does its sum and the update in one pass
+    whole    whether the kernel needs all rows at once
+    """
+
+    kernel: Callable[..., Any]
+    fused: Mapping[Callable[..., Any], Callable[..., Any]]
+    whole: bool
+
+    def at_once(self, bands: Sequence[Band]) -> list[Sequence[Band]]:
+        """The bands of rows that are summed before the kernel is called, for each time it is."""
+        return [bands] if self.whole else [[band] for band in bands]
 
 
 Totals = np.ndarray | tuple[np.ndarray, ...]
@@ -64,7 +83,7 @@ class RowSum:
     axes = ""
 
     def __init__(
-        self, call: Any, bands: Sequence[tuple[int, int]], counts: Sequence[int], first_piece: int, started: bool
+        self, call: Any, bands: Sequence[Band], counts: Sequence[int], first_piece: int, started: bool
     ) -> None:
         """first_piece   number of the first piece that is summed here
         started       whether the whole sum goes on from another one
@@ -104,8 +123,8 @@ class RowUpdate:
 
     sums     the summing calls (`calls.ChunkSum`), each going on from the total of the one before
     counts   how many of a task's arguments belong to each sum
-    kernel   called as kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
-    bands   the rows that are done at a time
+    rule     says which kernel updates the rows, and whether as a whole
+    bands    the rows that are summed at a time
     base     the row with which the gradient that is given begins
     """
 
@@ -115,16 +134,15 @@ class RowUpdate:
         self,
         sums: Sequence[Any],
         counts: Sequence[int],
-        kernel: Callable[..., Any],
+        rule: InPlaceRule,
         options: dict[str, Any],
-        bands: Sequence[tuple[int, int]],
+        bands: Sequence[Band],
         base: int,
-        fused: Callable[..., Any] | None,
         origin: Any,
     ) -> None:
-        """fused   does sum and update of rows in one pass where there is only one sum; None where no kernel does"""
-        self.sums, self.counts, self.kernel, self.options = tuple(sums), tuple(counts), kernel, options
-        self.bands, self.base, self.fused, self.origin = tuple(bands), base, fused, origin
+        self.sums, self.counts, self.rule, self.options = tuple(sums), tuple(counts), rule, options
+        self.bands, self.base, self.origin = tuple(bands), base, origin
+        self.fused = rule.fused.get(sums[0].kernel) if len(sums) == 1 else None
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """Each sum's pieces, what the first one starts from, and weight, moments and hyper."""
@@ -147,39 +165,41 @@ class RowUpdate:
             self.fused(parts, groups, start[0] if start else None, state, first, last, **self.options)
             return
         *tensors, hyper = state
-        for first, last in self.bands:
-            weight, *moments = (tensor[first:last] for tensor in tensors)
+        for bands in self.rule.at_once(self.bands):
+            base, end = bands[0][0], bands[-1][1]
+            weight, *moments = (tensor[base:end] for tensor in tensors)
             if start:
-                gradient = start[0][first - self.base : last - self.base]
+                gradient = start[0][base - self.base : end - self.base]
             else:
-                gradient = np.empty((last - first, *self.sums[0].shape[1:]), self.sums[0].dtype)
-            for number, (call, own) in enumerate(zip(self.sums, chains)):
-                call.add(own, [gradient], first, last, started=bool(start) or number > 0)
-            self.kernel(weight, gradient, *moments, hyper, **self.options)
+                gradient = np.empty((end - base, *self.sums[0].shape[1:]), self.sums[0].dtype)
+            for first, last in bands:
+                rows = gradient[first - base : last - base]
+                for number, (call, own) in enumerate(zip(self.sums, chains)):
+                    call.add(own, [rows], first, last, started=bool(start) or number > 0)
+            self.rule.kernel(weight, gradient, *moments, hyper, **self.options)
 
 
 def update_in_place(
     graph: Graph,
     updates: Sequence[Key],
-    kernel: Callable[..., Any],
+    rule_of: Callable[[Any], InPlaceRule],
     summed: int,
     *,
     apart: bool,
-    fused: Mapping[Callable[..., Any], Callable[..., Any]],
 ) -> InPlace:
     """Rewrite the updates of a graph to work in place.
 
     updates   the tasks (weight, gradient, *moments, hyper) -> tuple of the new tensors
-    kernel    that does the same in place
+    rule_of   origin of an update -> how it is done in place
     summed    how many rows each gradient is summed over, for all chunks together
     apart     whether sums and updates are tasks apart (there is a barrier between backward and update)
-    fused     summing kernel -> kernel that does its sum and the update in one pass
     """
     dependents = dependents_of(graph)
     new, done, after = dict(graph), [], {}
     for update in updates:
         weight, gradient, *moments, hyper = graph[update].args
         last, call = only(gradient), graph[update].func
+        rule = rule_of(call.origin)
         shared = dependents[last] != {update}  # others read the whole gradient: it stays as it is
         sums = [] if apart or shared else _chain(graph, dependents, last, summed)
         arguments = [list(graph[key].args) for key in sums]
@@ -189,7 +209,7 @@ def update_in_place(
         before = _start(graph, sums[0]) if sums else last
         for key in [update, *dependents[update], *sums, *([] if shared else _starts(graph, before))]:
             del new[key]
-        for number, bands in enumerate(_shares(graph[last].func)):
+        for number, bands in enumerate(_shares(graph[last].func, rule)):
             first = []
             if before is not None:
                 first = [reference(before if shared else _row_sum(graph, new, before, number, bands, summed))]
@@ -197,10 +217,8 @@ def update_in_place(
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
             base = 0 if shared else bands[0][0]
-            one_pass = fused.get(calls[0].kernel) if len(calls) == 1 else None
-            program = RowUpdate(
-                calls, [len(own) for own in arguments], kernel, call.options, bands, base, one_pass, call.origin
-            )
+            counts = [len(own) for own in arguments]
+            program = RowUpdate(calls, counts, rule, call.options, bands, base, call.origin)
             key = (update[0], number)
             new[key] = combined(key, program, [*given, weight, *moments, hyper])
             done.append(key)
@@ -208,7 +226,7 @@ def update_in_place(
     return InPlace(new, done, after)
 
 
-def _row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[tuple[int, int]], summed: int) -> Key:
+def _row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Band], summed: int) -> Key:
     """Add the tasks that sum some rows of a gradient, and the ones they go on from; return the last one's key.
 
     Where the parts of all pieces are larger than the total, each piece has a task of its own, that adds its parts and
@@ -253,9 +271,11 @@ def _start(graph: Graph, key: Key) -> Key | None:
     return only(extra[0]) if extra else None
 
 
-def _shares(call: Any) -> list[list[tuple[int, int]]]:
-    """The bands of rows of a tensor in shares of at most TASK_ELEMENTS."""
+def _shares(call: Any, rule: InPlaceRule) -> list[list[Band]]:
+    """The bands of rows of a tensor in shares of at most TASK_ELEMENTS, where a share can be updated."""
     bands = call.bands()
+    if rule.whole:
+        return [bands]
     elements = math.prod(call.shape[1:]) * (bands[0][1] - bands[0][0])
     per_task = max(1, TASK_ELEMENTS // max(elements, 1))
     tasks = -(-len(bands) // per_task)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from daskgpt.config.errors import require
 from daskgpt.instruments import machine
 from daskgpt.instruments.traffic import Load, describe_loads, loads
-from daskgpt.model.parameters import tensors
+from daskgpt.model.parameters import tensors, value_count
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import LocalScheduler, usable_cores
 from daskgpt.schedulers.machine_memory import memory_limit
@@ -85,7 +85,7 @@ def _predict_local(job: Job) -> Prediction:
     replicas, at_once = job.local.replicas, min(job.local.replicas, threads_of(job))
     copies = 0 if in_place_of(job) else at_once
     model = own.made["parameters"]
-    momentum = own.made["optimizer"] // max(len(step.row.moments), 1)
+    momentum = value_count(job.config) * job.precision.dtype.itemsize
     moments = own.made["optimizer"] * replicas
     apart = {
         "parameters": model * (1 + replicas + copies),

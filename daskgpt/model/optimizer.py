@@ -11,7 +11,7 @@ import numpy as np
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import apply
-from daskgpt.kernels import adamw, momentum
+from daskgpt.kernels import adamw, momentum, muon
 from daskgpt.kernels.bfloat16 import rounded_layers
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
@@ -23,7 +23,7 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One row: how a tensor is updated.
+    """One row: how tensors are updated.
 
     kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), the weight alone where
               there are no moments
@@ -32,6 +32,9 @@ class Optimizer:
     options   what is the same in every step, of a tensor
     hyper     what changes from step to step: float64 (hyper_size,), from the step and the number of all steps
     fused     summing kernel -> kernel that makes its sum and this update in one pass
+    whole     whether a tensor is updated as a whole: no row of it without the others
+    updates   which tensors it updates
+    others    the row of all others, which is given the same hyper
     """
 
     name: str
@@ -42,6 +45,23 @@ class Optimizer:
     hyper: Callable[[OptimizerConfig, int, int], np.ndarray]
     hyper_size: int
     fused: Mapping[Kernel, Kernel] = field(default_factory=dict)
+    whole: bool = False
+    updates: Callable[[Tensor], bool] = lambda tensor: True
+    others: Optimizer | None = None
+
+    def of(self, tensor: Tensor) -> Optimizer:
+        """The row that updates a tensor."""
+        return self if self.others is None or self.updates(tensor) else self.others.of(tensor)
+
+    def state(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a state beside the weights: "MOMENT.NAME" -> whose moment it is, moment by moment."""
+        kinds = dict.fromkeys(kind for tensor in known.values() for kind in self.of(tensor).moments)
+        return {
+            f"{kind}.{name}": tensor
+            for kind in kinds
+            for name, tensor in known.items()
+            if kind in self.of(tensor).moments
+        }
 
 
 def _adamw_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
@@ -81,7 +101,26 @@ MOMENTUM = Optimizer(
     hyper_size=1,
 )
 
-OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM)}
+
+def _muon_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
+    decay = config.weight_decay if tensor.decayed(config.decay) else 0.0
+    return {"beta": config.muon_beta, "scale": config.muon_scale, "weight_decay": decay, "maps": tensor.row.maps}
+
+
+MUON = Optimizer(
+    name="muon",
+    kernel=muon.muon,
+    in_place=muon.muon_inplace,
+    moments=("m",),
+    options=_muon_options,
+    hyper=_adamw_hyper,
+    hyper_size=3,
+    whole=True,
+    updates=lambda tensor: tensor.row.is_matrix and tensor.row.per_block,
+    others=ADAMW,
+)
+
+OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM, MUON)}
 
 
 def update(
@@ -95,22 +134,22 @@ def update(
 ) -> dict[str, da.Array]:
     """One update of every tensor, a task each: the new state, by the names of the old one.
 
-    state    "weight.NAME" and "MOMENT.NAME" of every tensor
+    state    "weight.NAME" of every tensor, and "MOMENT.NAME" of those that have it
     hyper    what changes from step to step, see `Optimizer.hyper`
     """
     new: dict[str, da.Array] = {}
     for name, tensor in tensors.items():
-        axes = "OC"[: len(tensor.shape)]
-        kinds = ["weight", *optimizer.moments]
+        axes, row = "OC"[: len(tensor.shape)], optimizer.of(tensor)
+        kinds = ["weight", *row.moments]
         first, *moments = (state[f"{kind}.{name}"] for kind in kinds)
-        origin = Origin(optimizer.name, "update", name, tensor.block, parameter=name)
+        origin = Origin(row.name, "update", name, tensor.block, parameter=name)
         inputs = ", ".join([axes] * (len(kinds) + 1))
         results = apply(
             origin.name(tape.token),
-            tape.precision.update(optimizer.kernel),
+            tape.precision.update(row.kernel),
             f"{inputs}, S -> {', '.join([axes] * len(kinds))}",
             [first, gradients[name], *moments, hyper],
-            options=optimizer.options(config, tensor),
+            options=row.options(config, tensor),
             origin=origin,
         )
         new |= {f"{kind}.{name}": result for kind, result in zip(kinds, results)}

@@ -43,6 +43,11 @@ class Parameter:
         return len(self.axes) == 2
 
     @property
+    def maps(self) -> int:
+        """How many linear maps of the channels lie in it, one below the other: queries, keys and values."""
+        return 3 if self.axes[0] == "3C" and self.is_matrix else 1
+
+    @property
     def is_conv1d(self) -> bool:
         """Whether Hugging Face's GPT-2 files hold its transpose (in, out)."""
         return self.is_matrix and self.per_block

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import nearest, require
-from daskgpt.kernels import attention, crossentropy, embedding, linear
-from daskgpt.kernels.bfloat16 import outruns_float32, rounded_attention, rounded_layers, unit
+from daskgpt.kernels import attention, crossentropy, embedding, linear, muon
+from daskgpt.kernels.bfloat16 import outruns_float32, rounded_attention, rounded_layers, rounded_muon, unit
 from daskgpt.kernels.bfloat16.packed_weight import empty_weight
 from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, SentWeight, TrainedWeight
 from daskgpt.kernels.compilation import all_cached, compile_all
@@ -45,7 +45,8 @@ class Precision:
 
     def update(self, kernel: Kernel) -> Kernel:
         """An optimizer's kernel, which knows arrays, for what this precision holds."""
-        return PackedUpdate(kernel) if self.packed else kernel
+        own = self.kernel(kernel)
+        return PackedUpdate(own) if self.packed else own
 
     def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
         """A parameter as a step holds it: itself where it has the dtype already, nothing is copied."""
@@ -121,6 +122,8 @@ BFLOAT16 = Precision(
         crossentropy.forward: rounded_layers.crossentropy_forward,
         crossentropy.backward_x: rounded_layers.crossentropy_backward_x,
         crossentropy.backward_wte: rounded_layers.crossentropy_backward_wte,
+        muon.muon: rounded_muon.muon,
+        muon.muon_inplace: rounded_muon.muon_inplace,
     },
     packed=True,
     at_once=dict.fromkeys((linear.backward_weight, crossentropy.backward_wte), TILE_TOKENS),

@@ -28,7 +28,6 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, sync_folder
-from daskgpt.config.model import GPT2Config
 from daskgpt.formats.published import in_memory
 from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
 from daskgpt.formats.safetensors_files import (
@@ -40,7 +39,7 @@ from daskgpt.formats.safetensors_files import (
     short,
     write_tensor_files,
 )
-from daskgpt.model.parameters import tensors
+from daskgpt.model.parameters import Tensor, tensors
 
 STATE, LATEST, MODEL, OPTIMIZER = "state.json", "latest", "model", "optimizer"
 VERSION = 1
@@ -123,10 +122,12 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before: Callable[[], Non
 
 def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
-    named = []
-    for kind, name in product(kinds, tensors(checkpoint.model.config)):  # in the table's order, whatever the state's
-        values = checkpoint.moments[f"{kind}.{name}"]
-        named.append(NamedTensor(f"{kind}.{name}", values.shape, "F32", partial(np.asarray, values)))
+    ordered = (f"{kind}.{name}" for kind, name in product(kinds, tensors(checkpoint.model.config)))
+    named = [  # in the table's order, whatever the state's
+        NamedTensor(name, values.shape, "F32", partial(np.asarray, values))
+        for name in ordered
+        if (values := checkpoint.moments.get(name)) is not None
+    ]
     metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
     return write_tensor_files(folder, named, metadata, where="write_checkpoint", name=OPTIMIZER)
 
@@ -253,21 +254,20 @@ def _check_file(path: Path, size: int, sha256: str) -> None:
         raise DamagedCheckpoint(f"{path.name} has another SHA-256 than when it was written")
 
 
-def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: tuple[str, ...]) -> Checkpoint:
+def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str, Tensor]) -> Checkpoint:
     """All of a checkpoint whose state was checked.
 
-    moments   names that the optimizer's row has
+    moments   what the run has of them, "MOMENT.NAME" -> whose it is
 
     Dtype     float32, in memory of its own
     Errors    ValueError where the optimizer's file does not hold these moments of the model's tensors
     """
     model = read_run_model(_tensor_path(folder, MODEL))
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
-    return Checkpoint(state["step"], model, _moments(model.config, files, moments), state)
+    return Checkpoint(state["step"], model, _moments(files, moments), state)
 
 
-def _moments(config: GPT2Config, files: TensorFiles, moments: tuple[str, ...]) -> dict[str, np.ndarray]:
-    expected = {f"{kind}.{name}": tensor for kind in moments for name, tensor in tensors(config).items()}
+def _moments(files: TensorFiles, expected: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     rule, advice = "the moments must be those of the model's tensors", "Another program wrote it."
     wrong = expected.keys() ^ set(files.names)
     got = {"path": files.path, "tensor": short(min(wrong, default=""))}

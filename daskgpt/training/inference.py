@@ -41,7 +41,7 @@ class Inference:
         outputs: Lazy = {}
         tape = Tape(precision, groups)
         inputs = input_leaves(tape, batch_shape, chunk)
-        weights = parameter_leaves(tape, config, "weight", precision)
+        weights = parameter_leaves(tape, config, precision)
         if "logits" in wanted:
             outputs["logits"] = logits(Tape(precision), config, weights, inputs)
         if "activations" in wanted:

@@ -24,7 +24,7 @@ from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.model.optimizer import OPTIMIZERS
-from daskgpt.model.parameters import parameter_count
+from daskgpt.model.parameters import Tensor, parameter_count, tensors
 from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.addresses import chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
@@ -161,15 +161,19 @@ class Job:
         return self.data.batch_size // self.local.replicas, self.data.sequence_length
 
     @property
-    def moments(self) -> tuple[str, ...]:
-        """Kinds of arrays, each like the weights, that pass from step to step beside them: the optimizer's moments.
+    def moments(self) -> dict[str, Tensor]:
+        """What passes from step to step beside the weights, "MOMENT.NAME" -> whose it is: the optimizer's moments.
 
         With local steps the momentum of the outer step, and moments of each replica, by its number.
         """
-        own = OPTIMIZERS[self.optimizer.optimizer].moments
+        known = tensors(self.config)
+        own = OPTIMIZERS[self.optimizer.optimizer].state(known)
         if not self.local.local_steps:
             return own
-        return OUTER, *(f"{kind}{replica}" for replica in range(self.local.replicas) for kind in own)
+        found = {f"{OUTER}.{name}": tensor for name, tensor in known.items()}
+        for replica in range(self.local.replicas):
+            found |= {of_replica(name, replica): tensor for name, tensor in own.items()}
+        return found
 
     def round_end(self, step: int) -> int:
         """How many steps will have been made when the replicas meet after this step; one more where there are none."""
@@ -189,6 +193,12 @@ class Job:
 def from_root(path: str) -> str:
     """A path that means the same from every folder; none stays none."""
     return str(Path(path).expanduser().resolve()) if path else ""
+
+
+def of_replica(name: str, replica: int) -> str:
+    """What an array of a replica is called in the state of a run: m3.wte.weight."""
+    kind, _, tensor = name.partition(".")
+    return f"{kind}{replica}.{tensor}"
 
 
 def compile_kernels(precision: Precision = FLOAT32) -> None:

@@ -28,7 +28,7 @@ from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice
 from daskgpt.training.inner_steps import Batch, InnerSteps, OuterStep, Shard
-from daskgpt.training.job import OUTER, Job
+from daskgpt.training.job import OUTER, Job, of_replica
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.step import State, TrainingStep, held_weights
 
@@ -90,8 +90,8 @@ class LocalSteps:
             (
                 *(tuple(f"weight.{name}" for name in names) for names in self.shards),
                 *(tuple(f"{OUTER}.{name}" for name in names) for names in self.shards),
-                *(tuple(_of_replica(name, r) for name in self.moments) for r in replicas),
-                *(tuple(_of_replica(name, r) for name in self.weights) for r in replicas),
+                *(tuple(of_replica(name, r) for name in self.moments) for r in replicas),
+                *(tuple(of_replica(name, r) for name in self.weights) for r in replicas),
             )
         )
 
@@ -132,10 +132,8 @@ class LocalSteps:
     ) -> State:
         """The state where the replicas meet; see `TrainingStep.initial`."""
         values: dict[str, Any] = held_weights(self.job.config, parameters, self.job.precision)
-        for kind in self.job.moments:
-            for name, tensor in self.table.items():
-                key, dtype = f"{kind}.{name}", self.job.precision.dtype
-                values[key] = moments[key] if moments else np.full(tensor.shape, 0, dtype)
+        for key, tensor in self.job.moments.items():
+            values[key] = moments[key] if moments else np.full(tensor.shape, 0, self.job.precision.dtype)
         return State(self.layout, Layout(self.layout.packs[: -self.replicas]).pack(values), step)
 
     def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
@@ -226,12 +224,6 @@ class _Stretch:
         key = (f"{kind}-replicas_-{self.steps.step.recorded.token}", home, part)
         self.graph[key], self.homes[key] = task(key, function, needs), home
         return key
-
-
-def _of_replica(name: str, replica: int) -> str:
-    """What an array of a replica is called in the state of a run: m3.wte.weight."""
-    kind, _, tensor = name.partition(".")
-    return f"{kind}{replica}.{tensor}"
 
 
 def _shards(sizes: Mapping[str, int], count: int) -> list[tuple[str, ...]]:

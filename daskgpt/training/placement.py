@@ -10,6 +10,7 @@ from typing import Any
 from daskgpt.graph.bands import update_by_bands
 from daskgpt.graph.calls import ChunkSum, is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, chunk_of
+from daskgpt.graph.inplace import InPlaceRule
 from daskgpt.graph.nodes import Graph, Key, only
 from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, Total, part_of, spread
 from daskgpt.model.layers import EMBEDDING
@@ -41,15 +42,15 @@ def spread_step(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Graph:
     return spread(graph, parts, total_of)
 
 
-def banded_updates(graph: Graph, parts: int, sizes: Mapping[str, int], kernel: Callable[..., Any]) -> Graph:
+def banded_updates(graph: Graph, parts: int, sizes: Mapping[str, int], rule_of: Callable[[Any], InPlaceRule]) -> Graph:
     """A spread step's graph with sums that are made by the tasks that use them, see `graph.bands`.
 
-    kernel   of an update in place
+    rule_of   origin of an update -> how rows are written over
     """
     owners = shared_out(graph, parts, sizes)
     updates = {key: own for key in graph if (own := update_of(graph, key)) is not None and not is_pick(graph[key])}
     return update_by_bands(
-        graph, updates, lambda key: owners[update_group(updates[key], MERGED)], kernel, blank, values_of
+        graph, updates, lambda key: owners[update_group(updates[key], MERGED)], rule_of, blank, values_of
     )
 
 

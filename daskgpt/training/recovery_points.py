@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from daskgpt.model.parameters import parameter_count
+from daskgpt.model.parameters import value_count
 from daskgpt.schedulers.losses import LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
@@ -138,8 +138,8 @@ class RecoveryPoints:
 
     def _bytes(self) -> int:
         own = self.job.local.replicas if self.job.local.local_steps else 0  # weights of replicas on their own
-        arrays = 1 + len(self.job.moments) + own
-        return arrays * parameter_count(self.job.config) * self.job.precision.dtype.itemsize
+        moments = sum(math.prod(tensor.shape) for tensor in self.job.moments.values())
+        return ((1 + own) * value_count(self.job.config) + moments) * self.job.precision.dtype.itemsize
 
     def _tell(self) -> None:
         """Once, what is kept where and how often."""

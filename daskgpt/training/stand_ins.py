@@ -165,10 +165,14 @@ class Trial(LocalScheduler):
         return totals[0] if function.left == 1 else tuple(totals[: function.left])
 
     def _update(self, function: RowUpdate) -> None:
-        """In place: a band of the gradient's rows at a time is all that is made, where the gradient is not given."""
+        """In place: the gradient's rows that are used at once are all that is made, where the gradient is not given."""
         if function.sums:
             call = function.sums[0]
-            self._bands(call, function.bands, range(len(call.order.pieces)), 0)
+            for bands in function.rule.at_once(function.bands):
+                rows = bands[-1][1] - bands[0][0]
+                used = self._array("gradients", Result((rows, *call.shape[1:]) if call.shape else (), call.dtype))
+                self._bands(call, bands, range(len(call.order.pieces)), 1)
+                del used
 
     def _bands(self, call: ChunkSum, bands: Sequence[tuple[int, int]], pieces: range, held: int) -> None:
         """The totals of some pieces' sum for a band of rows at a time, but for those that are held anyway."""
@@ -201,9 +205,12 @@ def most_bytes(step: TrainingStep) -> int:
         if isinstance(call := getattr(node, "func", None), KernelCall)
         for result in call.results(key)
     ]
-    known = tensors(step.config).values()
-    values = sum(math.prod(tensor.shape) for tensor in known) * step.precision.dtype.itemsize
-    held = sum(step.precision.held_bytes(tensor) for tensor in known) + len(step.row.moments) * values
+    known = tensors(step.config)
+    values, moments = (
+        sum(math.prod(tensor.shape) for tensor in own) * step.precision.dtype.itemsize
+        for own in (known.values(), step.row.state(known).values())
+    )
+    held = sum(step.precision.held_bytes(tensor) for tensor in known.values()) + moments
     # In place no call returns a gradient; where it is summed apart it is made nevertheless.
     return held + values + sum(math.prod(result.shape) * result.dtype.itemsize for result in made)
 

@@ -14,13 +14,14 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import is_pick, origin_of
-from daskgpt.graph.inplace import InPlace, update_in_place
+from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
 from daskgpt.graph.nodes import Graph, array_of, from_numpy
 from daskgpt.graph.recording import Layout, Recorded
 from daskgpt.graph.repacking import repacked
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Optimizer, update
-from daskgpt.model.parameters import tensors
+from daskgpt.model.origins import Origin
+from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, received, to_send, values_of
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
@@ -104,12 +105,9 @@ class TrainingStep:
         config, optimizer, precision = self.config, self.optimizer, self.precision
         tape = Tape(precision, self.groups)
         inputs = input_leaves(tape, self.batch_shape, chunk, self.row.hyper_size)
-        state = {
-            f"{kind}.{name}": leaf
-            for kind in ("weight", *self.row.moments)
-            for name, leaf in parameter_leaves(tape, config, kind, precision).items()
-        }
-        weights = {name: state[f"weight.{name}"] for name in tensors(config)}
+        weights = parameter_leaves(tape, config, precision)
+        state = {f"weight.{name}": leaf for name, leaf in weights.items()}
+        state |= _leaves(tape, self.row.state(tensors(config)), precision)
         loss = mean_loss(tape, config, weights, inputs)
         gradients = gradients_of(tape, weights, loss)
         new = update(tensors(config), state, gradients, inputs["hyper"], optimizer, self.row, tape)
@@ -133,7 +131,12 @@ class TrainingStep:
         graph = spread_step(graph, self.spread_over, self._sizes)
         if self.apart:
             return graph
-        return banded_updates(graph, self.spread_over, self._sizes, self.precision.update(self.row.in_place))
+        return banded_updates(graph, self.spread_over, self._sizes, self._rule)
+
+    def _rule(self, origin: Origin) -> InPlaceRule:
+        """How a parameter is written over."""
+        row = self.row.of(tensors(self.config)[origin.parameter])
+        return InPlaceRule(self.precision.update(row.in_place), row.fused, row.whole)
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -146,8 +149,7 @@ class TrainingStep:
                 for key, node in graph.items()
                 if (origin := origin_of(node)) is not None and origin.parameter and not is_pick(node)
             ]
-            kernel = self.precision.update(self.row.in_place)
-            return update_in_place(graph, updates, kernel, summed, apart=self.apart, fused=self.row.fused)
+            return update_in_place(graph, updates, self._rule, summed, apart=self.apart)
 
         return rewrite
 
@@ -176,7 +178,7 @@ class TrainingStep:
     ) -> State:
         """The state before a step. In place it is written over: keep a copy of what is given if that is needed.
 
-        moments   "MOMENT.NAME" of every tensor; None = zeros
+        moments   "MOMENT.NAME" of every tensor that has it; None = zeros
         step      how many steps have led to it
 
         The zeros are written, where `np.zeros` would only promise them: the first update would otherwise fetch each
@@ -184,10 +186,8 @@ class TrainingStep:
         times too long.
         """
         values = held_weights(self.config, parameters, self.precision)
-        for moment in self.row.moments:
-            for name, tensor in tensors(self.config).items():
-                key = f"{moment}.{name}"
-                values[key] = moments[key] if moments else np.full(tensor.shape, 0, self.precision.dtype)
+        for key, tensor in self.row.state(tensors(self.config)).items():
+            values[key] = moments[key] if moments else np.full(tensor.shape, 0, self.precision.dtype)
         return State(self.runnable.layout, self.runnable.layout.pack(values), step)
 
     def __call__(
@@ -240,11 +240,14 @@ def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
     return {name: gradients[weight.name] for name, weight in weights.items()}
 
 
-def parameter_leaves(tape: Tape, config: GPT2Config, kind: str, precision: Precision) -> Lazy:
+def parameter_leaves(tape: Tape, config: GPT2Config, precision: Precision) -> Lazy:
     """Arrays without data like every parameter."""
+    leaves = _leaves(tape, {f"weight.{name}": tensor for name, tensor in tensors(config).items()}, precision)
+    return {name.removeprefix("weight."): leaf for name, leaf in leaves.items()}
+
+
+def _leaves(tape: Tape, known: Mapping[str, Tensor], precision: Precision) -> Lazy:
     return {
-        name: array_of(
-            f"{kind}.{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype
-        )
-        for name, tensor in tensors(config).items()
+        name: array_of(f"{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype)
+        for name, tensor in known.items()
     }

@@ -6,7 +6,8 @@ writes three files into FOLDER (the defaults give the files beside this one):
 
     NAME.bin              the model: llm.c's format, version 3 (float32)
     NAME_debug_state.bin  tokens, targets, logits, loss, gradients: llm.c's debug state, version 2, rounded to float32
-    NAME.json             the sizes, the loss and the losses of the AdamW steps, for both decay rules, in full precision
+    NAME.json             the sizes, the loss and the losses of the AdamW steps, for both decay rules, and of the Muon
+                          steps, in full precision
 
 Needs PyTorch and NumPy, and nothing of daskgpt: it is an independent reference.
 """
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 MATRICES = {"wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw"}
+BLOCK_MATRICES = ("qkvw", "attprojw", "fcw", "fcprojw")
 
 
 def arguments() -> argparse.Namespace:
@@ -144,10 +146,46 @@ class Reference:
             optimizer.step()
         return losses
 
+    def muon_losses(self) -> list[float]:
+        """PyTorch's Muon for the blocks' matrices, queries, keys and values apart, and its AdamW for the rest."""
+        p = self.trainable()
+        maps = {
+            name: [
+                torch.nn.Parameter(part.clone())
+                for matrix in p[name].detach()
+                for part in matrix.chunk(3 if name == "qkvw" else 1)
+            ]
+            for name in BLOCK_MATRICES
+        }
+        rest = {name: values for name, values in p.items() if name not in maps}
+        groups = [
+            {"params": [values], "weight_decay": 0.01 if name in MATRICES else 0.0} for name, values in rest.items()
+        ]
+        adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+        own = [part for parts in maps.values() for part in parts]
+        muon = torch.optim.Muon(own, lr=1e-3, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        losses = []
+        for _ in range(self.a.steps):
+            whole = {name: torch.cat(parts).view(p[name].shape) for name, parts in maps.items()}
+            _, loss = self.logits_and_loss(rest | whole)
+            losses.append(loss.item())
+            adamw.zero_grad()
+            muon.zero_grad()
+            loss.backward()
+            adamw.step()
+            muon.step()
+        return losses
+
+
+def in_float64() -> None:
+    """PyTorch's Muon rounds its matrices to bfloat16, by this method: here it keeps their dtype."""
+    torch.Tensor.bfloat16 = lambda self, *args, **kwargs: self.clone()
+
 
 def main() -> None:
     a = arguments()
     torch.set_flush_denormal(True)
+    in_float64()
     a.folder.mkdir(parents=True, exist_ok=True)
     reference = Reference(a)
     reference.write_model(a.folder / f"{a.name}.bin")
@@ -159,6 +197,8 @@ def main() -> None:
         "adamw": {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
         "losses_decay_all": reference.adamw_losses(decay_all=True),
         "losses_decay_2d": reference.adamw_losses(decay_all=False),
+        "muon": {"learning_rate": 1e-3, "beta": 0.95, "scale": 0.2, "weight_decay": 0.01},
+        "losses_muon": reference.muon_losses(),
         "made_by": f"PyTorch {torch.__version__}, float64",
     }
     (a.folder / f"{a.name}.json").write_text(json.dumps(summary, indent=1))

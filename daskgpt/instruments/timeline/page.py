@@ -41,6 +41,7 @@ COLOURS = {
     "crossentropy": "#ff8ab7",
     "embedding": "#9c6b4e",
     "adamw": "#7f8c99",
+    "muon": "#5b6770",
     "gather": "#17becf",
     "split": "#97bbf5",
     "mean": "#303030",
