@@ -65,7 +65,7 @@ def test_generate_and_the_sample_of_a_training_show_no_control_character(tmp_pat
     small = ["--batch-size", 2, "--sequence-length", 16, "--validation-batches", 1, "--vocabulary", 300]
     rates = ["--learning-rate", 0, "--final-learning-rate", 0]
     arguments = {
-        "generate": [tmp_path / "model.bin", "--tokens", 300, "--temperature", 100, "--encoding", "bytes"],
+        "generate": [tmp_path / "model.bin", "--tokens", 300, "--temperature", 100, "--end", "ignore"],
         "train": ["--data", "text.txt", "--steps", 1, *small, *rates, "--out", "out"],
     }
     for command, given in arguments.items():

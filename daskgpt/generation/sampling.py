@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
+from daskgpt.generation.choosing import Choice
+from daskgpt.generation.decoder import Decoder, Weights
 from daskgpt.model.parameters import check_parameters
-from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
-CONTEXT_STEP = 64  # tokens; graphs are recorded for multiples of it, attention never looks at what follows
+PRECISIONS = ("float32", "bfloat16")
 
 
 def sample(
@@ -25,7 +25,11 @@ def sample(
     context: int = 0,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
+    precision: str = "float32",
+    threads: int = 0,
+    end: int | None = None,
 ) -> Iterator[int]:
     """The next `count` token ids after the prompt, one by one, each computed when it is asked for.
 
@@ -33,22 +37,29 @@ def sample(
     context      how many tokens the model looks back, 0 = its positions; a model knows the positions it was trained on
     temperature  0 takes the likeliest token, 1 the model's own probabilities
     top_k        choose among so many likeliest tokens only, 0 = all
+    top_p        choose among the fewest likeliest tokens that have so much of the probability together, 1 = all
     seed         of the choices: the same seed gives the same tokens
+    precision    float32, or bfloat16: matrices, keys and values are rounded to it, everything else is float32
+    threads      that share out the rows of each matrix, 0 = the cores, or fewer for a small model; they change no bit
+    end          a token after which nothing follows, such as end-of-text; None = none
 
     Dtype        parameters float32
-    Errors       at once: ValueError for an empty prompt, a token outside the vocabulary, a negative number, parameters
-                 that are not of this configuration; TypeError for a prompt that is text
-    Cost         a whole forward pass a token over at most `positions` tokens; keys and values are not kept. Computed
-                 by Dask's synchronous scheduler, which is opened with the first token and closed with the last one, or
-                 when the iterator is closed; in between, BLAS has one thread.
+    Errors       at once: ValueError for an empty prompt, a token outside the vocabulary, a number out of its bounds, an
+                 unknown precision, parameters that are not of this configuration; TypeError for a prompt that is text
+    Cost         a token reads every weight once, and the keys and values of the tokens that the model looks back at,
+                 which are kept. Where a text outgrows the context, its newer half is read again (`Texts`).
     """
     text, advice = isinstance(prompt, str | bytes), "Encode it: list(b'text') for bytes."
     require(not text, "sample", "the prompt must be token ids", {"prompt": type(prompt).__name__}, advice, TypeError)
-    prompt = [int(token) for token in prompt]
-    numbers = {"count": count, "context": context, "temperature": temperature, "top_k": top_k, "seed": seed}
-    _check(config, prompt, numbers)
+    ids = [int(token) for token in prompt]
+    check_prompt(config, ids)
+    for name, value in {"count": count, "context": context, "seed": seed, "threads": threads}.items():
+        require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+    choice = Choice(temperature, top_k, top_p)
+    rule = "the precision must be known"
+    require(precision in PRECISIONS, "sample", rule, {"precision": precision}, nearest(precision, list(PRECISIONS)))
     check_parameters(config, parameters)
-    return _tokens(config, parameters, prompt, count, context, temperature, top_k, seed)
+    return _tokens(config, parameters, ids, count, context, choice, seed, precision, threads, end)
 
 
 def _tokens(
@@ -57,45 +68,126 @@ def _tokens(
     prompt: list[int],
     count: int,
     context: int,
-    temperature: float,
-    top_k: int,
+    choice: Choice,
     seed: int,
+    precision: str,
+    threads: int,
+    end: int | None,
 ) -> Iterator[int]:
-    random = np.random.default_rng(seed)
-    state = State.of_weights(config, parameters)
-    passes: dict[int, Inference] = {}
-    tokens = list(prompt)
-    context = min(context or config.positions, config.positions)
-    with open_scheduler("sync") as scheduler:
-        for _ in range(count):
-            recent = tokens[-context:]
-            length = min(-(-len(recent) // CONTEXT_STEP) * CONTEXT_STEP, config.positions)
-            if length not in passes:
-                shape = (1, length)
-                passes[length] = Inference(config, shape, shape, state.layout, ("activations",), grain="chunk")
-            padded = np.zeros((1, length), np.int32)
-            padded[0, : len(recent)] = recent
-            x = passes[length](scheduler, state, padded)["activations"][0, len(recent) - 1]
-            logits = parameters["wte.weight"][: config.vocabulary] @ x
-            tokens.append(_choose(logits.astype(np.float64), temperature, top_k, random))
-            yield tokens[-1]
+    if count == 0:
+        return
+    longest = len(prompt) + count
+    texts = Texts(Weights(config, parameters, precision), [prompt], context, longest=longest, threads=threads)
+    for (token,) in texts.write(count, choice, seed, end):
+        assert token is not None  # of one text the last token ends the iteration
+        yield token
 
 
-def _choose(logits: np.ndarray, temperature: float, top_k: int, random: np.random.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    if 0 < top_k < logits.size:
-        least = np.partition(logits, -top_k)[-top_k]
-        logits = np.where(logits >= least, logits, -np.inf)
-    p = np.exp((logits - logits.max()) / temperature)
-    return int(random.choice(p.size, p=p / p.sum()))
+def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
+    """Token ids, at least one, that the model knows.
 
-
-def _check(config: GPT2Config, prompt: list[int], numbers: Mapping[str, float]) -> None:
+    Errors   ValueError
+    """
     require(len(prompt) > 0, "sample", "the prompt must have a token", {"prompt": prompt}, "Give some text.")
     least, largest = min(prompt), max(prompt)
     got = {"least": least, "largest": largest, "vocabulary": config.vocabulary}
     rule, advice = "tokens must lie in the vocabulary", "Use the encoding that the model was trained with."
     require(least >= 0 and largest < config.vocabulary, "sample", rule, got, advice)
-    for name, value in numbers.items():
-        require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+
+
+def window(length: int, context: int) -> int:
+    """The first token of a text of this length that the model looks at: the whole text where it fits the context.
+
+    A longer text moves on by half a context at a time: in between, what is kept of a token stays at its position.
+    """
+    if length <= context:
+        return 0
+    stride = max(context // 2, 1)
+    return -(-(length - context) // stride) * stride
+
+
+class Texts:
+    """Texts that grow together, with what is kept of them between two tokens.
+
+    A text's tokens depend on its own tokens, its number and the seed: on no other text, and not on how often the texts
+    were gone on with.
+
+    prompts   token ids of each, at least one
+    context   how many tokens the model looks back, 0 = its positions
+    longest   that a text will become, 0 = not known: the memory for keys and values is that of the context, or less
+    threads   0 = the cores, or fewer for a small model
+    """
+
+    def __init__(
+        self, weights: Weights, prompts: Sequence[Sequence[int]], context: int = 0, longest: int = 0, threads: int = 0
+    ) -> None:
+        positions = weights.config.positions
+        self.weights = weights
+        self.context = min(context or positions, positions)
+        capacity = min(self.context, longest or self.context)
+        self.decoder = Decoder(weights, len(prompts), capacity, threads)
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.read = [0] * len(prompts)  # tokens of each text that were read, from the first one on
+        self.first = [0] * len(prompts)  # the first token that is looked at
+        self.random: list[np.random.Generator] = []
+        self.rate = Rate()
+
+    def scores(self, numbers: Sequence[int]) -> np.ndarray:
+        """What may follow on some of the texts.
+
+        Shapes   -> logits (len(numbers), vocabulary) float32
+        """
+        rows: list[tuple[int, int, int]] = []
+        last = []
+        for number in numbers:
+            tokens, first = self.tokens[number], window(len(self.tokens[number]), self.context)
+            begin = self.read[number] if first == self.first[number] else first
+            # A text that was gone on with by nothing is asked about its last token again.
+            begin = min(begin, len(tokens) - 1)
+            rows += [(number, position - first, tokens[position]) for position in range(begin, len(tokens))]
+            self.first[number], self.read[number] = first, len(tokens)
+            last.append(len(rows) - 1)
+        start = perf_counter()
+        found = self.decoder.read(rows, last)
+        self.rate.count(
+            perf_counter() - start, rows, self.decoder.bytes_read([rows[row][1] for row in last]), len(last)
+        )
+        return found
+
+    def write(self, count: int, choice: Choice, seed: int = 0, end: int | None = None) -> Iterator[list[int | None]]:
+        """Up to `count` further tokens of every text, each time one of each; None for a text that has come to its end.
+
+        A text's first choices follow from the seed and its number; where it is written on, from where they were.
+        """
+        if not self.random:
+            self.random = [np.random.default_rng([seed, number]) for number in range(len(self.tokens))]
+        going = list(range(len(self.tokens)))
+        for _ in range(count):
+            if not going:
+                return
+            found: list[int | None] = [None] * len(self.tokens)
+            for number, logits in zip(going, self.scores(going), strict=True):
+                token = choice(logits, self.random[number])
+                self.tokens[number].append(token)
+                found[number] = token
+            going = [number for number in going if found[number] != end or end is None]
+            yield found
+
+
+class Rate:
+    """How fast tokens came.
+
+    tokens, seconds, read   of steps that read one token of each text: how many, and the bytes that they read
+    prompt_tokens, prompt_seconds   of the others, which read prompts or a text's newer half
+    """
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds, self.read = 0, 0.0, 0
+        self.prompt_tokens, self.prompt_seconds = 0, 0.0
+
+    def count(self, seconds: float, rows: Sequence[tuple[int, int, int]], read: int, texts: int) -> None:
+        if len(rows) == texts:
+            self.tokens, self.seconds, self.read = self.tokens + texts, self.seconds + seconds, self.read + read
+        else:
+            self.prompt_tokens += len(rows)
+            self.prompt_seconds += seconds

@@ -27,6 +27,7 @@ from daskgpt.config.errors import refusal
 # one rounding says so (`elementary.fma`), and sums over a row have their own order (`vectors.sums`).
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
+_ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32}
 _ANY = "any"
 
 # Kernels that only `--precision bfloat16` needs; they take as long to compile as all others together.
@@ -36,6 +37,8 @@ KERNELS: list["Kernel"] = []
 
 # Decorators of small functions that kernels include; they are compiled into each kernel that calls them.
 helper = numba.njit(**_OPTIONS, forceinline=True)
+# The same of larger ones that a kernel calls in several places, and which call `stay_apart`: compiled into it once.
+part = numba.njit(**_OPTIONS)
 
 
 @intrinsic
@@ -54,14 +57,24 @@ def wide_vectors(typing_context: Any) -> Any:
     return numba.types.void(), generate
 
 
+@intrinsic
+def stay_apart(typing_context: Any) -> Any:
+    """Let LLVM keep the function that calls this a function: not copied to each place where it is called."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
+
+
 def _numba_type(word: str, real: Any) -> Any:
-    """r2 -> a float array that is read, w1 -> one that is written, i1: int32; h1, H1: uint16; n: int64; f: float."""
+    """r2 -> a float array that is read, w1 -> one that is written; other letters as `kernel` says them."""
     if word == "n":
         return numba.int64
     if word == "f":
         return real
-    element = {"i": numba.int32, "h": numba.uint16, "H": numba.uint16}.get(word[0], real)
-    return numba.types.Array(element, int(word[1:]), "C", readonly=word[0] not in "wH")
+    return numba.types.Array(_ELEMENTS.get(word[0].lower(), real), int(word[1:]), "C", readonly=word[0] not in "wHLS")
 
 
 @functools.cache
@@ -154,8 +167,9 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Decorator of a private Numba function: `kernel("r2 r1 w2 n f")` says what its arguments are.
 
     r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
-    is read, H = uint16 array that is written, each with its number of dimensions and contiguous; n = whole number;
-    f = number of the arrays' dtype. Arrays that are read may be read-only.
+    is read, H = uint16 array that is written, l and L = int64, s and S = float32 whatever the others are, each with its
+    number of dimensions and contiguous; n = whole number; f = number of the arrays' dtype. Arrays that are read may be
+    read-only.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:

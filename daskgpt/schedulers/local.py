@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -82,3 +82,12 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
         return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
     get = partial(dask.threaded.get, num_workers=threads)
     return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads", threads)
+
+
+def at_once(functions: Sequence[Callable[[], Any]]) -> None:
+    """Call functions at the same time, each in a thread of Dask's threaded scheduler; a single one in this thread."""
+    if len(functions) == 1:
+        functions[0]()
+        return
+    graph = {("at-once", number): (function,) for number, function in enumerate(functions)}
+    dask.threaded.get(graph, list(graph), num_workers=len(functions))

@@ -30,12 +30,12 @@ def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -
             matmul(matrices[number][0], matrices[number][1], results[number])
 
     with threadpool_limits(limits=1, user_api="blas"):
-        _seconds_of_all(multiply, threads, 1)
-        seconds = median(_seconds_of_all(multiply, threads, products) for _ in range(rounds))
+        seconds_of_all(multiply, threads, 1)
+        seconds = median(seconds_of_all(multiply, threads, products) for _ in range(rounds))
     return threads * products * 2 * SIZE**3 / seconds
 
 
-def _seconds_of_all(work: Callable[[int, int], None], threads: int, count: int) -> float:
+def seconds_of_all(work: Callable[[int, int], None], threads: int, count: int) -> float:
     """Seconds until the last of some threads is done."""
     workers = [threading.Thread(target=work, args=(number, count)) for number in range(threads)]
     start = perf_counter()

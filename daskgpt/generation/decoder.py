@@ -1,0 +1,123 @@
+"""A model that reads tokens of some texts and keeps their keys and values: what a further token costs is that token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.stopping import delayed_interrupts
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
+from daskgpt.kernels.decoding.kept import GROUP
+from daskgpt.kernels.decoding.meeting import APART
+from daskgpt.kernels.decoding.token_step import OUTSIDE, TENSORS, stages, token_step
+from daskgpt.kernels.vectors.lanes import LANES
+from daskgpt.model.parameters import tensors
+from daskgpt.schedulers.local import at_once, usable_cores
+
+MOST_ROWS = 32  # of a step: tokens that are read together, so that weights are read once for all of them
+BYTES_A_THREAD = 1 << 22  # of weights, below which another thread would cost more than it brings
+
+
+class Weights:
+    """A model's weights as they are read: in float32 the caller's arrays, in bfloat16 rounded copies of matrices.
+
+    bytes   of the weights that a token reads: all but the table of positions
+    """
+
+    def __init__(self, config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: str) -> None:
+        self.config, self.halves = config, precision == "bfloat16"
+        self.arrays: dict[str, np.ndarray] = {}
+        for name, tensor in tensors(config).items():
+            value = np.ascontiguousarray(parameters[name], np.float32)
+            self.arrays[name] = to_bfloat16(value) if self.halves and tensor.row.multiplied else value
+        self.bytes = sum(array.nbytes for name, array in self.arrays.items() if name != "wpe.weight")
+        # Rows of the padded vocabulary are not read.
+        unread = config.padded_vocabulary - config.vocabulary
+        self.bytes -= unread * config.channels * self.arrays["wte.weight"].itemsize
+
+    def address(self, name: str) -> int:
+        """Where a tensor lies; 0 for one that the model does not have."""
+        return self.arrays[name].ctypes.data if name in self.arrays else 0
+
+
+class Decoder:
+    """Keys and values of some texts, and the memory to work in, for any number of steps.
+
+    texts      how many texts there are
+    capacity   tokens that are kept of each
+    threads    0 = the cores, or fewer for a small model
+    """
+
+    def __init__(self, weights: Weights, texts: int, capacity: int, threads: int = 0) -> None:
+        config = weights.config
+        self.weights, self.texts = weights, texts
+        self.threads = threads or max(1, min(usable_cores(), weights.bytes // BYTES_A_THREAD))
+        channels, heads = config.channels, config.heads
+        self.capacity, width = _up(capacity, GROUP), _up(channels // heads, LANES)
+        dtype = np.uint16 if weights.halves else np.float32
+        self.keys = np.zeros((config.blocks, texts, heads, self.capacity * (channels // heads)), dtype)
+        self.values = np.zeros((config.blocks, texts, heads, self.capacity * width), dtype)
+        sizes = channels, heads, config.vocabulary, self.capacity, width, weights.halves, config.norm == "layernorm"
+        self.sizes = np.array(sizes, np.int64)
+        self.tensors = self._addresses()
+        self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
+        self._scratch(width)
+
+    def _addresses(self) -> np.ndarray:
+        blocks = self.weights.config.blocks
+        table = np.zeros((blocks + 1, len(TENSORS)), np.int64)
+        for block in range(blocks):
+            names = [f"h.{block}.{name}" for name in TENSORS[:-2]]
+            table[block, :-2] = [self.weights.address(name) for name in names]
+            table[block, -2:] = self.keys[block].ctypes.data, self.values[block].ctypes.data
+        table[blocks, : len(OUTSIDE)] = [self.weights.address(name) for name in OUTSIDE]
+        return table
+
+    def _scratch(self, width: int) -> None:
+        channels, real = self.weights.config.channels, np.float32
+        padded, rows, threads = _up(channels, LANES), MOST_ROWS, self.threads
+        self.x, self.y = np.zeros((rows, padded), real), np.zeros((rows, padded), real)
+        self.normal = np.zeros((threads, rows, padded), real)
+        self.qkv, self.hidden = np.zeros((rows, 3 * channels), real), np.zeros((rows, _up(4 * channels, LANES)), real)
+        self.scores, self.row = np.zeros((threads, self.capacity), real), np.zeros((threads, width), real)
+
+    def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
+        """Read tokens, and say what may follow after some of them.
+
+        rows     (text, position, token) each; positions of a text follow one another, from the first that is not kept
+        wanted   of which rows, by their numbers, in order
+
+        Shapes   -> logits (len(wanted), vocabulary) float32
+        """
+        parts = [self._step(rows, wanted, first) for first in range(0, len(rows), MOST_ROWS)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _step(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int], first: int) -> np.ndarray:
+        some = np.array(rows[first : first + MOST_ROWS], np.int64)
+        asked = np.array([number - first for number in wanted if 0 <= number - first < len(some)], np.int64)
+        logits = np.empty((len(asked), self.weights.config.vocabulary), np.float32)
+        n = len(some)
+        self.counters[:] = 0
+        self.counters[:: 2 * APART] = self.threads
+        arrays = self.tensors, self.sizes, some, asked, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
+        scratch = self.hidden[:n], self.scores, self.row, logits, self.counters
+        share: Any = partial(token_step, *arrays, *scratch)
+        # Threads wait for each other: one that had been interrupted before it began would be waited for for ever.
+        with delayed_interrupts() if self.threads > 1 else nullcontext():
+            at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
+        return logits
+
+    def bytes_read(self, positions: Sequence[int]) -> int:
+        """Bytes of weights, keys and values that a step reads, each once, for tokens at these positions."""
+        channels, width = self.weights.config.channels, int(self.sizes[4]) * self.weights.config.heads
+        kept = sum(position + 1 for position in positions) * (channels + width) * self.keys.itemsize
+        return self.weights.bytes + kept * self.weights.config.blocks
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

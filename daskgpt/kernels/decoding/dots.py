@@ -1,0 +1,132 @@
+"""Dot products of some rows of a matrix with some vectors: each row is read once, and memory fetched ahead.
+
+A product sums in 16 lanes, number l, l + 16, l + 32 ... in lane l, which meet in a tree (`sums.folded`), whatever the
+number of rows and vectors that are multiplied together. Vectors end with zeros, up to a multiple of 16 numbers.
+"""
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from daskgpt.kernels.compilation import part, stay_apart, wide_vectors
+from daskgpt.kernels.vectors.lanes import (
+    HALVES,
+    LANES,
+    REALS,
+    below,
+    constant,
+    fma,
+    load,
+    load_masked,
+    prefetch,
+    store,
+    whole,
+    widen,
+)
+from daskgpt.kernels.vectors.processor import has_avx512
+from daskgpt.kernels.vectors.sums import folded
+
+# Rows that are worked on together, and what of them is multiplied at once: all with one vector, or some with some.
+ROWS = 8
+_LINE = 64
+TILE_ROWS, TILE_VECTORS = (4, 4) if has_avx512() else (2, 2)  # sums that fit the registers
+
+
+def _tile(builder: Any, values: list[Any], rows: int, vectors: int, halves: bool) -> None:
+    """rows x vectors dot products, see `_of`."""
+    place, pitch, count, xs, x_pitch, out, out_pitch, ahead = values
+    kind, size = (HALVES, 2) if halves else (REALS, 4)
+    sums = [[cgutils.alloca_once(builder, REALS) for _ in range(vectors)] for _ in range(rows)]
+    for total in (each for own in sums for each in own):
+        builder.store(constant(REALS, 0.0), total)
+    row_places = [builder.add(place, builder.mul(pitch, whole(row))) for row in range(rows)]
+    vector_places = [builder.add(xs, builder.mul(x_pitch, whole(number))) for number in range(vectors)]
+
+    def add(index: Any, mask: Any) -> None:
+        offset, x_offset = (builder.mul(index, whole(LANES * bytes_of)) for bytes_of in (size, 4))
+        x = [load(builder, each, x_offset) for each in vector_places]
+        for row, own in zip(row_places, sums, strict=True):
+            found = load(builder, row, offset, kind) if mask is None else load_masked(builder, row, offset, mask, kind)
+            weight = widen(builder, found) if halves else found
+            for each, total in zip(x, own, strict=True):
+                builder.store(fma(builder, weight, each, builder.load(total)), total)
+
+    lines = rows * LANES * size // _LINE  # that a pass of the loop multiplies, and fetches for later
+    with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
+        for line in range(max(lines, 1)):
+            prefetch(builder, ahead, builder.add(builder.mul(loop.index, whole(lines * _LINE)), whole(line * _LINE)))
+        add(loop.index, None)
+    rest = builder.and_(count, whole(LANES - 1))
+    with builder.if_then(builder.icmp_signed("!=", rest, whole(0))):
+        add(builder.lshr(count, whole(4)), below(builder, rest))
+    for row, own in enumerate(sums):
+        for number, total in enumerate(own):
+            store(
+                builder,
+                folded(builder, builder.load(total)),
+                out,
+                builder.add(builder.mul(out_pitch, whole(number)), whole(4 * row)),
+            )
+
+
+def _of(rows: int, vectors: int, halves: bool) -> Any:
+    """An intrinsic of (place, pitch, count, xs, x_pitch, out, out_pitch, ahead), all addresses, bytes and a count.
+
+    Row r at place + r pitch, `count` numbers long; vector m at xs + m x_pitch; their product goes to
+    out + m out_pitch + 4 r. As many bytes as are read are fetched from `ahead`.
+    """
+
+    @intrinsic
+    def dots(typing_context, place, pitch, count, xs, x_pitch, out, out_pitch, ahead):
+        def generate(context, builder, signature, arguments):
+            _tile(builder, list(arguments), rows, vectors, halves)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return dots
+
+
+_column, _column_halves = _of(ROWS, 1, False), _of(ROWS, 1, True)
+_square, _square_halves = _of(TILE_ROWS, TILE_VECTORS, False), _of(TILE_ROWS, TILE_VECTORS, True)
+_single, _single_halves = _of(1, 1, False), _of(1, 1, True)
+
+
+@part
+def rows_times_vectors(halves, rows, place, pitch, count, xs, x_pitch, vectors, out, out_pitch, ahead):
+    """The products of up to ROWS rows with some vectors; `ahead` is where the next rows lie.
+
+    halves   whether the rows are bfloat16, else float32
+    """
+    stay_apart()
+    wide_vectors()
+    if rows < ROWS:
+        for m in range(vectors):
+            for r in range(rows):
+                x, y, row = xs + m * x_pitch, out + m * out_pitch + 4 * r, place + r * pitch
+                if halves:
+                    _single_halves(row, pitch, count, x, x_pitch, y, out_pitch, row)
+                else:
+                    _single(row, pitch, count, x, x_pitch, y, out_pitch, row)
+        return
+    m = 0
+    while m + TILE_VECTORS <= vectors:
+        x, y = xs + m * x_pitch, out + m * out_pitch
+        for r in range(0, ROWS, TILE_ROWS):
+            # What the first vectors have fetched need not be fetched for the others.
+            row, then = place + r * pitch, (ahead if m == 0 else place) + r * pitch
+            if halves:
+                _square_halves(row, pitch, count, x, x_pitch, y + 4 * r, out_pitch, then)
+            else:
+                _square(row, pitch, count, x, x_pitch, y + 4 * r, out_pitch, then)
+        m += TILE_VECTORS
+    while m < vectors:
+        x, y = xs + m * x_pitch, out + m * out_pitch
+        then = ahead if m == 0 else place
+        if halves:
+            _column_halves(place, pitch, count, x, x_pitch, y, out_pitch, then)
+        else:
+            _column(place, pitch, count, x, x_pitch, y, out_pitch, then)
+        m += 1

@@ -1,0 +1,338 @@
+"""The next tokens of some texts: GPT-2 over a few rows, each a token of a text whose keys and values are kept.
+
+Nothing here makes an array: weights, kept keys and values and the memory to work in are the caller's, for as many calls
+as there are tokens. Every thread normalises all rows for itself, which costs less than to wait for one that does.
+"""
+
+import math
+
+import numpy as np
+
+from daskgpt.kernels.compilation import helper, kernel, part, stay_apart, wide_vectors
+from daskgpt.kernels.decoding.dots import ROWS, rows_times_vectors
+from daskgpt.kernels.decoding.kept import attend, keep_key, keep_value
+from daskgpt.kernels.decoding.meeting import meet, next_part
+from daskgpt.kernels.layernorm import EPSILON
+from daskgpt.kernels.vectors.elementary import fma, sigmoid
+from daskgpt.kernels.vectors.operations import address_of, read, read_real
+from daskgpt.kernels.vectors.sums import dot, sum_of
+
+# Columns of the table of addresses, a row a block; `keys` and `values` are those that are kept, of all texts.
+TENSORS = (
+    "ln_1.weight",
+    "ln_1.bias",
+    "attn.c_attn.weight",
+    "attn.c_attn.bias",
+    "attn.c_proj.weight",
+    "attn.c_proj.bias",
+    "ln_2.weight",
+    "ln_2.bias",
+    "mlp.c_fc.weight",
+    "mlp.c_fc.bias",
+    "mlp.c_proj.weight",
+    "mlp.c_proj.bias",
+    "keys",
+    "values",
+)
+# The same of the last row of that table.
+OUTSIDE = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
+# What a row is: which text, the token's position in what is kept of it, and the token.
+ROW = ("text", "position", "token")
+
+_PART_BYTES = 1 << 16  # of a matrix, that a thread takes at once
+_GELU, _ADDED, _KEPT, _SCORES = range(4)
+_SLOPE, _CUBIC = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
+
+
+def stages(blocks: int) -> int:
+    """Stages of a step, each with two counters (`meeting`)."""
+    return 5 * blocks + 1
+
+
+@helper
+def _embed(halves, wte, wpe, rows, x, channels):
+    for i in range(rows.shape[0]):
+        position, token = rows[i, 1], rows[i, 2]
+        for j in range(channels):
+            x[i, j] = _weight(halves, wte, token * channels + j) + read_real(wpe, position * channels + j)
+
+
+@helper
+def _weight(halves, place, index):
+    if halves:
+        return np.uint32(np.uint32(read(place, index, np.uint16(0))) << np.uint32(16)).view(np.float32)
+    return read_real(place, index)
+
+
+@part
+def _normalise(mean_too, weight, bias, x, i, y, channels):
+    """Layernorm of row i, or rmsnorm, into y."""
+    stay_apart()
+    wide_vectors()
+    inverse = np.float32(1) / np.float32(channels)
+    mean = sum_of(x[i, :channels]) * inverse if mean_too else np.float32(0)
+    for j in range(channels):
+        y[j] = x[i, j] - mean
+    scale = np.float32(1) / np.float32(math.sqrt(fma(dot(y[:channels], y[:channels]), inverse, np.float32(EPSILON))))
+    for j in range(channels):
+        if mean_too:
+            y[j] = fma(y[j] * scale, read_real(weight, j), read_real(bias, j))
+        else:
+            y[j] = y[j] * scale * read_real(weight, j)
+
+
+@helper
+def _finish(what, bias, out, m, first, last, x):
+    """What is done with one vector's new numbers: the bias, and GELU or the sum with the residual stream."""
+    if what == _SCORES:
+        return
+    for o in range(first, last):
+        out[m, o] += read_real(bias, o)
+    if what == _GELU:
+        for o in range(first, last):
+            v = out[m, o]
+            out[m, o] = v * sigmoid(_SLOPE * v * (np.float32(1) + _CUBIC * v * v))
+    if what == _ADDED:
+        for o in range(first, last):
+            x[m, o] += out[m, o]
+
+
+@helper
+def _keep(halves, out, m, first, last, row, tensors, block, sizes):
+    """The new keys and values among the numbers first ... last - 1 of queries, keys and values."""
+    channels, heads, capacity, width = sizes[0], sizes[1], sizes[3], sizes[4]
+    head_size, size = channels // heads, 2 if halves else 4
+    o = max(first, channels)
+    while o < last:
+        c = (o - channels) % channels
+        number, inner = row[0] * heads + c // head_size, c % head_size
+        end = min(last, o + head_size - inner)
+        if o < 2 * channels:
+            keep_key(
+                halves,
+                tensors[block, 12] + number * capacity * head_size * size,
+                head_size,
+                row[1],
+                inner,
+                out[m, o:end],
+            )
+        else:
+            keep_value(
+                halves, tensors[block, 13] + number * capacity * width * size, width, row[1], inner, out[m, o:end]
+            )
+        o = end
+
+
+@part
+def _product(
+    what,
+    halves,
+    weight,
+    bias,
+    xs,
+    columns,
+    out,
+    outputs,
+    rows,
+    tensors,
+    block,
+    sizes,
+    x,
+    counters,
+    stage,
+    thread,
+    threads,
+):
+    """out = xs weightᵀ and what is done with it, parts of the weight shared out over the threads."""
+    stay_apart()
+    wide_vectors()
+    pitch = columns * (2 if halves else 4)
+    part_rows = max(_PART_BYTES // (ROWS * pitch), 1) * ROWS
+    parts = (outputs + part_rows - 1) // part_rows
+    vectors, own = out.shape[0], np.int64(thread)
+    y, x_pitch, y_pitch = address_of(out), xs.shape[1] * 4, out.shape[1] * 4
+    while own < parts:
+        following = next_part(counters, stage)
+        first, last = own * part_rows, min((own + 1) * part_rows, outputs)
+        for o in range(first, last, ROWS):
+            then = o + ROWS if o + ROWS < last else following * part_rows
+            count = min(ROWS, last - o)
+            rows_times_vectors(
+                halves,
+                count,
+                weight + o * pitch,
+                pitch,
+                columns,
+                address_of(xs),
+                x_pitch,
+                vectors,
+                y + 4 * o,
+                y_pitch,
+                weight + then * pitch,
+            )
+        for m in range(vectors):
+            _finish(what, bias, out, m, first, last, x)
+            if what == _KEPT:
+                _keep(halves, out, m, first, last, rows[m], tensors, block, sizes)
+        own = following
+    meet(counters, stage, threads)
+
+
+@part
+def _attention(halves, qkv, rows, tensors, block, sizes, y, scores, row, counters, stage, thread, threads):
+    """Attention of every row and head, shared out over the threads."""
+    stay_apart()
+    wide_vectors()
+    channels, heads, capacity, width = sizes[0], sizes[1], sizes[3], sizes[4]
+    head_size, size = channels // heads, 2 if halves else 4
+    own = np.int64(thread)
+    while own < rows.shape[0] * heads:
+        m, head = own // heads, own % heads
+        number = rows[m, 0] * heads + head
+        keys = tensors[block, 12] + number * capacity * head_size * size
+        values = tensors[block, 13] + number * capacity * width * size
+        query = address_of(qkv) + 4 * (m * qkv.shape[1] + head * head_size)
+        attend(halves, query, keys, values, head_size, width, rows[m, 1] + 1, scores, row)
+        for c in range(head_size):
+            y[m, head * head_size + c] = row[c]
+        own = next_part(counters, stage)
+    meet(counters, stage, threads)
+
+
+@kernel("l2 l1 l2 l1 S2 S3 S2 S2 S2 S2 S2 S2 L1 n n")
+def token_step(tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, row, logits, counters, thread, threads):
+    """One thread's share of a step: rows of tokens to the logits of those that are wanted.
+
+    x        the residual stream, of which nothing is kept
+    sizes    channels, heads, vocabulary, capacity, width, bfloat16, mean
+
+    Shapes   tensors (blocks + 1, len(TENSORS)), rows (n, 3), wanted (w,); x, y (n, C16), normal (threads, at least n,
+             C16), qkv (n, 3C), hidden (n, at least 4C), scores (threads, capacity), row (threads, width), logits
+             (w, vocabulary); counters (2 stages(blocks) APART,), each stage's first one at `threads`, its second one
+             at 0. C16 is C up to the next multiple of 16, width likewise the channels of a head; what lies beyond them
+             is 0
+    """
+    wide_vectors()
+    channels, halves, mean_too = sizes[0], sizes[5] != 0, sizes[6] != 0
+    blocks, n = tensors.shape[0] - 1, rows.shape[0]
+    own, stage = normal[thread], 0
+    _embed(halves, tensors[blocks, 0], tensors[blocks, 1], rows, x, channels)
+    for block in range(blocks):
+        at = tensors[block]
+        for i in range(n):
+            _normalise(mean_too, at[0], at[1], x, i, own[i], channels)
+        _product(
+            _KEPT,
+            halves,
+            at[2],
+            at[3],
+            own,
+            channels,
+            qkv,
+            3 * channels,
+            rows,
+            tensors,
+            block,
+            sizes,
+            x,
+            counters,
+            stage,
+            thread,
+            threads,
+        )
+        _attention(
+            halves,
+            qkv,
+            rows,
+            tensors,
+            block,
+            sizes,
+            y,
+            scores[thread],
+            row[thread],
+            counters,
+            stage + 1,
+            thread,
+            threads,
+        )
+        _product(
+            _ADDED,
+            halves,
+            at[4],
+            at[5],
+            y,
+            channels,
+            qkv,
+            channels,
+            rows,
+            tensors,
+            block,
+            sizes,
+            x,
+            counters,
+            stage + 2,
+            thread,
+            threads,
+        )
+        for i in range(n):
+            _normalise(mean_too, at[6], at[7], x, i, own[i], channels)
+        _product(
+            _GELU,
+            halves,
+            at[8],
+            at[9],
+            own,
+            channels,
+            hidden,
+            4 * channels,
+            rows,
+            tensors,
+            block,
+            sizes,
+            x,
+            counters,
+            stage + 3,
+            thread,
+            threads,
+        )
+        _product(
+            _ADDED,
+            halves,
+            at[10],
+            at[11],
+            hidden,
+            4 * channels,
+            qkv,
+            channels,
+            rows,
+            tensors,
+            block,
+            sizes,
+            x,
+            counters,
+            stage + 4,
+            thread,
+            threads,
+        )
+        stage += 5
+    for i in range(wanted.size):
+        _normalise(mean_too, tensors[blocks, 2], tensors[blocks, 3], x, wanted[i], own[i], channels)
+    _product(
+        _SCORES,
+        halves,
+        tensors[blocks, 0],
+        0,
+        own,
+        channels,
+        logits,
+        sizes[2],
+        rows,
+        tensors,
+        blocks,
+        sizes,
+        x,
+        counters,
+        stage,
+        thread,
+        threads,
+    )
