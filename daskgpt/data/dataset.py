@@ -84,6 +84,14 @@ def load_dataset(
     return Dataset(training, validation, vocabulary, name, f"{origin}: {sizes} ({name})")
 
 
+def whole_source(source: str, name: str) -> np.ndarray:
+    """All tokens of a source, every document opened by end-of-text; nothing is held out.
+
+    Errors   as of load_dataset
+    """
+    return _load(source, name, 0.0).training
+
+
 def _load(source: str, name: str, fraction: float) -> _Part:
     """Both parts of one source; a fraction of 0 leaves the validation empty."""
     if is_token_source(source):

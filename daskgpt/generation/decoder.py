@@ -112,6 +112,14 @@ class Decoder:
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
         return logits
 
+    def share(self, text: int, others: Sequence[int], length: int) -> None:
+        """Copy what is kept of the first so many tokens of a text to others."""
+        config, width = self.weights.config, int(self.sizes[4])
+        ends = _up(length, GROUP) * (config.channels // config.heads), length * width
+        for kept, end in zip((self.keys, self.values), ends, strict=True):
+            for other in others:
+                kept[:, other, :, :end] = kept[:, text, :, :end]
+
     def bytes_read(self, positions: Sequence[int]) -> int:
         """Bytes of weights, keys and values that a step reads, each once, for tokens at these positions."""
         channels, width = self.weights.config.channels, int(self.sizes[4]) * self.weights.config.heads

@@ -1,0 +1,171 @@
+"""How good a model is on a text or at multiple choice: `python -m daskgpt.evaluate MODEL --data FILE`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tiktoken import Encoding
+from tqdm import tqdm
+
+from daskgpt.config.errors import require
+from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.paths import matching_files
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.data.dataset import check_tokens, is_token_source, whole_source
+from daskgpt.data.encodings import END_OF_TEXT, get_encoding
+from daskgpt.data.hellaswag import ENDING, read_hellaswag
+from daskgpt.formats.llmc_questions import Question, is_question_file, read_questions
+from daskgpt.generation.decoder import Weights
+from daskgpt.generation.likelihood import answers, sequence_losses
+from daskgpt.generation.sampling import PRECISIONS
+from daskgpt.training.job import compile_kernels
+from daskgpt.training.run_folder import read_model_of, trained_with
+
+DESCRIPTION = """\
+How good a model is on a text, or at multiple choice.
+
+A text (a file, a folder, a glob), or token files (.bin; llm.c's or nanoGPT's):
+loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
+              the tokens before it in its sequence; documents begin with end-of-text
+perplexity    e to the loss
+bits a byte   all nats / ln 2 / bytes of text that was predicted (end-of-text has none): what models with different
+              encodings are compared by
+
+Multiple choice, from llm.c's evaluation files (.bin, version 20240522) or HellaSwag's own (.jsonl):
+accuracy      how often the right completion has the least loss of all its tokens together
+normalised    how often it has the least loss a token: what llm.c prints, and the usual figure of HellaSwag
+"""
+
+
+@documented
+@dataclass(frozen=True)
+class EvaluateConfig(Checked):
+    """What to evaluate, and how."""
+
+    data: str = setting("", "a text, folder, glob, or token file; an evaluation file; or HellaSwag's .jsonl")
+    limit: int = setting(0, "only the first so many tokens or questions, 0 = all", least=0)
+    sequence_length: int = setting(0, "of a text's sequences; 0 = the model's own", unit="tokens", least=0)
+    encoding: str = setting("", "bytes or gpt2; empty = the model's own")
+    precision: str = setting("float32", "of weights, keys and values", choices=PRECISIONS)
+    threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0)
+
+
+def main(arguments: list[str]) -> int:
+    """Print loss, perplexity and bits a byte, or accuracies."""
+    flags = Parser(prog="daskgpt.evaluate", description=DESCRIPTION)
+    flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
+    flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
+    add_flags(flags, EvaluateConfig)
+    values = flags.parse_args(arguments)
+    options: EvaluateConfig = from_flags(EvaluateConfig, values)
+    require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, say.")
+    model = read_model_of(values.model)
+    encoding_name, length = trained_with(values.model, model)
+    encoding = get_encoding(options.encoding or encoding_name)
+    weights = Weights(model.config, model.parameters, options.precision)
+    if questions := questions_of(options.data, encoding):
+        found = multiple_choice(weights, questions[: options.limit or None], options.threads)
+    else:
+        length = options.sequence_length or length
+        rule, got = "a sequence must not be longer than the model's positions", {"sequence_length": length}
+        got |= {"positions": model.config.positions}
+        require(length <= model.config.positions, "evaluate", rule, got, "Shorten the sequence.")
+        found = loss_of_text(weights, options, encoding, length)
+    facts = {"model": str(values.model), "data": options.data, "precision": options.precision}
+    print(json.dumps(facts | found) if values.json else describe(facts, found))
+    return 0
+
+
+def questions_of(source: str, encoding: Encoding) -> list[Question]:
+    """The questions of a source; none where it is a text."""
+    if source.endswith(ENDING):
+        return read_hellaswag(source, encoding)
+    if not is_token_source(source):
+        return []
+    paths = matching_files(source, "evaluate")
+    return [question for path in paths if is_question_file(path) for question in read_questions(path)]
+
+
+def multiple_choice(weights: Weights, questions: list[Question], threads: int) -> dict[str, Any]:
+    """Accuracies, and their standard errors."""
+    config = weights.config
+    for question in questions:
+        check_tokens(np.concatenate([question.context, *question.completions]), config.vocabulary)
+    compile_kernels()
+    asked = answers(weights, questions, config.positions, threads)
+    found = list(tqdm(asked, total=len(questions), unit="question", disable=None, leave=False))
+    count, right = len(found), sum(answer.right for answer in found)
+    normalised = sum(answer.right_normalised for answer in found)
+    return {
+        "questions": count,
+        "completions": round(float(np.mean([len(question.completions) for question in questions])), 2),
+        "right": right,
+        "right_normalised": normalised,
+        "accuracy": round(right / count, 6),
+        "accuracy_normalised": round(normalised / count, 6),
+    }
+
+
+def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, length: int) -> dict[str, Any]:
+    """Loss, perplexity and bits a byte of a text."""
+    tokens = whole_source(options.data, encoding.name)
+    check_tokens(tokens, weights.config.vocabulary)
+    tokens = tokens[: options.limit + 1] if options.limit else tokens
+    rule, got = "there must be at least two tokens", {"data": options.data, "tokens": len(tokens)}
+    require(len(tokens) > 1, "evaluate", rule, got, "Give more text.")
+    compile_kernels()
+    nats, count = 0.0, 0
+    with tqdm(total=len(tokens) - 1, unit="token", unit_scale=True, disable=None, leave=False) as line:
+        for losses in sequence_losses(weights, tokens, length, options.threads):
+            nats, count = nats + float(losses.sum()), count + len(losses)
+            line.update(len(losses))
+            line.set_postfix_str(f"loss {nats / count:.4f}", refresh=False)
+    size = int(sizes_of(encoding)[tokens[1:]].sum())
+    loss = nats / count
+    return {
+        "tokens": count,
+        "bytes": size,
+        "sequence_length": length,
+        "loss": round(loss, 6),
+        "perplexity": round(math.exp(min(loss, 700.0)), 4),
+        "bits_a_byte": round(nats / math.log(2) / size, 6) if size else None,
+    }
+
+
+def sizes_of(encoding: Encoding) -> np.ndarray:
+    """Bytes of text of every token; end-of-text has none.
+
+    Shapes   (token ids,) int64
+    """
+    sizes = [len(encoding.decode_single_token_bytes(token)) for token in range(encoding.n_vocab)]
+    sizes[encoding.encode_single_token(END_OF_TEXT)] = 0
+    return np.array(sizes)
+
+
+def describe(facts: dict[str, str], found: dict[str, Any]) -> str:
+    """The numbers for a person."""
+    lines = [("model", facts["model"])]
+    if "questions" in found:
+        count = found["questions"]
+        lines += [("data", f"{facts['data']}: {count:,} questions of {found['completions']:g} completions")]
+        for name, right in (("accuracy", found["right"]), ("normalised", found["right_normalised"])):
+            share = right / count
+            error = math.sqrt(share * (1 - share) / count)
+            lines.append((name, f"{share:.4f}   {right:,} right, standard error {error:.4f}"))
+    else:
+        told = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
+        lines += [
+            ("data", f"{facts['data']}: {told}"),
+            ("loss", f"{found['loss']:.4f} nats a token"),
+            ("perplexity", f"{found['perplexity']:,.2f}"),
+            ("bits a byte", "no text" if found["bits_a_byte"] is None else f"{found['bits_a_byte']:.4f}"),
+        ]
+    return "\n".join(f"{name:12} {text}" for name, text in lines)
+
+
+if __name__ == "__main__":
+    run_command(main)
