@@ -16,7 +16,7 @@ FORMAT = "brain.Event:2"  # what TensorBoard calls its files' format
 # Training and validation in one chart, and what belongs together under one heading; the rest is under "run".
 GROUPS = {
     "loss": ("loss", "validation_loss"),
-    "optimizer": ("learning_rate",),
+    "optimizer": ("learning_rate", "norm"),
     "speed": ("tokens_per_s", "gflop_per_s", "product_share"),
     "phases": ("forward_s", "backward_s", "update_s", "idle", "validation_s", "checkpoint_s", "checkpoint_waited_s"),
 }
