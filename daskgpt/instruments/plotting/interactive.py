@@ -122,6 +122,7 @@ def _legend(plot: Any, runs: Sequence[Curves]) -> None:
         LegendItem(label=run.name, renderers=[own for own in plot.renderers if own.name == run.name]) for run in runs
     ]
     legend = Legend(items=items, orientation="horizontal", click_policy="hide", ncols=3, border_line_color=None)
+    legend.location = "top_left"
     plot.add_layout(legend, "above")
 
 
