@@ -8,7 +8,7 @@ from pathlib import Path
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, run_command
-from daskgpt.data.encodings import VOCABULARY, encoding_of, ranks_of
+from daskgpt.data.encodings import encoding_of, ranks_of, vocabulary_size
 from daskgpt.formats.gpt2_tokenizer import tokenizer_files
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, stream_model
@@ -94,8 +94,8 @@ def guessed(target: Path) -> str:
 def _to_huggingface(target: Path, model: OpenedModel) -> list[str]:
     encoding = model.encoding or encoding_of(model.config.vocabulary)
     files, end, note = {}, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
-    if model.config.vocabulary == VOCABULARY[encoding]:
-        end = VOCABULARY[encoding] - 1
+    if model.config.vocabulary == vocabulary_size(encoding):
+        end = model.config.vocabulary - 1
         try:
             files, note = tokenizer_files(ranks_of(encoding), model.config.positions), ""
         except FileNotFoundError as error:  # the model is of use without

@@ -11,7 +11,7 @@ from tiktoken import Encoding
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.encodings import encode, get_encoding
+from daskgpt.data.encodings import encode, encoding_named, get_encoding
 from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.ending import end_of_text, shown
@@ -48,7 +48,7 @@ class GenerateConfig(Checked):
     seed: int = setting(0, "seed of the choices", least=0)
     until: str = setting("", "end a text at these words")
     end: str = setting("stop", "what end-of-text does to a text", choices=("stop", "ignore"))
-    encoding: str = setting("", "bytes or gpt2; empty = the model's own")
+    encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary; empty = the model's own")
     precision: str = setting("float32", "of weights, keys and values", choices=PRECISIONS)
     threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0)
 
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     options: GenerateConfig = from_flags(GenerateConfig, values)
     model = read_model_of(values.model)
     encoding_name, context = trained_with(values.model, model)
-    encoding = get_encoding(options.encoding or encoding_name)
+    encoding = get_encoding(encoding_named(options.encoding or encoding_name))
     prompts = values.prompt or ["\n"]
     for prompt in prompts:
         check_prompt(model.config, encode(encoding, prompt).tolist())

@@ -16,12 +16,14 @@ class DataConfig(Checked):
     """Where tokens come from and how many make a batch."""
 
     data: str = setting(
-        "stdlib", "stdlib (this Python's library source), a text file, folder or glob, or token files (.bin)"
+        "stdlib",
+        "stdlib (this Python's library source), a text file, folder or glob, token files (.bin), or a folder that "
+        "daskgpt.prepare has made",
     )
     encoding: str = setting(
         "auto",
-        "text to token ids; auto = gpt2 for token files and for models of its vocabulary, else bytes",
-        choices=("auto", "bytes", "gpt2"),
+        "text to token ids: bytes, gpt2, or the file of a learned vocabulary; auto = what prepared tokens were made "
+        "with, gpt2 for other token files and for models of its vocabulary, else bytes",
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
     batch_size: int = setting(12, "B, sequences a step", least=1)

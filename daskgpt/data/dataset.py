@@ -10,9 +10,10 @@ import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import require
-from daskgpt.data.encodings import VOCABULARY, encode, get_encoding, vocabulary_size
+from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
 from daskgpt.data.split import split_text, split_tokens
 from daskgpt.data.text import STANDARD_LIBRARY, read_text
+from daskgpt.data.tokens import Tokens
 from daskgpt.formats.llmc_tokens import read_tokens
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -26,8 +27,8 @@ class Dataset:
     Dtype    uint16
     """
 
-    training: np.ndarray
-    validation: np.ndarray
+    training: Tokens
+    validation: Tokens
     vocabulary: int
     encoding_name: str
     description: str
@@ -96,11 +97,11 @@ def _load(source: str, name: str, fraction: float) -> _Part:
     """Both parts of one source; a fraction of 0 leaves the validation empty."""
     if is_token_source(source):
         tokens = read_tokens(source)
-        check_tokens(tokens, VOCABULARY[name])
+        check_tokens(tokens, vocabulary_size(name))
         if fraction == 0:
             return _Part(tokens, tokens[:0], source)
         training, validation = split_tokens(tokens, fraction)
-        return _Part(_join(training, VOCABULARY[name] - 1), _join(validation, VOCABULARY[name] - 1), source)
+        return _Part(_join(training, vocabulary_size(name) - 1), _join(validation, vocabulary_size(name) - 1), source)
     documents = read_text(source)
     files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
     library = f"standard library of Python {platform.python_version()}"
@@ -135,7 +136,7 @@ def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
     require(False, "check_tokens", rule, got, "Use the encoding that the tokens were made with.")
 
 
-def batch(tokens: np.ndarray, *, batch_size: int, sequence_length: int, seed: int, step: int) -> Batch:
+def batch(tokens: Tokens, *, batch_size: int, sequence_length: int, seed: int, step: int) -> Batch:
     """Random sequences and the tokens that follow each of theirs: the same for the same seed and step, always.
 
     targets[b, t] = tokens[start[b] + t + 1];  start[b] = Philox(seed, step)[b] mod (N - T)
@@ -153,7 +154,7 @@ def batch(tokens: np.ndarray, *, batch_size: int, sequence_length: int, seed: in
     return _windows(tokens, starts.astype(np.int64), sequence_length)
 
 
-def validation_batches(tokens: np.ndarray, *, batch_size: int, sequence_length: int, count: int) -> Iterator[Batch]:
+def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int, count: int) -> Iterator[Batch]:
     """The same windows every time, spread evenly from the first token to the last; they overlap where tokens are few.
 
     Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T)
@@ -169,12 +170,12 @@ def validation_batches(tokens: np.ndarray, *, batch_size: int, sequence_length: 
     return (_windows(tokens, row, sequence_length) for row in starts.reshape(count, batch_size))
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> Batch:
+def _windows(tokens: Tokens, starts: np.ndarray, sequence_length: int) -> Batch:
     windows = tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int32)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
-def _check_sizes(where: str, tokens: np.ndarray, batch_size: int, sequence_length: int) -> None:
+def _check_sizes(where: str, tokens: Tokens, batch_size: int, sequence_length: int) -> None:
     for name, size in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
         require(size >= 1, where, f"{name} must be at least 1", {name: size}, "Give a positive number.")
     rule = f"there must be at least sequence_length + 1 = {sequence_length + 1} tokens"

@@ -1,42 +1,58 @@
-"""Encodings between text and token ids: the 256 bytes, or GPT-2's vocabulary."""
+"""Encodings between text and token ids: the 256 bytes, GPT-2's vocabulary, or a learned one."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.data.vocabulary import gpt2_ranks
+from daskgpt.formats.vocabulary_file import is_learned, learned_ranks, learned_size, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Number of ids. End-of-text is the last of them, in both.
+# Number of ids. End-of-text is the last of them, in every encoding.
 VOCABULARY = {"bytes": 257, "gpt2": 50257}
 
-# How GPT-2 cuts text into pieces that are encoded one by one.
-_GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# How GPT-2 cuts text into pieces that are encoded one by one; learned vocabularies do the same.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _ANY_CHARACTER = r"(?s:.)"
 
 
 def vocabulary_size(name: str) -> int:
     """Number of token ids of an encoding, without loading it.
 
-    Errors   ValueError for an unknown name
+    Errors   ValueError for an unknown name, or a learned vocabulary that was not read in this process
     """
+    if is_learned(name):
+        return learned_size(name) or len(learned_ranks(name)) + 1
     advice = nearest(name, list(VOCABULARY))
     require(name in VOCABULARY, "vocabulary_size", "the encoding must be known", {"encoding": name}, advice)
     return VOCABULARY[name]
 
 
+def encoding_named(name: str) -> str:
+    """The name of an encoding that somebody names: by itself, or by the file of a learned vocabulary, which is read.
+
+    Errors   ValueError for what is neither, or a file that holds none
+    """
+    if name not in VOCABULARY and not learned_size(name) and Path(name).expanduser().is_file():
+        return read_vocabulary(Path(name).expanduser())
+    vocabulary_size(name)
+    return name
+
+
 def get_encoding(name: str) -> tiktoken.Encoding:
-    """The encoding `bytes` or `gpt2`, as one of tiktoken's.
+    """The encoding `bytes` or `gpt2`, or a learned one, as one of tiktoken's.
 
     Errors   ValueError for an unknown name; FileNotFoundError where GPT-2's vocabulary is nowhere to be found
     """
     size = vocabulary_size(name)
     return tiktoken.Encoding(
         name,
-        pat_str=_GPT2_PATTERN if name == "gpt2" else _ANY_CHARACTER,
+        pat_str=_ANY_CHARACTER if name == "bytes" else GPT2_PATTERN,
         mergeable_ranks=ranks_of(name),
         special_tokens={END_OF_TEXT: size - 1},
         explicit_n_vocab=size,
@@ -48,6 +64,8 @@ def ranks_of(name: str) -> dict[bytes, int]:
 
     Errors   FileNotFoundError where GPT-2's vocabulary is nowhere to be found
     """
+    if is_learned(name):
+        return learned_ranks(name)
     return gpt2_ranks() if name == "gpt2" else {bytes([byte]): byte for byte in range(256)}
 
 

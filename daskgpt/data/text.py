@@ -49,7 +49,7 @@ def read_text(source: str) -> list[Document]:
         refuse_pickle(path, "read_text", "Give a text, or token files.")
         documents = [Document(path.name, _decode_whole(path, source))]
     elif path.is_dir():
-        documents = _decode_all(_files_below(path), source)
+        documents = _decode_all(files_below(path), source)
     else:
         documents = _decode_all(matching_files(source, "read_text"), source)
     documents = [document for document in documents if document.text.strip()]
@@ -64,7 +64,7 @@ def _standard_library(root: Path) -> list[Document]:
     Only names that Python itself lists count: a distribution may put files of its own beside them.
     """
     documents, size = [], 0
-    for path in _files_below(root, left_out=_LEFT_OUT_FOLDERS):
+    for path in files_below(root, left_out=_LEFT_OUT_FOLDERS):
         name = path.relative_to(root)
         top = name.parts[0].removesuffix(".py")
         if path.suffix != ".py" or top not in sys.stdlib_module_names or top in _LEFT_OUT:
@@ -81,7 +81,7 @@ def _standard_library(root: Path) -> list[Document]:
     return documents
 
 
-def _files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
+def files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
     """All files in the folder and those below it, sorted; nothing that is hidden or in a folder left out."""
 
     def walk() -> Iterator[Path]:

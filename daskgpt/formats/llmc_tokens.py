@@ -32,11 +32,16 @@ def write_tokens(path: str | os.PathLike[str], tokens: np.ndarray) -> None:
     """
     tokens = np.asarray(tokens)
     _check_writable(tokens)
-    header = np.zeros(256, "<i4")
-    header[:3] = MAGIC, VERSION, tokens.size
     with replacing(path, "write_tokens") as file:
-        file.write(header.data)
+        file.write(token_header(tokens.size))
         file.write(np.ascontiguousarray(tokens, "<u2").data)
+
+
+def token_header(count: int) -> bytes:
+    """What stands before so many tokens in a file."""
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, count
+    return header.tobytes()
 
 
 def _check_writable(tokens: np.ndarray) -> None:

@@ -26,10 +26,12 @@ from daskgpt.formats.safetensors_files import (
     write_tensor_file,
     write_tensor_files,
 )
+from daskgpt.formats.vocabulary_file import is_learned, know_vocabulary, learned_content
 from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, tensors
 
 ENTRY = "daskgpt"  # of the metadata, a JSON object
 CHECK = "check"  # among its parts
+VOCABULARY = "vocabulary"  # among its parts, where it was learned: the content of its file
 VERSION = 1
 # The numbers that every file has. A field of GPT2Config that came later means its default where a file lacks it.
 SIZES = ("blocks", "heads", "channels", "vocabulary", "padded_vocabulary", "positions")
@@ -110,7 +112,7 @@ def _metadata(model: StoredModel) -> dict[str, str]:
 
 
 def metadata_of(config: GPT2Config, encoding: str, sequence_length: int) -> dict[str, str]:
-    """The metadata of a file that holds such a model."""
+    """The metadata of a file that holds such a model; a learned vocabulary is in it."""
     known = {
         "version": VERSION,
         "daskgpt": __version__,
@@ -119,6 +121,8 @@ def metadata_of(config: GPT2Config, encoding: str, sequence_length: int) -> dict
         "encoding": encoding,
         "sequence_length": sequence_length,
     }
+    if is_learned(encoding):  # nobody else has it
+        known[VOCABULARY] = learned_content(encoding)
     known |= {CHECK: _check_of(known)}
     # transformers reads a file only if it says for which library it was written; the layout of all is the same.
     return {"format": "pt", ENTRY: json.dumps(known)}
@@ -165,7 +169,13 @@ def said_of(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, i
     Errors   ValueError where it says none, or what cannot be
     """
     known = _known(path, metadata)
-    return _config_of(path, known), known["encoding"], known["sequence_length"]
+    config, encoding = _config_of(path, known), known["encoding"]
+    if VOCABULARY in known:
+        _require_kinds(path, ENTRY, known, {VOCABULARY: str})
+        own = know_vocabulary(known[VOCABULARY], str(path))
+        rule, got = "the vocabulary must be that of the encoding", {"path": path, "encoding": short(encoding)}
+        require(own == encoding, READ, rule, got, FOREIGN)
+    return config, encoding, known["sequence_length"]
 
 
 def _known(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
 from daskgpt.schedulers.silence import leave_silent, left
 from daskgpt.schedulers.staying import StayAtHome
+from daskgpt.schedulers.streaming import each_submitted
 from daskgpt.schedulers.usage import METRIC
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -130,6 +131,17 @@ class ClusterScheduler:
         with telling_losses(self.client):
             workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
         return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
+
+    def each(
+        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
+    ) -> None:
+        run, self.runs = self.runs, self.runs + 1
+
+        def submit(call: Callable[[], Any], key: str) -> Any:
+            with telling_losses(self.client), dask.annotate(**self.annotation):
+                return self.client.submit(call, key=f"{key}-{run}-{self.client.id}")
+
+        each_submitted(submit, self.fetch, self.threads, name, function, items, take)
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:

@@ -15,6 +15,7 @@ from daskgpt.graph.nodes import with_leaves
 from daskgpt.graph.recording import Submission
 from daskgpt.graph.spans import counting_from, recorded_spans
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
+from daskgpt.schedulers.streaming import each_local
 
 
 class LocalScheduler:
@@ -63,6 +64,11 @@ class LocalScheduler:
 
     def told(self, name: str) -> dict[str, Any]:
         return {}
+
+    def each(
+        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
+    ) -> None:
+        each_local(self.get, self.threads, name, function, items, take)
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:

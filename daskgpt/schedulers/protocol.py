@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter, time
@@ -115,6 +115,18 @@ class Scheduler(Protocol):
         names: nobody is asked, so that nobody is waited for. Empty where there is this process only.
 
         Errors   LostResults where the scheduler is gone
+        """
+        ...
+
+    def each(
+        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
+    ) -> None:
+        """Call a function on each item in tasks, as they come, and give each result to `take` in this process, in the
+        order of the items. No more of them are held than keep the threads busy.
+
+        name     of the tasks, for the dashboard
+
+        Errors   those of items, function and take; as of `fetch`
         """
         ...
 

@@ -18,6 +18,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset
+from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors_files import short
 from daskgpt.kernels.bfloat16 import unit
 from daskgpt.kernels.float32.blas import one_order
@@ -155,6 +156,7 @@ class Resumed:
         folder, self.state = found
         self.spared = frozenset(path for path in checkpoints(folder.parent) if step_of(path) > step_of(folder))
         self.configuration = self._changed(self.state["configuration"], changes)
+        open_model_file(folder)  # a learned vocabulary is in it, and known from here on
         self.job = self._job()
         done = self.state["step"]
         self.job.horizon.go_on(self.state.get("horizon", {}), done)

@@ -26,6 +26,7 @@ from daskgpt.formats.huggingface import is_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.run_model import StoredModel
+from daskgpt.formats.vocabulary_file import is_learned, learned_size
 from daskgpt.training.checkpoints import (
     DamagedCheckpoint,
     checked_state,
@@ -184,7 +185,8 @@ def open_model_of(path: str | Path) -> OpenedModel:
     path = Path(path)
     model = open_model_file(_model_of(path))
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
-    require(model.encoding in ("", *VOCABULARY), "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
+    known = model.encoding in ("", *VOCABULARY) or learned_size(model.encoding) > 0
+    require(known, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model
 
 
@@ -237,7 +239,8 @@ def data_of(path: str | Path) -> DataConfig | None:
         # Runs from before there were groups had one.
         known = {"groups": 1} | tomllib.loads(written.read_text(encoding="utf-8"))["data"]
         data = DataConfig(**{name: type(default)(known[name]) for name, default in asdict(DataConfig()).items()})
-        vocabulary_size(data.encoding)
+        if not is_learned(data.encoding):  # else it is in the model's file
+            vocabulary_size(data.encoding)
         return data
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         if is_checkpoint(folder) or (path.is_file() and path.name not in MODELS):

@@ -12,7 +12,8 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
-from daskgpt.data.encodings import encoding_of
+from daskgpt.data.encodings import encoding_named, encoding_of
+from daskgpt.data.prepared import is_token_folder, load_prepared
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.model.parameters import check_parameters, initial_parameters
 from daskgpt.training.job import Job
@@ -63,7 +64,7 @@ class Start:
 
     def encoding(self, wanted: str) -> str:
         """The run's encoding; for a model file alone the one that it says, or that its vocabulary means."""
-        own = self.data.encoding if self.data else self.model.encoding
+        own, wanted = self.data.encoding if self.data else self.model.encoding, _named(wanted)
         if not own:
             return encoding_of(self.config.vocabulary) if wanted == "auto" else wanted
         require(
@@ -76,6 +77,10 @@ class Start:
         return own
 
 
+def _named(encoding: str) -> str:
+    return encoding if encoding == "auto" else encoding_named(encoding)
+
+
 def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) -> Dataset:
     """The tokens that a configuration names.
 
@@ -84,7 +89,10 @@ def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) 
 
     Errors       ValueError where the encoding is not the run's, or as of load_dataset
     """
-    encoding = start.encoding(data.encoding) if start else data.encoding
+    if is_token_folder(data.data):
+        wanted = start.encoding(data.encoding) if start else data.encoding
+        return load_prepared(data.data, "" if wanted == "auto" else wanted, data.batch_size, data.sequence_length)
+    encoding = start.encoding(data.encoding) if start else _named(data.encoding)
     if encoding == "auto":
         encoding = "gpt2" if is_token_source(data.data) else encoding_of(vocabulary)
     return load_dataset(

@@ -1,0 +1,93 @@
+"""Turn text into folders of tokens: `python -m daskgpt.prepare INPUT... --out FOLDER`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.data.corpus.manifest import Manifest, Part
+from daskgpt.data.corpus.preparing import Preparation, PrepareConfig
+from daskgpt.schedulers.addresses import open_scheduler
+
+LINES = """\
+INPUT is a file, a folder (all below it that is not hidden) or a glob: text, JSONL (.jsonl, .ndjson, .json.gz),
+either of them in gzip (.gz) or zstd (.zst), or Parquet (.parquet). The tokens are a pure function of the inputs and the
+flags, whatever the scheduler; a command that was stopped, however, goes on where it was when it is given again.
+"""
+
+
+@documented
+@dataclass(frozen=True)
+class WorkersConfig(Checked):
+    """Who encodes. None of it changes a byte."""
+
+    scheduler: str = setting(
+        "auto",
+        "sync, threads, local, tcp://host:port, tls://host:port or file:scheduler.json; auto = the address in "
+        "DASK_SCHEDULER_ADDRESS, else threads",
+    )
+    threads: int = setting(0, "threads, or worker processes of local; 0 = one a core", least=0)
+
+
+def main(arguments: list[str]) -> int:
+    """Prepare, and say what there is."""
+    begin = time.perf_counter()
+    flags = Parser(
+        prog="daskgpt.prepare", description="Turn text into folders of tokens that training reads.", epilog=LINES
+    )
+    flags.add_argument("inputs", metavar="INPUT", nargs="+", help="file, folder or glob")
+    add_flags(flags, PrepareConfig)
+    add_flags(flags, WorkersConfig)
+    values = flags.parse_args(arguments)
+    config: PrepareConfig = from_flags(PrepareConfig, values)
+    workers: WorkersConfig = from_flags(WorkersConfig, values)
+    preparation = Preparation(values.inputs, config)
+    done = [0]
+    with (
+        open_scheduler(workers.scheduler, workers.threads) as scheduler,
+        # To a terminal only: elsewhere there is nobody who waits for it.
+        tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc="text") as line,
+    ):
+        scheduler.admit(packed=False)
+
+        def tell(size: int) -> None:
+            done[0] += size
+            line.update(size)
+
+        manifest = preparation.run(scheduler.each, tell)
+    for text in report(config.out, manifest, time.perf_counter() - begin, done[0]):
+        print(text)
+    return 0
+
+
+def report(folder: str, manifest: Manifest, seconds: float, size: int) -> list[str]:
+    """What there is in a folder, for people.
+
+    size   of the text that was encoded, 0 where nothing was left to do [bytes]
+    """
+    took = f"in {seconds:.1f} s" if size else "was there already"
+    skipped = [f"skipped    {manifest.skipped:,} documents that are no UTF-8"] if manifest.skipped else []
+    wanted = manifest.settings["learn_vocabulary"]
+    fewer = f", and no pairs left to merge for {wanted:,}" if manifest.ids < wanted else ""
+    return [
+        f"encoding   {manifest.encoding}, {manifest.ids:,} ids{fewer}",
+        f"train      {_part(manifest.train)}",
+        f"val        {_part(manifest.val)}",
+        *skipped,
+        f"tokens written to {folder} {took}",
+        f"go on with: python -m daskgpt.train --data {shlex.quote(folder)}",
+    ]
+
+
+def _part(part: Part) -> str:
+    files = f"{len(part.shards)} file{'s' * (len(part.shards) > 1)}"
+    return f"{part.tokens:,} tokens of {part.bytes / 1e6:,.1f} MB in {files}, {part.documents:,} documents"
+
+
+if __name__ == "__main__":
+    run_command(main)
