@@ -17,6 +17,7 @@ from distributed import Client, WorkerPlugin
 from namespaces import Hosts
 
 from daskgpt.schedulers.losses import running
+from daskgpt.training.fetched_state import FETCHED
 
 ROOT, PATIENCE = Path(__file__).parents[1], 60  # seconds for what should take a few
 
@@ -165,7 +166,7 @@ class KillAsItSends(WorkerPlugin):
         send = self.send
 
         async def dying(comm: Any, keys: Any, **options: Any) -> Any:
-            if any("update" in str(key) for key in keys) and not options.get("who"):
+            if any(FETCHED in str(key) for key in keys) and not options.get("who"):
                 self.left -= 1
                 if self.left <= 0:
                     kill_once(self.once)

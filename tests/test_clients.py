@@ -12,6 +12,7 @@ import time
 import dask
 import numpy as np
 import pytest
+from command_lines import write_text
 from distributed import Client, LocalCluster, wait
 from machines import Machines
 from test_cluster import ROOT, wait_until
@@ -29,6 +30,7 @@ from daskgpt.schedulers.usage import METRIC, Usage
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
 DATA = {"batch_size": 4, "sequence_length": 16, "data": __file__}
 RUN = {"steps": 4, "validation_batches": 1}
+PEAK = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss"  # [KiB]
 
 
 @pytest.fixture(scope="module")
@@ -304,3 +306,26 @@ def test_tasks_with_a_home_cannot_be_stolen_and_weights_stay_with_their_owner(at
         assert set(client.who_has()[weights.key]) == {owner} or not at_home
         assert set(client.who_has()[fetched.key]) == {other}
         del tasks
+
+
+@pytest.mark.slow
+def test_a_client_never_holds_the_state(tmp_path):
+    """Made from a seed, trained and saved: what passes through the client is an array or two at a time."""
+    text = write_text(tmp_path)
+    with Machines(tmp_path, 2) as machines:
+        peaks = {}
+        for blocks in (1, 12):
+            numbers = f"--blocks {blocks} --heads 4 --channels 320 --positions 16 --sequence-length 16 --batch-size 2"
+            flags = f"{numbers} --steps 3 --save-every 2 --validate-every 0 --sample-tokens 0 --threads 1"
+            code = (
+                f"import resource, sys; from daskgpt.train import main; assert main(sys.argv[1:]) == 0; print({PEAK})"
+            )
+            command = [sys.executable, "-c", code, "--data", str(text), "--out", str(tmp_path / str(blocks))]
+            command += ["--encoding", "bytes", "--scheduler", machines.address, *flags.split()]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            peaks[blocks] = int(done.stdout.splitlines()[-1]) * 1024
+        parameters = daskgpt.load(tmp_path / "12")[1]
+    state = 3 * sum(value.nbytes for value in parameters.values())
+    assert state > 150e6
+    assert peaks[12] - peaks[1] < state / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,3 +42,26 @@ class OpenedModel:
         Cost     the parameters, and the largest tensor once more
         """
         return {name: in_memory(self.read(tensor)) for name, tensor in tensors(self.config).items()}
+
+
+class ReadLater(Mapping[str, np.ndarray]):
+    """Tensors that are somewhere else, each read when it is asked for.
+
+    names   of them, in the order of the mapping
+    read    gives a tensor by its name, float32 in the shape that the model's table says
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
+        self.names, self.read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # and nothing is read for that
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)

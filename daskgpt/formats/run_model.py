@@ -16,7 +16,7 @@ import numpy as np
 from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.opened import OpenedModel
+from daskgpt.formats.opened import OpenedModel, ReadLater
 from daskgpt.formats.published import DESCRIPTION, published_shapes, to_published, view_published
 from daskgpt.formats.safetensors_files import (
     SHARD_BYTES,
@@ -84,8 +84,9 @@ def write_run_models(
 
 
 def _named(model: StoredModel) -> list[NamedTensor]:
-    check_parameters(model.config, model.parameters)
-    check_dtypes(WRITE, model.parameters, np.float32)
+    if not isinstance(model.parameters, ReadLater):  # of which each is checked as it is written
+        check_parameters(model.config, model.parameters)
+        check_dtypes(WRITE, model.parameters, np.float32)
     return named_tensors(model.config, lambda tensor: model.parameters[tensor.name])
 
 

@@ -24,6 +24,7 @@ from daskgpt.graph.program import Place, calls_of, in_run
 from daskgpt.graph.spreading import Sent
 
 STATE, SENT, AHEAD = "state", "weights.send", "weights.fetch"
+FIRST = "state.first"  # what makes the state that a run on a cluster begins with
 PackFunction = Callable[[Sequence[Any]], Sequence[Any]] | None
 # What a merged task is called, from what its parts were made for: kind and place.
 TitleOf = Callable[[Sequence[Any]], tuple[str, str]]

@@ -10,7 +10,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.origins import PHASES
-from daskgpt.model.parameters import initial_parameters
+from daskgpt.model.parameters import RandomParameters
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.product_rate import product_rate
@@ -55,7 +55,7 @@ class Steps:
         self.job, self.scheduler, self.seed = job, scheduler, seed
         self.steps = JobSteps(job, scheduler)
         self.step = self.steps.step
-        self.state = self.steps.initial(initial_parameters(job.config, seed))
+        self.state = self.steps.initial(RandomParameters(job.config, seed))
         self.losses: list[float] = []
 
     def run(self, count: int) -> list[float]:

@@ -6,7 +6,7 @@ Read it through a configuration, with `tensors`: only that says how many blocks 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,22 +142,40 @@ def value_count(config: GPT2Config, *, multiplied: bool = False) -> int:
     return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
 
-def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
-    """GPT-2's initial values; every tensor has a random stream of its own, so that none depends on another's size.
+class RandomParameters(Mapping[str, np.ndarray]):
+    """GPT-2's initial values, each made when it is asked for: as itself it is as small as its configuration.
+
+    Every tensor has a random stream of its own, so that none depends on another's size or turn.
 
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """
-    values = {}
-    for number, (name, tensor) in enumerate(tensors(config).items()):
+
+    def __init__(self, config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> None:
+        self.config, self.seed, self.dtype = config, seed, np.dtype(dtype)
+        self.numbers = {name: number for number, name in enumerate(tensors(config))}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        config, tensor = self.config, tensors(self.config)[name]
         initial = tensor.row.initial
         if initial in ("one", "zero"):
-            values[name] = np.full(tensor.shape, float(initial == "one"), dtype)
-            continue
+            return np.full(tensor.shape, float(initial == "one"), self.dtype)
         std = 0.02 / math.sqrt(2 * config.blocks) if initial == "residual" else 0.02
-        random = np.random.default_rng([seed, number])
-        values[name] = (random.standard_normal(tensor.shape, np.float32) * np.float32(std)).astype(dtype)
-    values["wte.weight"][config.vocabulary :] = 0
-    return values
+        random = np.random.default_rng([self.seed, self.numbers[name]])
+        values: np.ndarray = (random.standard_normal(tensor.shape, np.float32) * np.float32(std)).astype(self.dtype)
+        if name == "wte.weight":
+            values[config.vocabulary :] = 0
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
+    """All initial values of a model as arrays, by the names of the table: see `RandomParameters`."""
+    return dict(RandomParameters(config, seed, dtype))
 
 
 def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:

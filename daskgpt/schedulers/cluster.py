@@ -23,7 +23,7 @@ from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.admission import admit_equals
 from daskgpt.schedulers.durations import TypicalDurations
-from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, span_annotation
+from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, ForgetOrigins, span_annotation
 from daskgpt.schedulers.leaving import TakeBack, take_back
 from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
 from daskgpt.schedulers.protocol import ProcessSpans
@@ -334,7 +334,7 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     """ends_with_it   whether the cluster ends with its client: workers that close cannot give anything back"""
     from daskgpt.schedulers.workers import PrepareWorker
 
-    kinds: list[Any] = [TypicalDurations, StayAtHome, ForgetGroups, ForgetDependencies, PrepareWorker]
+    kinds: list[Any] = [TypicalDurations, StayAtHome, ForgetGroups, ForgetOrigins, ForgetDependencies, PrepareWorker]
     for kind in kinds if ends_with_it else [TakeBack, *kinds]:
         client.register_plugin(kind(client))
     return ClusterScheduler(client, description)

@@ -1,7 +1,7 @@
 """What Dask keeps of tasks that are done, for as long as a cluster lives, and what of it is dropped here.
 
 A training step needs the state that the step before left, that one the one before it, and so on: whatever keeps a
-finished task because of its neighbours keeps all steps. Both plugins only let go of what nobody can reach any more.
+finished task because of its neighbours keeps all steps. The plugins only let go of what nobody can reach any more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import dask
 from distributed import SchedulerPlugin, WorkerPlugin, span
 
+from daskgpt.graph.recording import FIRST
 from daskgpt.schedulers.leaving import named
 
 TAG = "daskgpt"
@@ -46,6 +47,26 @@ class ForgetGroups(SchedulerPlugin):
                 computation.groups -= gone
             for group in own.groups:
                 group.dependencies -= gone
+
+
+class ForgetOrigins(SchedulerPlugin):
+    """Lets the scheduler forget how the state of a run was made.
+
+    It keeps a released task that could be computed again as long as a result hangs on it: all steps from the first one
+    on, which a lost worker would make it compute again. A run goes back to its recovery point instead. What has lost a
+    dependency is forgotten with its release, and whatever was made of it has lost one then; so that is said of the
+    first state's tasks.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.name = named(client, "forget-origins")
+
+    async def start(self, scheduler: Any) -> None:
+        self.tasks = scheduler.tasks
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        if finish == "memory" and str(key[0]).startswith(FIRST):
+            self.tasks[key].has_lost_dependencies = True
 
 
 class ForgetDependencies(WorkerPlugin):

@@ -122,11 +122,12 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before: Callable[[], Non
 
 def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
-    ordered = (f"{kind}.{name}" for kind, name in product(kinds, tensors(checkpoint.model.config)))
+    table = tensors(checkpoint.model.config)
+    ordered = ((f"{kind}.{name}", table[name].shape) for kind, name in product(kinds, table))
     named = [  # in the table's order, whatever the state's
-        NamedTensor(name, values.shape, "F32", partial(np.asarray, values))
-        for name in ordered
-        if (values := checkpoint.moments.get(name)) is not None
+        NamedTensor(key, shape, "F32", partial(checkpoint.moments.__getitem__, key))
+        for key, shape in ordered
+        if key in checkpoint.moments
     ]
     metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
     return write_tensor_files(folder, named, metadata, where="write_checkpoint", name=OPTIMIZER)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from daskgpt.graph.recording import STATE
 from daskgpt.graph.spans import Span
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice, described
+from daskgpt.training.first_state import first_packs
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import Batch, State, TrainingStep, repacked_state
@@ -92,8 +94,16 @@ class JobSteps:
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """The state before the first step, see `TrainingStep.initial`."""
-        return self.step.initial(parameters, moments, step)
+        """The state before the first step, see `TrainingStep.initial`; on a cluster it is made there."""
+        if self.scheduler.in_place:
+            return self.step.initial(parameters, moments, step)
+        runnable, job = self.step.runnable, self.job
+
+        def home_of(pack: int) -> int | None:
+            return runnable.homes.get((STATE, pack))
+
+        made = (self.scheduler, runnable.layout, home_of, job.config, job.precision, parameters, moments)
+        return State(runnable.layout, first_packs(*made), step)
 
     def look(self, workers: int) -> None:
         """Told every few seconds how many workers there are: the steps to come are spread over as many, once they are

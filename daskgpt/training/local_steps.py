@@ -27,6 +27,7 @@ from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice
+from daskgpt.training.first_state import first_packs
 from daskgpt.training.inner_steps import Batch, InnerSteps, OuterStep, Shard
 from daskgpt.training.job import OUTER, Job, of_replica
 from daskgpt.training.job_steps import JobSteps
@@ -130,11 +131,15 @@ class LocalSteps:
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """The state where the replicas meet; see `TrainingStep.initial`."""
-        values: dict[str, Any] = held_weights(self.job.config, parameters, self.job.precision)
-        for key, tensor in self.job.moments.items():
-            values[key] = moments[key] if moments else np.full(tensor.shape, 0, self.job.precision.dtype)
-        return State(self.layout, Layout(self.layout.packs[: -self.replicas]).pack(values), step)
+        """The state where the replicas meet; see `JobSteps.initial`."""
+        job, layout = self.job, Layout(self.layout.packs[: -self.replicas])
+        if not self.scheduler.in_place:
+            made = (self.scheduler, layout, self.home, job.config, job.precision, parameters, moments)
+            return State(self.layout, first_packs(*made), step)
+        values: dict[str, Any] = held_weights(job.config, parameters, job.precision)
+        for key, tensor in job.moments.items():
+            values[key] = moments[key] if moments else np.full(tensor.shape, 0, job.precision.dtype)
+        return State(self.layout, layout.pack(values), step)
 
     def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
         """A step a batch, all of one round: their losses, means over the replicas, and the state after them."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
 from daskgpt.training.resuming import Beginning, Resumed, facts
-from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.run_folder import RunFolder, load
 from daskgpt.training.saving import Saver, reason
 from daskgpt.training.start import Start, open_dataset, start_values
 from daskgpt.training.step import State
@@ -200,7 +202,6 @@ class _Loop:
             progress.say(line)
         if steps.described_tasks:  # else it is said when it is known
             progress.say(f"grain      {steps.described_tasks}")
-        state = steps.initial(self.beginning.parameters, self.beginning.moments, self.beginning.step)
         steps.follows = steps.follows and not watchers  # which know the tasks of one recorded step
         watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
         folder = self.folder.path if self.folder else None
@@ -211,10 +212,10 @@ class _Loop:
         result, lost = None, None
         while result is None:
             try:
-                if lost:
-                    state = recovery.back(lost, len(self.losses))
-                lost = None
-                state, stopped = self._train(state, watching, on_step, asked_to_stop, recovery)
+                # Kept by nobody here: what a run has begun with would stay on the workers until its end.
+                state, stopped = self._train(
+                    self._first_state(recovery, lost), watching, on_step, asked_to_stop, recovery
+                )
                 result = self._result(state, stopped)
             except LostCluster:
                 raise
@@ -225,23 +226,35 @@ class _Loop:
             watcher.end()
         return result
 
+    def _first_state(self, recovery: Recovery, lost: LostResults | None) -> State:
+        """What steps go on from: where the run begins, or what a loss has left."""
+        if lost:
+            return recovery.back(lost, len(self.losses))
+        first = self.beginning
+        return self.steps.initial(first.parameters, first.moments, first.step)
+
     def _result(self, state: State, stopped: bool) -> Result:
         """What the run led to, saved."""
-        seconds = time.perf_counter() - self.start
-        result = Result(self.job.config, state.parameters(self.scheduler), self.losses, self.validation, seconds)
+        seconds, step = time.perf_counter() - self.start, max(state.step - 1, 0)
+        checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
+        if checkpoint and not self.scheduler.in_place:
+            require_finite_state(self.job, self.scheduler, state, step)
+            read = partial(_parameters_in, checkpoint)
+        else:
+            parameters = state.parameters(self.scheduler)
+            require_finite_parameters(self.job, step, parameters)
+            read = partial(dict, parameters)
         self.progress.close()
         for line in self.usage.lines():
             self.progress.say(line)
-        result.first, result.stopped = self.beginning.step, stopped
         del self.losses[state.step :]  # of steps that a loss has taken back
-        require_finite_parameters(self.job, max(len(self.losses) - 1, 0), result.parameters)
         if self.saver and self.folder:
             self.saver.save(state, self._facts(state), last=True)
-            result.checkpoint = step_folder(self.folder.path, state.step)
             if self.job.run.minutes:  # the number of steps is known now
                 self.folder.configure(self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain))
             self.folder.logs.write()
-        return result
+        first = self.beginning.step
+        return Result(self.job.config, read, self.losses, self.validation, seconds, checkpoint, first, stopped)
 
     def ended_by(self, error: LostResults) -> RuntimeError:
         """The error that ends a run whose cluster is lost: whether there is a checkpoint to go on from."""
@@ -312,6 +325,10 @@ class _Loop:
     def _facts(self, state: State) -> dict[str, Any]:
         known = facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
         return known | {"horizon": self.job.horizon.facts(self.seconds)}
+
+
+def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:
+    return load(checkpoint)[1]
 
 
 def _steps(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.model.parameters import parameter_count
+from daskgpt.model.parameters import parameter_count, parameter_shapes
 
 
 @dataclass(repr=False)
@@ -18,7 +20,8 @@ class Result:
     Fields   config: GPT2Config
                  size of the model
              parameters: dict[str, np.ndarray]
-                 GPT-2's tensors under their published names, float32
+                 GPT-2's tensors under their published names, float32; of a cluster's run with a folder they are read
+                 from there when they are first asked for
              losses: list[float]
                  of each step of the run, before its update; nan for one of an earlier process that no metrics
                  tell of [nats a token]
@@ -35,7 +38,7 @@ class Result:
     """
 
     config: GPT2Config
-    parameters: dict[str, np.ndarray]
+    read: Callable[[], dict[str, np.ndarray]]  # gives the parameters
     losses: list[float]
     validation_loss: float
     seconds: float
@@ -43,12 +46,18 @@ class Result:
     first: int = 0
     stopped: bool = False
 
+    @cached_property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """See above; where they are read, FileNotFoundError or ValueError as of `daskgpt.load`."""
+        return self.read()
+
     def __repr__(self) -> str:
         """A few lines without any array: `parameters` and `losses` hold the numbers."""
         steps = len(self.losses)
         own = f" ({steps - self.first:,} of them now)" if self.first else ""
         lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{own} in {self.seconds:.1f} s"]
-        lines.append(f"model       {parameter_count(self.config):,} parameters in {len(self.parameters)} arrays")
+        arrays = len(parameter_shapes(self.config))
+        lines.append(f"model       {parameter_count(self.config):,} parameters in {arrays} arrays")
         lines += [f"loss        {self.losses[0]:.3f} -> {self.losses[-1]:.3f} nats a token"] if self.losses else []
         if self.validation_loss == self.validation_loss:
             lines.append(f"validation  {self.validation_loss:.3f} nats a token")

@@ -15,13 +15,16 @@ from uuid import uuid4
 import numpy as np
 
 from daskgpt.config.errors import refusal
+from daskgpt.formats.opened import ReadLater
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Submission
+from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoints import Checkpoint, prune, step_folder, write_checkpoint
+from daskgpt.training.fetched_state import FetchedState
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.step import State
@@ -191,7 +194,7 @@ class Saver:
         """What gives the arrays of a state, by name, and whether training must wait until they are written."""
         layout, packs, scheduler = state.layout, state.packs, self.scheduler
         if not scheduler.in_place:
-            return lambda: _values(layout.unpack(scheduler.fetch(packs))), False
+            return lambda: FetchedState(scheduler, state, self.job.config), False
         values = _values(layout.unpack(packs))
         if copied and self.room_maker:
             self.room_maker.join()
@@ -208,8 +211,8 @@ class Saver:
             if not awaited:
                 _give_way()
             values = take()
-            weights = {n.partition(".")[2]: value for n, value in values.items() if n.startswith("weight.")}
-            moments = {name: value for name, value in values.items() if not name.startswith("weight.")}
+            weights = ReadLater(tensors(job.config), lambda name: values[f"weight.{name}"])
+            moments = ReadLater((name for name in values if not name.startswith("weight.")), values.__getitem__)
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             checkpoint = Checkpoint(save.step, model, moments, facts)
             written = write_checkpoint(self.folder.path, checkpoint, before=self.folder.logs.sync)

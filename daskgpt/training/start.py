@@ -15,7 +15,7 @@ from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
 from daskgpt.data.encodings import encoding_named, encoding_of
 from daskgpt.data.prepared import is_token_folder, load_prepared
 from daskgpt.formats.run_model import StoredModel
-from daskgpt.model.parameters import check_parameters, initial_parameters
+from daskgpt.model.parameters import RandomParameters, check_parameters
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import data_of, read_model_of
 
@@ -110,4 +110,4 @@ def start_values(
     if parameters is not None:
         check_parameters(job.config, dict(parameters))
         return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
-    return start.model.parameters if start else initial_parameters(job.config, job.run.seed)
+    return start.model.parameters if start else RandomParameters(job.config, job.run.seed)
