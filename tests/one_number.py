@@ -107,7 +107,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             losses = []
             for first in range(0, steps, dials.window):
                 found, state = step.window(scheduler, state, batches[first : first + dials.window], steps)
-                losses += found
+                losses += [outcome.loss for outcome in found]
         else:
             losses = []
             for tokens, targets in batches:

@@ -31,7 +31,7 @@ def answer(parser, capsys, *words):
         (["--block-size", "64"], "--block-size must be a known flag. It is called --sequence-length here."),
         (["--max_iters", "9"], "--max_iters must be a known flag. It is called --steps here."),
         (["--learning_rate", "1"], "--learning_rate must be a known flag. Did you mean --learning-rate?"),
-        (["--grad-clip", "1"], "--grad-clip must be a known flag. Gradients are not clipped here"),
+        (["--grad-clip", "1"], "--grad-clip must be a known flag. It is called --clip here."),
         (["--dropout", "0.1"], "--dropout must be a known flag. There is no dropout here"),
         (["--resume-from", "runs/a"], "--resume-from must be a known flag. It is called --resume here."),
         (["--save-interval", "5"], "--save-interval must be a known flag. It is called --save-every here."),

@@ -70,6 +70,9 @@ class OptimizerConfig(Checked):
         parse=count_or_share,
     )
     final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0)
+    clip: float = setting(
+        0.0, "norm that all gradients together are scaled down to where theirs is larger; 0 = they are not", least=0
+    )
     beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
     eps: float = setting(1e-8, "added to the root of v", least=0)

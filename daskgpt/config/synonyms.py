@@ -34,6 +34,7 @@ _NAMES = {
     "validation-fraction": "val-fraction val-split validation-split test-split val-ratio",
     "weight-decay": "wd l2 decay-rate",
     "eps": "epsilon adam-eps adam-epsilon",
+    "clip": "grad-clip clip-grad clip-grad-norm gradient-clipping max-norm max-grad-norm",
     "beta1": "adam-beta1 b1",
     "beta2": "adam-beta2 b2 betas",
     "sample-tokens": "sample samples sample-length max-new-tokens num-samples",
@@ -52,7 +53,6 @@ _NAMES = {
 }
 SYNONYMS = {synonym: name for name, synonyms in _NAMES.items() for synonym in synonyms.split()}
 
-_CLIPPING = "Gradients are not clipped here: a smaller --learning-rate or a longer --warmup keeps a run stable."
 _CPUS = "Everything runs on CPUs: --scheduler and --threads say where."
 _DROPOUT = "There is no dropout here: --weight-decay is what restrains a model."
 _EPOCHS = "A run is counted in --steps, --tokens or --minutes, and batches are drawn at random."
@@ -66,7 +66,6 @@ _BIASES = "The layers are GPT-2's and have biases."
 MISSING = {
     name: answer
     for names, answer in {
-        "grad-clip clip clip-grad clip-grad-norm gradient-clipping max-norm max-grad-norm": _CLIPPING,
         "device gpu gpus cuda accelerator": _CPUS,
         "dropout attn-dropout resid-dropout": _DROPOUT,
         "epochs epoch num-epochs num-train-epochs n-epochs": _EPOCHS,

@@ -15,7 +15,8 @@ Why the results are those of updates into new arrays, bit for bit:
   the graph (`after`). Nobody in the same run reads the new value; the next run starts when this one is done, or waits
   for the update where runs overlap (`recording.Runnable.window`).
 - Nothing else reads what is not written any more. Where a gradient has other readers than its update (its norm, say),
-  it is summed whole by tasks of its own, and the update takes its rows from there.
+  it is summed by tasks of its own, and the update takes its rows from there: whole, or where all of them are content
+  with some rows each, by rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.graph.nodes import Graph, Key, combined, nested, only, reference
+from daskgpt.graph.calls import KernelCall
+from daskgpt.graph.nodes import Graph, Key, combined, listed, nested, only, reference
 from daskgpt.kernels.totals import level
 
 Band = tuple[int, int]  # from which row to which
@@ -118,6 +120,16 @@ class RowSum:
         return totals[0] if self.left == 1 else tuple(totals[: self.left])
 
 
+class OfRows(KernelCall):
+    """A call on some rows of a gradient. Who reads the whole one's result reads a list of those of all rows."""
+
+    def __init__(self, call: KernelCall) -> None:
+        self.__dict__.update(call.__dict__)
+
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        return [unwrapped(chunk) for chunk in chunks]
+
+
 class RowUpdate:
     """Sum rows of a gradient over all chunks and update the same rows of a tensor in place.
 
@@ -186,6 +198,7 @@ def update_in_place(
     summed: int,
     *,
     apart: bool,
+    by_rows: Sequence[Callable[..., Any]] = (),
 ) -> InPlace:
     """Rewrite the updates of a graph to work in place.
 
@@ -193,26 +206,35 @@ def update_in_place(
     rule_of   origin of an update -> how it is done in place
     summed    how many rows each gradient is summed over, for all chunks together
     apart     whether sums and updates are tasks apart (there is a barrier between backward and update)
+    by_rows   kernels of which a gradient's other readers may call one on some rows at a time, see `OfRows`
     """
     dependents = dependents_of(graph)
     new, done, after = dict(graph), [], {}
+    parts: dict[Key, list[Any]] = defaultdict(list)  # a call on a whole gradient -> those on its rows
     for update in updates:
         weight, gradient, *moments, hyper = graph[update].args
         last, call = only(gradient), graph[update].func
         rule = rule_of(call.origin)
-        shared = dependents[last] != {update}  # others read the whole gradient: it stays as it is
-        sums = [] if apart or shared else _chain(graph, dependents, last, summed)
+        others = dependents[last] - {update}
+        of_rows = [key for key in sorted(others) if getattr(graph[key].func, "kernel", None) in by_rows]
+        shared = len(of_rows) < len(others)  # others read the whole gradient: it stays as it is
+        of_rows = [] if shared else of_rows
+        sums = [] if apart or shared or of_rows else _chain(graph, dependents, last, summed)
         arguments = [list(graph[key].args) for key in sums]
         for later in arguments[1:]:
             later.pop()  # the sum it goes on from is made in the same task
         calls = [graph[key].func for key in sums]
         before = _start(graph, sums[0]) if sums else last
-        for key in [update, *dependents[update], *sums, *([] if shared else _starts(graph, before))]:
+        for key in [update, *dependents[update], *sums, *of_rows, *([] if shared else _starts(graph, before))]:
             del new[key]
         for number, bands in enumerate(_shares(graph[last].func, rule)):
             first = []
             if before is not None:
                 first = [reference(before if shared else _row_sum(graph, new, before, number, bands, summed))]
+            for reader in of_rows:
+                key = (f"{reader[0]}.rows", number)
+                new[key] = combined(key, OfRows(graph[reader].func), first)
+                parts[reader].append(reference(key))
             if arguments and before:
                 arguments[0][-1] = first[0]
             given = [*(a for own in arguments for a in own)] if arguments else first
@@ -223,6 +245,9 @@ def update_in_place(
             new[key] = combined(key, program, [*given, weight, *moments, hyper])
             done.append(key)
             after[key] = [reader for reader in dependents[only(weight)] if reader != update]
+    for reader in {other for key in parts for other in dependents[key]}:
+        arguments = [listed(parts[key]) if (key := only(a)) in parts else a for a in graph[reader].args]
+        new[reader] = combined(reader, graph[reader].func, arguments)
     return InPlace(new, done, after)
 
 

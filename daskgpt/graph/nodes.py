@@ -19,7 +19,19 @@ Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
 
 __all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
-__all__ += ["as_it_is", "combined", "flat", "nested", "only", "part_of_list", "pieces", "reference", "renamed", "task"]
+__all__ += [
+    "as_it_is",
+    "combined",
+    "flat",
+    "listed",
+    "nested",
+    "only",
+    "part_of_list",
+    "pieces",
+    "reference",
+    "renamed",
+    "task",
+]
 __all__ += ["slices_of", "value_of", "waiting_for", "with_leaves"]
 
 
@@ -125,6 +137,11 @@ def flat(keys: Any) -> Iterator[Key]:
 def part_of_list(argument: Any, first: int, last: int) -> Any:
     """Some items of an argument that is a list."""
     return List(*argument.args[first:last])
+
+
+def listed(arguments: Iterable[Any]) -> Any:
+    """Several arguments as one, a list."""
+    return List(*arguments)
 
 
 def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:

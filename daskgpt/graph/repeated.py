@@ -21,21 +21,22 @@ class Repeated:
     names   of the state's arrays, in their order
     """
 
-    def __init__(self, runnable: Runnable, output: str) -> None:
-        """runnable   one task, whose state is written over
-        output     what a call returns: a single number
-        """
+    def __init__(self, runnable: Runnable) -> None:
+        """runnable   one task, whose state is written over, and whose outputs have one chunk each"""
         ((key, node),) = ((key, node) for key, node in runnable.graph.items() if not is_leaf(node))
         program: Program = node.func
-        ((place,), (self.names,)) = runnable.places[output], runnable.layout.packs
+        (self.names,) = runnable.layout.packs
         assert runnable.recorded.in_place
-        assert place.key == key
+        self.outputs: dict[str, int | None] = {}
+        for name, (place,) in runnable.places.items():
+            assert place.key == key
+            self.outputs[name] = place.number
         inputs = {
             chunk: (name, index)
             for name, array in runnable.recorded.inputs.items()
             for chunk, index in slices_of(array).items()
         }
-        self.program, self.number = program, place.number
+        self.program = program
         keys = [reference.key for reference in node.args]
         self.state = next(number for number, own in enumerate(keys) if own[0] == STATE)
         self.inputs = {number: inputs[own] for number, own in enumerate(keys) if own in inputs}
@@ -47,8 +48,8 @@ class Repeated:
         """The kernel calls of one run."""
         return self.program.calls
 
-    def __call__(self, state: tuple[Any, ...], values: Mapping[str, np.ndarray], run: int) -> float:
-        """One run.
+    def __call__(self, state: tuple[Any, ...], values: Mapping[str, np.ndarray], run: int) -> dict[str, Any]:
+        """One run: its outputs by name.
 
         values   whole inputs by name
         run      its place among the runs of a graph, for who records
@@ -58,4 +59,4 @@ class Repeated:
         arguments = {self.state: state, **self.constants}
         arguments |= {number: values[name][index] for number, (name, index) in self.inputs.items()}
         results = program(*(arguments[number] for number in range(len(arguments))))
-        return float(results if self.number is None else results[self.number])
+        return {name: results if number is None else results[number] for name, number in self.outputs.items()}

@@ -70,9 +70,9 @@ class Steps:
         while (done := len(self.losses)) < end:
             batches = [random_batch(self.job, self.seed, done + number) for number in range(window)]
             start = perf_counter()
-            losses, self.state = self.steps.run(self.state, batches)
-            seconds.append((perf_counter() - start) / len(losses))
-            self.losses += losses
+            outcomes, self.state = self.steps.run(self.state, batches)
+            seconds.append((perf_counter() - start) / len(outcomes))
+            self.losses += [outcome.loss for outcome in outcomes]
         start = perf_counter()
         self.settle()
         if seconds and not self.scheduler.in_place:

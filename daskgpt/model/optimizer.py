@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,14 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import apply
 from daskgpt.kernels import adamw, momentum, muon
 from daskgpt.kernels.bfloat16 import rounded_layers
+from daskgpt.kernels.norm import LIMITS, TOLD, guard, squares
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.schedules import learning_rate
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
+SQUARES, NORM = "squares", "norm"  # layers of the tasks behind the norm of all gradients
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,69 @@ MUON = Optimizer(
 OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM, MUON)}
 
 
+class Guarded:
+    """An optimizer's kernel for gradients that are clipped, and for updates that may be left out.
+
+    It is told what `kernels.norm.guard` returns in place of hyper, of some rows as well as of all.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
+        *moments, told = others
+        hyper, (_, scale, made) = told[:-TOLD], told[-TOLD:]
+        if not made:
+            return (weight, *moments) if moments else weight
+        if scale != 1:
+            gradient = gradient * gradient.dtype.type(scale)
+        return self.kernel(weight, gradient, *moments, hyper, **options)
+
+
+def guards(config: OptimizerConfig) -> bool:
+    """Whether updates wait for the norm of all gradients."""
+    return bool(config.clip)
+
+
+def hyper_size(config: OptimizerConfig, optimizer: Optimizer) -> int:
+    """How many numbers a step is given for its updates."""
+    return optimizer.hyper_size + (LIMITS if guards(config) else 0)
+
+
+def hyper_of(config: OptimizerConfig, optimizer: Optimizer, step: int, steps: int) -> np.ndarray:
+    """What a step is given for its updates: float64 (hyper_size,)."""
+    hyper = optimizer.hyper(config, step, steps)
+    return np.append(hyper, [math.inf] * LIMITS) if guards(config) else hyper
+
+
+def guarded(
+    gradients: Mapping[str, da.Array],
+    tensors: Mapping[str, Tensor],
+    loss: da.Array,
+    hyper: da.Array,
+    config: OptimizerConfig,
+    optimizer: Optimizer,
+    tape: Tape,
+) -> da.Array:
+    """What updates are told in place of hyper, see `kernels.norm.guard`: it needs the gradients of all tensors."""
+    sums: list[da.Array] = []
+    for name, tensor in tensors.items():
+        origin = Origin(SQUARES, "update", name, tensor.block)
+        signature = f"{'OC'[: len(tensor.shape)]} -> "
+        sums += apply(origin.name(tape.token), squares, signature, [gradients[name]], origin=origin)
+    origin = Origin(NORM, "update", "gradients")
+    (told,) = apply(
+        origin.name(tape.token),
+        guard,
+        f"S{', ' * (1 + len(sums))} -> N",
+        [hyper, loss, *sums],
+        options={"clip": config.clip, "limits": False},
+        new_axes={"N": optimizer.hyper_size + TOLD},
+        origin=origin,
+    )
+    return told
+
+
 def update(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, da.Array],
@@ -135,7 +201,7 @@ def update(
     """One update of every tensor, a task each: the new state, by the names of the old one.
 
     state    "weight.NAME" of every tensor, and "MOMENT.NAME" of those that have it
-    hyper    what changes from step to step, see `Optimizer.hyper`
+    hyper    what changes from step to step, see `Optimizer.hyper` and `guarded`
     """
     new: dict[str, da.Array] = {}
     for name, tensor in tensors.items():
@@ -146,7 +212,7 @@ def update(
         inputs = ", ".join([axes] * (len(kinds) + 1))
         results = apply(
             origin.name(tape.token),
-            tape.precision.update(row.kernel),
+            tape.precision.update(Guarded(row.kernel) if guards(config) else row.kernel),
             f"{inputs}, S -> {', '.join([axes] * len(kinds))}",
             [first, gradients[name], *moments, hyper],
             options=row.options(config, tensor),

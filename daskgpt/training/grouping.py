@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from daskgpt.graph.calls import ChunkSum, KernelCall, is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, groups, in_order
-from daskgpt.graph.inplace import RowSum, RowUpdate
+from daskgpt.graph.inplace import OfRows, RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, is_leaf
+from daskgpt.graph.spreading import Join
 from daskgpt.model.layers import CROSSENTROPY, EMBEDDING
+from daskgpt.model.optimizer import SQUARES
 from daskgpt.model.origins import Origin
 
 # Blocks, and chunks in the head, that may be worked on before the oldest of them is done with.
@@ -26,16 +28,24 @@ def groups_of(graph: Graph, grain: str, *, updates: bool = False, apart: bool = 
     if grain == "step":
         return lambda key: grain
     chunk_group = groups(graph, grain, lambda key: stretch_of(origin_of(graph[key])))
-    owners = update_tasks(graph, (ChunkSum, RowSum) if apart else (ChunkSum,)) if updates and grain != "kernel" else {}
+    asked = updates and grain != "kernel"
+    squared = squared_tasks(graph) if asked else {}
+    pieces = earlier_pieces(graph, squared)
+    owners = update_tasks(graph, (ChunkSum, RowSum) if apart else (ChunkSum,)) if asked else {}
 
     def group_of(key: Key) -> Hashable:
         phase = origin_of(graph[key]).phase if apart else ""
-        if key not in owners:
-            group = chunk_group(key)
-            return group if group is None else (phase, group)
         # Each share of a large tensor's rows stays a task.
-        share = key[1] if isinstance(graph[key].func, RowUpdate | RowSum) else 0
-        return phase, "update", update_group(owners[key], grain), share
+        share = key[1] if isinstance(graph[key].func, RowUpdate | RowSum | OfRows) else 0
+        if key in squared:
+            return phase, SQUARES, update_group(squared[key], grain), share
+        if key in pieces:
+            return phase, SQUARES, update_group(pieces[key], grain), key[1:]
+        if key in owners:
+            # Updates that wait for all gradients can all run then: tasks of a block do, and are fewer.
+            return phase, "update", update_group(owners[key], "chunk" if squared else grain), share
+        group = chunk_group(key)
+        return group if group is None else (phase, group)
 
     return group_of
 
@@ -57,11 +67,44 @@ def update_tasks(graph: Graph, sums: tuple[type, ...]) -> dict[Key, Origin]:
     return owners
 
 
+def squared_tasks(graph: Graph) -> dict[Key, Origin]:
+    """The tasks that square gradients, and the origin of that: they, and the sums that they read.
+
+    Updates wait for all of them, so these sums are in no task with an update.
+    """
+    found = {}
+    for key, node in graph.items():
+        origin = origin_of(node)
+        if origin is not None and origin.layer == SQUARES:
+            found[key] = origin
+            found |= {only: origin for only in node.dependencies if is_sum(graph, only)}
+    return found
+
+
+def earlier_pieces(graph: Graph, squared: Mapping[Key, Origin]) -> dict[Key, Origin]:
+    """The tasks that sum rows of earlier pieces of the batch for those that are squared, and the origin of that."""
+    found = {}
+    for key, origin in squared.items():
+        while key := next((each for each in graph[key].dependencies if _is_piece_before(graph, each, key)), ()):
+            found[key] = origin
+    return found
+
+
+def _is_piece_before(graph: Graph, key: Key, later: Key) -> bool:
+    """Whether a task sums the same rows of an earlier piece."""
+    return isinstance(getattr(graph[key], "func", None), RowSum) and key[0] == later[0]
+
+
+def is_sum(graph: Graph, key: Key) -> bool:
+    """Whether a task makes a sum over the batch, or the last part of one."""
+    return isinstance(getattr(graph[key], "func", None), ChunkSum | RowSum | Join)
+
+
 def update_group(origin: Origin, grain: str) -> Hashable:
     """Weight and bias of a layer are updated together; where a chunk is one task, all tensors of a block are."""
     if grain == "chunk":
         return OUTSIDE if origin.block is None else origin.block
-    return origin.parameter.rpartition(".")[0]
+    return (origin.parameter or origin.where).rpartition(".")[0]
 
 
 def stretch_of(origin: Origin) -> Hashable:
@@ -147,7 +190,9 @@ def title(origins: Sequence[Origin]) -> tuple[str, str]:
     if len(kinds) == 1:
         return origins[0].kind, origins[0].place
     if any(origin.phase == "update" for origin in origins):
-        last = next(origin for origin in reversed(origins) if origin.parameter)
+        last = next((origin for origin in reversed(origins) if origin.parameter), None)
+        if last is None:  # sums of gradients, and their squares
+            return "gradient", origins[-1].where.rpartition(".")[0]
         return "update", last.parameter.rpartition(".")[0] or last.parameter
     passes = {origin.phase for origin in origins}
     way = passes.pop() if len(passes) == 1 else "head"

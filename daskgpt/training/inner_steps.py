@@ -17,12 +17,13 @@ from daskgpt.kernels.nesterov import nesterov
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.precision import Precision, copy_of, values_of
 from daskgpt.training.inputs import Moment, input_values
+from daskgpt.training.step import Outcome
 
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 class InnerSteps:
-    """Some steps of one replica, which returns their losses and how long they took; its weights; its moments.
+    """Some steps of one replica, which returns what they tell and how long they took; its weights; its moments.
 
     A cluster may run a task twice, and what it is given belongs to others too: there it works on copies. Where no task
     runs twice the moments are written over, and so are weights that are the replica's own.
@@ -51,20 +52,20 @@ class InnerSteps:
         """The kernel calls of each step."""
         return self.step.calls
 
-    def __call__(self, *packs: tuple[Any, ...]) -> tuple[tuple[list[float], float], tuple[Any, ...], tuple[Any, ...]]:
+    def __call__(self, *packs: tuple[Any, ...]) -> tuple[tuple[list[Outcome], float], tuple[Any, ...], tuple[Any, ...]]:
         begin = perf_counter()
         values = self.given.unpack(packs)
         state = tuple(
             copy_of(values[name]) if name.startswith(self.copied) else values[name] for name in self.step.names
         )
-        losses = [
-            self.step(state, input_values(Moment(*batch, hyper=hyper)), self.run + number)
+        outcomes = [
+            Outcome.of(self.step(state, input_values(Moment(*batch, hyper=hyper)), self.run + number))
             for number, (batch, hyper) in enumerate(zip(self.batches, self.hypers))
         ]
         named = dict(zip(self.step.names, state))
         weights = tuple(value for name, value in named.items() if name.startswith("weight."))
         moments = tuple(value for name, value in named.items() if not name.startswith("weight."))
-        return (losses, perf_counter() - begin), weights, moments
+        return (outcomes, perf_counter() - begin), weights, moments
 
 
 class Shard:

@@ -14,7 +14,7 @@ from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.first_state import first_packs
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import Batch, State, TrainingStep, repacked_state
+from daskgpt.training.step import Batch, Outcome, State, TrainingStep, repacked_state
 
 
 def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int = 1) -> TrainingStep:
@@ -120,22 +120,23 @@ class JobSteps:
             self.step = training_step(job, chunk, before.grain, False, workers)
             self.say(f"workers    {workers} take part from now on: {described(job.batch_shape, chunk)}")
 
-    def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
-        """A step a batch: their losses, and the state after them."""
+    def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[Outcome], State]:
+        """A step a batch: what they tell, and the state after them."""
         state, length = repacked_state(self.scheduler, self.step, state), self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
-                loss, state = self.step(self.scheduler, state, *batches[0], length)
+                handles, state = self.step.submit(self.scheduler, state, batches[0], length)
+                outcome = self.step.outcome(self.scheduler, handles)
             spans = [span for process in processes for span in process.spans]
             self._settle(spans, length - state.step)
-            return [loss], state
+            return [outcome], state
         if self.scheduler.in_place and len(batches) > 1:
             return self.step.window(self.scheduler, state, batches, length)
         submitted = []
         for own in batches:
             handles, state = self.step.submit(self.scheduler, state, own, length)
             submitted.append(handles)
-        return [self.step.loss(self.scheduler, handles) for handles in submitted], state
+        return [self.step.outcome(self.scheduler, handles) for handles in submitted], state
 
     def _settle(self, spans: Sequence[Span], steps: int) -> None:
         """Chunks first; the grain of other chunks takes another step to measure."""

@@ -23,6 +23,7 @@ import numpy as np
 from daskgpt.graph.nodes import Graph, Key, as_it_is, task
 from daskgpt.graph.recording import STATE, Layout, Submission
 from daskgpt.graph.repeated import Repeated
+from daskgpt.model.optimizer import hyper_of
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
@@ -31,7 +32,7 @@ from daskgpt.training.first_state import first_packs
 from daskgpt.training.inner_steps import Batch, InnerSteps, OuterStep, Shard
 from daskgpt.training.job import OUTER, Job, of_replica
 from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import State, TrainingStep, held_weights
+from daskgpt.training.step import Outcome, State, TrainingStep, held_weights
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to see steps go on
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
@@ -75,7 +76,7 @@ class LocalSteps:
         at_once = min(self.replicas, scheduler.threads)
         if scheduler.in_place and (warning := self.chunks.fit(self.step, 1, free and free // at_once)):
             say(f"memory     {warning}")
-        self.repeated = Repeated(self.step.runnable, "loss")
+        self.repeated = Repeated(self.step.runnable)
         self.table = tensors(job.config)
         self.weights, self.moments = (
             tuple(name for name in self.repeated.names if name.startswith("weight.") == wanted)
@@ -141,8 +142,8 @@ class LocalSteps:
             values[key] = moments[key] if moments else np.full(tensor.shape, 0, job.precision.dtype)
         return State(self.layout, layout.pack(values), step)
 
-    def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[float], State]:
-        """A step a batch, all of one round: their losses, means over the replicas, and the state after them."""
+    def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[Outcome], State]:
+        """A step a batch, all of one round: what they tell, means over the replicas, and the state after them."""
         end = state.step + len(batches)
         stretch = _Stretch(self, state, batches)
         told_of, packs = [stretch.told(r) for r in range(self.replicas)], stretch.packs(meet=self.job.meets(end))
@@ -157,8 +158,13 @@ class LocalSteps:
             made = [*state.packs[: 2 * len(self.shards)], *made]
         told = self.scheduler.fetch(handles[: self.replicas])
         self.seconds = max(seconds for _, seconds in told) / len(batches)
-        losses = [sum(own) / self.replicas for own in zip(*(losses for losses, _ in told))]
-        return losses, State(self.layout, made, end)
+        outcomes = [self._mean(own) for own in zip(*(outcomes for outcomes, _ in told))]
+        return outcomes, State(self.layout, made, end)
+
+    def _mean(self, own: Sequence[Outcome]) -> Outcome:
+        """Of what the replicas tell of a step."""
+        norms = [each.norm for each in own if each.norm is not None]
+        return Outcome(sum(each.loss for each in own) / self.replicas, sum(norms) / self.replicas if norms else None)
 
     def meets(self, state: State) -> bool:
         """Whether a round begins with a state."""
@@ -182,7 +188,7 @@ class _Stretch:
         self.homes: dict[Key, int] = {}
         job, row = steps.job, steps.step.row
         length = job.horizon.at(state.step)
-        hypers = [row.hyper(job.optimizer, state.step + number, length) for number in range(len(batches))]
+        hypers = [hyper_of(job.optimizer, row, state.step + number, length) for number in range(len(batches))]
         self.inner = [self._inner(replica, batches, hypers) for replica in range(steps.replicas)]
 
     def told(self, replica: int) -> Key:

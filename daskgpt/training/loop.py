@@ -357,11 +357,12 @@ def _steps(
                 for first, watcher in watching:
                     looking.enter_context(watcher.watch(numbers) if number >= max(first, known) else nullcontext())
                 looking.enter_context(nullcontext() if watching else told.watch())
-            losses, state = steps.run(state, batches)
+            outcomes, state = steps.run(state, batches)
         seconds = time.perf_counter() - start
-        recorded = told.of_all(len(losses), seconds)
-        for number, loss in zip(numbers, losses):
-            metrics = {"step": number, "loss": loss, **told.of(number, seconds / len(losses))}
+        recorded = told.of_all(len(outcomes), seconds)
+        for number, outcome in zip(numbers, outcomes):
+            metrics = {"step": number, "loss": outcome.loss, **told.of(number, seconds / len(outcomes))}
+            metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
             metrics |= recorded if number == numbers[-1] else {}
             metrics["learning_rate"] = learning_rate(job.optimizer, number, job.horizon.at(number))
             if number >= known and number + 1 == _next_validation(job, number):

@@ -8,15 +8,16 @@ from functools import cache
 from typing import Any
 
 from daskgpt.graph.bands import update_by_bands
-from daskgpt.graph.calls import ChunkSum, is_pick, origin_of
+from daskgpt.graph.calls import is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, chunk_of
 from daskgpt.graph.inplace import InPlaceRule
 from daskgpt.graph.nodes import Graph, Key, only
-from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, Total, part_of, spread
+from daskgpt.graph.spreading import PartSum, PartTotal, Sent, Total, part_of, spread
 from daskgpt.model.layers import EMBEDDING
+from daskgpt.model.optimizer import SQUARES
 from daskgpt.model.origins import Origin
 from daskgpt.model.precision import blank, values_of
-from daskgpt.training.grouping import OUTSIDE, update_group
+from daskgpt.training.grouping import OUTSIDE, is_sum, squared_tasks, update_group
 
 # Updates of a block are one task: what a task costs a cluster is milliseconds, whatever it does.
 MERGED = "chunk"
@@ -68,8 +69,9 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool)
         for key, node in graph.items()
         if (origin := update_of(graph, key)) is not None and not is_pick(node)
         for dependency in node.dependencies
-        if _is_sum(graph, dependency)
+        if is_sum(graph, dependency)
     }
+    squared = squared_tasks(graph)
 
     def spread_group(key: Key) -> Hashable:
         function, own = getattr(graph[key], "func", None), origin_of(graph[key])
@@ -81,6 +83,8 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool)
             return "sum", function.share, stage
         if packed and is_embedding(own):
             return None  # a task of its own
+        if key in squared:
+            return SQUARES, update_group(squared[key], MERGED), stage
         origin = update_of(graph, key) or ready.get(key)
         if origin is None:
             return group_of(key)
@@ -97,6 +101,7 @@ def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *,
              sends what it has found, for who multiplies by the table has no values of it
     """
     updated, owners = updated_by(graph), shared_out(graph, parts, sizes)
+    updated |= squared_tasks(graph)
 
     @cache
     def home_of(key: Key) -> int:
@@ -135,14 +140,10 @@ def updated_by(graph: Graph) -> dict[Key, Origin]:
             found[key] = origin
             sums = [] if is_pick(graph[key]) else list(graph[key].dependencies)
             while sums:
-                if _is_sum(graph, each := sums.pop()):
+                if is_sum(graph, each := sums.pop()):
                     found[each] = origin
                     sums += graph[each].dependencies
     return found
-
-
-def _is_sum(graph: Graph, key: Key) -> bool:
-    return isinstance(getattr(graph[key], "func", None), ChunkSum | PartSum | Join)
 
 
 def update_of(graph: Graph, key: Key) -> Origin | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -18,8 +18,9 @@ from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
 from daskgpt.graph.nodes import Graph, array_of, from_numpy
 from daskgpt.graph.recording import Layout, Recorded
 from daskgpt.graph.repacking import repacked
+from daskgpt.kernels.norm import TOLD, squares
 from daskgpt.model.gpt2 import mean_loss
-from daskgpt.model.optimizer import OPTIMIZERS, Optimizer, update
+from daskgpt.model.optimizer import OPTIMIZERS, Guarded, Optimizer, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, received, to_send, values_of
@@ -31,6 +32,22 @@ from daskgpt.training.placement import banded_updates, homes_of, spread_groups, 
 
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
+
+
+class Outcome(NamedTuple):
+    """What a step tells.
+
+    loss  before the update [nats a token]
+    norm  of all gradients, before they are clipped; None where nothing needs it
+    """
+
+    loss: float
+    norm: float | None = None
+
+    @classmethod
+    def of(cls, outputs: Mapping[str, np.ndarray]) -> Outcome:
+        """From a step's outputs."""
+        return cls(float(outputs["loss"]), float(outputs["told"][-TOLD]) if "told" in outputs else None)
 
 
 @dataclass
@@ -104,17 +121,20 @@ class TrainingStep:
         self.chunks = math.prod(whole // part for whole, part in zip(self.batch_shape, chunk))
         config, optimizer, precision = self.config, self.optimizer, self.precision
         tape = Tape(precision, self.groups)
-        inputs = input_leaves(tape, self.batch_shape, chunk, self.row.hyper_size)
+        inputs = input_leaves(tape, self.batch_shape, chunk, hyper_size(optimizer, self.row))
         weights = parameter_leaves(tape, config, precision)
         state = {f"weight.{name}": leaf for name, leaf in weights.items()}
         state |= _leaves(tape, self.row.state(tensors(config)), precision)
         loss = mean_loss(tape, config, weights, inputs)
         gradients = gradients_of(tape, weights, loss)
-        new = update(tensors(config), state, gradients, inputs["hyper"], optimizer, self.row, tape)
+        told, outputs = inputs["hyper"], {"loss": loss}
+        if guards(optimizer):
+            told = outputs["told"] = guarded(gradients, tensors(config), loss, told, optimizer, self.row, tape)
+        new = update(tensors(config), state, gradients, told, optimizer, self.row, tape)
         self.recorded = Recorded.of(
             tape.token,
             inputs,
-            {"loss": loss},
+            outputs,
             {name: state[name] for name in new},
             new,
             in_place=self._in_place(math.prod(self.batch_shape)) if self.in_place else None,
@@ -136,7 +156,8 @@ class TrainingStep:
     def _rule(self, origin: Origin) -> InPlaceRule:
         """How a parameter is written over."""
         row = self.row.of(tensors(self.config)[origin.parameter])
-        return InPlaceRule(self.precision.update(row.in_place), row.fused, row.whole)
+        kernel = Guarded(row.in_place) if guards(self.optimizer) else row.in_place
+        return InPlaceRule(self.precision.update(kernel), row.fused, row.whole)
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -149,7 +170,7 @@ class TrainingStep:
                 for key, node in graph.items()
                 if (origin := origin_of(node)) is not None and origin.parameter and not is_pick(node)
             ]
-            return update_in_place(graph, updates, self._rule, summed, apart=self.apart)
+            return update_in_place(graph, updates, self._rule, summed, apart=self.apart, by_rows=(squares,))
 
         return rewrite
 
@@ -195,7 +216,7 @@ class TrainingStep:
     ) -> tuple[float, State]:
         """Loss before the update, and the new state; `steps` is the length of the run (for the learning rate)."""
         handles, state = self.submit(scheduler, state, (tokens, targets), steps)
-        return self.loss(scheduler, handles), state
+        return self.outcome(scheduler, handles).loss, state
 
     def submit(self, scheduler: Scheduler, state: State, batch: Batch, steps: int) -> tuple[list[Any], State]:
         """Start a step: handles of its loss, and the state after it. A cluster goes on by itself."""
@@ -205,8 +226,8 @@ class TrainingStep:
 
     def window(
         self, scheduler: Scheduler, state: State, batches: Sequence[Batch], steps: int
-    ) -> tuple[list[float], State]:
-        """Several steps that overlap as one graph, with the same results: their losses, and the state after them.
+    ) -> tuple[list[Outcome], State]:
+        """Several steps that overlap as one graph, with the same results: what they told, and the state after them.
 
         Errors   RuntimeError unless the state is updated in place: each step would begin with the state of the first
         """
@@ -214,15 +235,15 @@ class TrainingStep:
         require(self.in_place, "TrainingStep.window", rule, {"in_place": False}, advice, RuntimeError)
         values = [self._values(batch, state.step + number, steps) for number, batch in enumerate(batches)]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
-        losses = [self.loss(scheduler, own) for own in self.runnable.split_window(results, len(batches))]
-        return losses, State(state.layout, state.packs, state.step + len(batches))
+        told = [self.outcome(scheduler, own) for own in self.runnable.split_window(results, len(batches))]
+        return told, State(state.layout, state.packs, state.step + len(batches))
 
-    def loss(self, scheduler: Scheduler, handles: list[Any]) -> float:
-        """The loss of a submitted step, waited for."""
-        return float(self.runnable.output(scheduler.fetch(handles))["loss"])
+    def outcome(self, scheduler: Scheduler, handles: list[Any]) -> Outcome:
+        """What a submitted step tells, waited for."""
+        return Outcome.of(self.runnable.output(scheduler.fetch(handles)))
 
     def _values(self, batch: Batch, step: int, steps: int) -> Mapping[str, np.ndarray]:
-        return input_values(Moment(*batch, hyper=self.row.hyper(self.optimizer, step, steps)))
+        return input_values(Moment(*batch, hyper=hyper_of(self.optimizer, self.row, step, steps)))
 
 
 def repacked_state(scheduler: Scheduler, step: TrainingStep, state: State) -> State:

@@ -1,4 +1,4 @@
-"""Write training.json: what PyTorch says of learning rates over the steps.
+"""Write training.json: what PyTorch says of learning rates over the steps, and of clipped gradients.
 
 python tests/golden/make_training.py        (needs PyTorch)
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.optim import lr_scheduler
 
@@ -42,9 +43,33 @@ def rates(schedule: str) -> list[float]:
     return found
 
 
+def clipped(clip: float, shapes: dict[str, tuple[int, ...]], steps: int) -> dict[str, list[float]]:
+    """Norms of made-up gradients, and sums over the weights that AdamW makes of them, clipped, step by step."""
+    weights = {name: torch.nn.Parameter(torch.tensor(made_up(0, name, shape))) for name, shape in shapes.items()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    norms, sums = [], []
+    for step in range(1, steps + 1):
+        for name, weight in weights.items():
+            weight.grad = torch.tensor(made_up(step, name, shapes[name]))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), clip)))
+        optimizer.step()
+        sums.append(float(sum(weight.detach().double().abs().sum() for weight in weights.values())))
+    return {"norms": norms, "sums": sums}
+
+
+def made_up(step: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers between -0.5 and 0.5, from a stream that no version of NumPy changes."""
+    raw = np.random.Philox(1000 * step + len(name)).random_raw(int(np.prod(shape))) >> np.uint64(40)
+    return (raw.astype(np.float32) * np.float32(2.0**-24) - np.float32(0.5)).reshape(shape)
+
+
+SHAPES = {"a": (130, 33), "bb": (33,), "ccc": (1, 7)}
+CLIPS = (0.5, 19.0, 1000.0)
+
 if __name__ == "__main__":
     numbers = {
         "torch": torch.__version__,
         "schedules": {name: rates(name) for name in ("constant", "linear", "cosine", "wsd")},
+        "clipping": {str(clip): clipped(clip, SHAPES, 4) for clip in CLIPS},
     }
     (Path(__file__).parent / "training.json").write_text(json.dumps(numbers, indent=1) + "\n")
