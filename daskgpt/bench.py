@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -52,6 +53,10 @@ part of the batch, in DistributedDataParallel over gloo; and says where the work
 --scaling times 1, 2, 4 ... threads (up to --threads, or to the cores), each in a process of its own on as many cores:
 speedup is the time on one thread over the time on so many, efficiency speedup over threads. Chunks and grain are
 chosen anew for each number of threads unless they are given.
+--generation times how the model writes, a token at a time, in float32 and bfloat16: one text after 10 and after 900
+tokens, and eight at once; how many bytes of weights, keys and values a step reads, and which share of the rate of a
+copy on as many threads (bytes read and written) that is; in --steps turns of 16 tokens. With --against transformers
+Hugging Face's GPT-2 takes turns with it, in a process of its own, the same weights in float32, its cache on.
 --against llm.c PATH runs a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens.
 """
 
@@ -84,9 +89,10 @@ def parser() -> Parser:
         nargs="+",
         default=[],
         metavar=("NAME", "PATH"),
-        help="compare with torch, torch-ddp, or llm.c PATH",
+        help="compare with torch, torch-ddp, or llm.c PATH; with --generation, with transformers",
     )
     flags.add_argument("--scaling", action="store_true", help="time 1, 2, 4 ... threads: speedup and efficiency")
+    flags.add_argument("--generation", action="store_true", help="time how the model writes, a token at a time")
     flags.add_argument("--torch-compile", action="store_true", help="with torch or torch-ddp: torch.compile the model")
     flags.add_argument("--torch-bf16", action="store_true", help="with torch or torch-ddp: bfloat16 autocast")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
@@ -98,8 +104,11 @@ def parser() -> Parser:
 def main(arguments: list[str]) -> int:
     """Check everything, run what is asked for, print it."""
     values = parser().parse_args(arguments)
-    asked, opponent = from_flags(BenchConfig, values), opponent_of(values.against)
+    asked = from_flags(BenchConfig, values)
     config = preset(values.preset, **given_flags(GPT2Config, values))
+    if values.generation:
+        return print_generation(config, asked, from_flags(DataflowConfig, values).threads, values)
+    opponent = opponent_of(values.against)
     job = job_of(config, asked, dataflow_of(from_flags(DataflowConfig, values), opponent[0]))
     options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
     named = opponent[0] or "none"
@@ -124,6 +133,31 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(found.record() | facts) if values.json else found.describe())
     else:
         print(json.dumps(record(job, found) | facts) if values.json else describe(job, found, chunks))
+    return 0
+
+
+def print_generation(config: GPT2Config, asked: BenchConfig, threads: int, values: Namespace) -> int:
+    """Check, run and print `--generation`."""
+    from daskgpt.instruments.compare.transformers_process import require_transformers
+    from daskgpt.instruments.generating import EARLY, TOKENS, measure_generation
+
+    against = " ".join(values.against)
+    rule, got = "--generation must come alone, or with --against transformers", {"against": against or "none"}
+    alone = not (values.plan or values.scaling) and against in ("", "transformers")
+    require(alone, "bench", rule, got | {"plan": values.plan, "scaling": values.scaling}, "Leave the others out.")
+    rule, least = "a model that writes must have enough positions", EARLY + TOKENS
+    require(config.positions >= least, "bench", rule, {"positions": config.positions}, f"Give {least} or more.")
+    if against:
+        require_transformers()
+    with quiet(values.json):
+        compile_kernels()
+        found = measure_generation(config, threads, asked.seed, asked.warmup, asked.steps, bool(against))
+    facts = {
+        "preset": values.preset,
+        "cpu": machine.processor(),
+        "versions": machine.versions("numpy", "numba", "dask"),
+    }
+    print(json.dumps(found.record() | facts) if values.json else found.describe())
     return 0
 
 

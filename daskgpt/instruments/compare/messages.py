@@ -70,6 +70,14 @@ class Ran:
 
 
 @dataclass(frozen=True)
+class Write:
+    """Write so many tokens after a prompt, the likeliest ones; the answer is their seconds, and they."""
+
+    prompt: list[int]
+    count: int
+
+
+@dataclass(frozen=True)
 class ResetPeak:
     """Let the peak count from now on; the answer is None."""
 

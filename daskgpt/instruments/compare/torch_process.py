@@ -45,6 +45,7 @@ from daskgpt.training.job import Job
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 # For which a process waits for the others of its step: a slow network may take a while for a large model's gradients.
 PATIENCE_MINUTES = 10.0
+MODULE = "daskgpt.instruments.compare.torch_gpt2"
 
 
 def require_torch(asked: str = "torch") -> None:
@@ -69,8 +70,8 @@ class Place:
 class TorchProcess:
     """A process and the pipes to it."""
 
-    def __init__(self, place: Place = Place()) -> None:
-        command = [*place.command, sys.executable, "-m", "daskgpt.instruments.compare.torch_gpt2"]
+    def __init__(self, place: Place = Place(), module: str = MODULE) -> None:
+        command = [*place.command, sys.executable, "-m", module]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": place.interface or loopback()}
         with delayed_interrupts():  # Ctrl-C is for who began this: it ends the process then
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
