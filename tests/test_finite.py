@@ -55,12 +55,13 @@ def test_the_command_line_stops_at_the_first_loss_that_is_not_finite(text, tmp_p
     result = run("train", "--data", text, *SMALL, *steep, "--out", out)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
+    first, last = metrics_of(out)
     assert result.stderr.splitlines()[-1] == (
         "train: the loss must stay finite; got step=1, loss=nan, learning_rate=1e+30. "
-        "Lower --learning-rate or give more --warmup. No such model is written; "
-        f"the losses are in {out / 'metrics.jsonl'}."
+        f"It came at once, from {first['loss']:.3f}: likely one update that was too large: lower --learning-rate, give "
+        "more --warmup or --clip 1. No such model is written; "
+        f"the losses are in {out / 'metrics.jsonl'}. There is no checkpoint to go on from."
     )
-    first, last = metrics_of(out)
     assert math.isfinite(first["loss"])
     assert (last["step"], last["loss"]) == (1, None)
     assert {path.name for path in out.iterdir()} == {".lock", "config.toml", "metrics.jsonl"}
@@ -111,3 +112,16 @@ def test_a_run_that_is_stopped_writes_no_model_of_them_either(text, tmp_path):
 def test_settings_must_be_finite(name):
     with pytest.raises(ValueError, match=re.escape(f"OptimizerConfig: {name} must be finite; got {name}=inf.")):
         daskgpt.OptimizerConfig(**{name: math.inf})
+
+
+def test_the_last_good_checkpoint_is_named(text, tmp_path):
+    out = tmp_path / "run"
+    fit(text, {"schedule": "constant"}, out=str(out), steps=3, save_every=2, sample_tokens=0)
+    given = {"run": {"steps": 40}, "optimizer": {"learning_rate": 1e30}}
+    with pytest.raises(RuntimeError, match="must stay finite") as ended:
+        daskgpt.fit(resume=out, quiet=True, **given)
+    said = str(ended.value)
+    (found,) = re.findall(r"The last good checkpoint is (\S+): --resume (\S+) goes on from there", said)
+    assert found == (str(sorted(out.glob("step-*"))[-1]), str(out))
+    assert "It came at once" in said
+    assert daskgpt.load(found[0])

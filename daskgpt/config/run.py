@@ -73,6 +73,12 @@ class OptimizerConfig(Checked):
     clip: float = setting(
         0.0, "norm that all gradients together are scaled down to where theirs is larger; 0 = they are not", least=0
     )
+    skip_outliers: float = setting(
+        0.0,
+        "leave out the update of a step whose loss or norm lies so many standard deviations above the mean of the 128 "
+        "steps before, say 6; 0 = none",
+        least=0,
+    )
     beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
     eps: float = setting(1e-8, "added to the root of v", least=0)

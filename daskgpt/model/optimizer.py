@@ -147,7 +147,7 @@ class Guarded:
 
 def guards(config: OptimizerConfig) -> bool:
     """Whether updates wait for the norm of all gradients."""
-    return bool(config.clip)
+    return bool(config.clip or config.skip_outliers)
 
 
 def hyper_size(config: OptimizerConfig, optimizer: Optimizer) -> int:
@@ -155,10 +155,15 @@ def hyper_size(config: OptimizerConfig, optimizer: Optimizer) -> int:
     return optimizer.hyper_size + (LIMITS if guards(config) else 0)
 
 
-def hyper_of(config: OptimizerConfig, optimizer: Optimizer, step: int, steps: int) -> np.ndarray:
-    """What a step is given for its updates: float64 (hyper_size,)."""
+def hyper_of(
+    config: OptimizerConfig, optimizer: Optimizer, step: int, steps: int, limits: tuple[float, float] = (math.inf,) * 2
+) -> np.ndarray:
+    """What a step is given for its updates: float64 (hyper_size,).
+
+    limits   of loss and norm, above which no update is made
+    """
     hyper = optimizer.hyper(config, step, steps)
-    return np.append(hyper, [math.inf] * LIMITS) if guards(config) else hyper
+    return np.append(hyper, limits) if guards(config) else hyper
 
 
 def guarded(
@@ -182,7 +187,7 @@ def guarded(
         guard,
         f"S{', ' * (1 + len(sums))} -> N",
         [hyper, loss, *sums],
-        options={"clip": config.clip, "limits": False},
+        options={"clip": config.clip, "limits": bool(config.skip_outliers)},
         new_axes={"N": optimizer.hyper_size + TOLD},
         origin=origin,
     )

@@ -70,6 +70,10 @@ class Job:
             {"precision": self.dataflow.precision},
             "float64 is for daskgpt.verify.",
         )
+        rule = "steps are not left out where replicas make steps of their own"
+        got = {"skip_outliers": self.optimizer.skip_outliers, "local_steps": self.local.local_steps}
+        both = self.optimizer.skip_outliers and self.local.local_steps
+        require(not both, "train", rule, got, "Leave one of them out; --clip works with both.")
         if self.dataset is not None:
             self._check_vocabulary(self.dataset)
         name = self.optimizer.optimizer

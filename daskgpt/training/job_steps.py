@@ -14,7 +14,7 @@ from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.first_state import first_packs
 from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import Batch, Outcome, State, TrainingStep, repacked_state
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep, repacked_state
 
 
 def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int = 1) -> TrainingStep:
@@ -89,7 +89,8 @@ class JobSteps:
 
     def together(self, number: int) -> int:
         """How many steps from this one on may be handed over together."""
-        return 1 if self.job.dataflow.barrier != "none" or self.open else self.job.dataflow.window
+        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.open
+        return 1 if alone else self.job.dataflow.window
 
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
@@ -120,12 +121,12 @@ class JobSteps:
             self.step = training_step(job, chunk, before.grain, False, workers)
             self.say(f"workers    {workers} take part from now on: {described(job.batch_shape, chunk)}")
 
-    def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[Outcome], State]:
-        """A step a batch: what they tell, and the state after them."""
+    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
+        """A step a batch: what they tell, and the state after them; limits: of a step that comes alone."""
         state, length = repacked_state(self.scheduler, self.step, state), self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
-                handles, state = self.step.submit(self.scheduler, state, batches[0], length)
+                handles, state = self.step.submit(self.scheduler, state, batches[0], length, limits)
                 outcome = self.step.outcome(self.scheduler, handles)
             spans = [span for process in processes for span in process.spans]
             self._settle(spans, length - state.step)
@@ -134,7 +135,7 @@ class JobSteps:
             return self.step.window(self.scheduler, state, batches, length)
         submitted = []
         for own in batches:
-            handles, state = self.step.submit(self.scheduler, state, own, length)
+            handles, state = self.step.submit(self.scheduler, state, own, length, limits)
             submitted.append(handles)
         return [self.step.outcome(self.scheduler, handles) for handles in submitted], state
 

@@ -32,7 +32,7 @@ from daskgpt.training.first_state import first_packs
 from daskgpt.training.inner_steps import Batch, InnerSteps, OuterStep, Shard
 from daskgpt.training.job import OUTER, Job, of_replica
 from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import Outcome, State, TrainingStep, held_weights
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, TrainingStep, held_weights
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to see steps go on
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
@@ -142,7 +142,7 @@ class LocalSteps:
             values[key] = moments[key] if moments else np.full(tensor.shape, 0, job.precision.dtype)
         return State(self.layout, layout.pack(values), step)
 
-    def run(self, state: State, batches: Sequence[Batch]) -> tuple[list[Outcome], State]:
+    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
         """A step a batch, all of one round: what they tell, means over the replicas, and the state after them."""
         end = state.step + len(batches)
         stretch = _Stretch(self, state, batches)

@@ -25,11 +25,12 @@ from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.usage import Usage
 from daskgpt.training.checkpoints import checkpoints, step_folder
-from daskgpt.training.finite import require_finite, require_finite_parameters, require_finite_state
+from daskgpt.training.finite import Finite
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job, compile_kernels, describe
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.local_steps import LocalSteps, steps_of
+from daskgpt.training.outliers import Outliers
 from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
@@ -178,6 +179,8 @@ class _Loop:
         self.progress = progress
         self.losses, self.validation = list(beginning.losses), beginning.validation
         self.steps = steps_of(job, scheduler, progress.say)
+        self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
+        self.finite = Finite(job, self.losses, self.wait)
         self.usage = Usage(scheduler)
         self.told = StepMetrics(job, self.usage, self.steps, lambda: self.seconds)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
@@ -238,11 +241,11 @@ class _Loop:
         seconds, step = time.perf_counter() - self.start, max(state.step - 1, 0)
         checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
         if checkpoint and not self.scheduler.in_place:
-            require_finite_state(self.job, self.scheduler, state, step)
+            self.finite.require_state(self.scheduler, state, step)
             read = partial(_parameters_in, checkpoint)
         else:
             parameters = state.parameters(self.scheduler)
-            require_finite_parameters(self.job, step, parameters)
+            self.finite.require_parameters(step, parameters)
             read = partial(dict, parameters)
         self.progress.close()
         for line in self.usage.lines():
@@ -277,7 +280,9 @@ class _Loop:
         Steps that a loss has taken back are made again, and told to nobody a second time.
         """
         job, steps, known, settled = self.job, self.steps, len(self.losses), not self.steps.open
-        for latest, metrics in _steps(job, self.scheduler, steps, state, watching, self.saver, known, self.told):
+        for latest, metrics in _steps(
+            job, self.scheduler, steps, state, watching, self.saver, known, self.told, self.outliers
+        ):
             state = latest
             if metrics["step"] >= known:
                 if self.folder and not settled:
@@ -285,7 +290,7 @@ class _Loop:
                     self.folder.configure(job.resolved(self.scheduler, steps.chunk, steps.grain))
                     settled = not steps.open
                 self._note(metrics, recovery, on_step)
-                require_finite(job, self.scheduler, state, metrics)
+                self.finite.require(self.scheduler, state, metrics)
             # Of steps that overlap there is a state after the last one only.
             if state.step != metrics["step"] + 1 or state.step == job.steps:
                 continue
@@ -302,7 +307,7 @@ class _Loop:
                 self.saver.prepare(state)
             if self.saver and self.saver.due(state.step):
                 if "validation_loss" not in metrics:  # else they were looked at
-                    require_finite_state(job, self.scheduler, state, metrics["step"])
+                    self.finite.require_state(self.scheduler, state, metrics["step"])
                 self.saver.save(state, self._facts(state))
         return state, False
 
@@ -324,7 +329,10 @@ class _Loop:
 
     def _facts(self, state: State) -> dict[str, Any]:
         known = facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
-        return known | {"horizon": self.job.horizon.facts(self.seconds)}
+        return known | {
+            "horizon": self.job.horizon.facts(self.seconds),
+            "outliers": self.outliers.facts(state.step),
+        }
 
 
 def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:
@@ -340,6 +348,7 @@ def _steps(
     saver: Saver | None,
     known: int,
     told: StepMetrics,
+    outliers: Outliers,
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step.
 
@@ -357,12 +366,14 @@ def _steps(
                 for first, watcher in watching:
                     looking.enter_context(watcher.watch(numbers) if number >= max(first, known) else nullcontext())
                 looking.enter_context(nullcontext() if watching else told.watch())
-            outcomes, state = steps.run(state, batches)
+            outcomes, state = steps.run(state, batches, outliers.limits(number))
         seconds = time.perf_counter() - start
         recorded = told.of_all(len(outcomes), seconds)
         for number, outcome in zip(numbers, outcomes):
             metrics = {"step": number, "loss": outcome.loss, **told.of(number, seconds / len(outcomes))}
+            outliers.note(number, outcome)
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
+            metrics |= {} if outcome.made else {"skipped": True}
             metrics |= recorded if number == numbers[-1] else {}
             metrics["learning_rate"] = learning_rate(job.optimizer, number, job.horizon.at(number))
             if number >= known and number + 1 == _next_validation(job, number):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from math import nan
@@ -39,7 +39,7 @@ SECTIONS: Mapping[str, type] = {
 }
 # What of a run may change where it is gone on with. The first row changes bits from here on, the others none.
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip"),
+    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "window"),
     "run": (
         *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens"),
@@ -66,6 +66,7 @@ class Beginning:
     said        lines for people
     spared      damaged checkpoints, which are never deleted
     seconds     how long earlier processes have trained
+    outliers    see `outliers.Outliers.facts`
     """
 
     parameters: Mapping[str, np.ndarray]
@@ -76,6 +77,7 @@ class Beginning:
     said: tuple[str, ...] = ()
     spared: frozenset[Path] = frozenset()
     seconds: float = 0.0
+    outliers: Sequence[Sequence[Any]] = ()
 
 
 def facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:
@@ -237,6 +239,7 @@ class Resumed:
             tuple(self.said),
             self.spared,
             self.state.get("horizon", {}).get("seconds", 0.0),
+            self.state.get("outliers", ()),
         )
 
 

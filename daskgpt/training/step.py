@@ -32,6 +32,8 @@ from daskgpt.training.placement import banded_updates, homes_of, spread_groups, 
 
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
+Limits = tuple[float, float]  # of loss and norm, above which the update of a step is left out
+NO_LIMITS: Limits = (math.inf, math.inf)
 
 
 class Outcome(NamedTuple):
@@ -39,15 +41,18 @@ class Outcome(NamedTuple):
 
     loss  before the update [nats a token]
     norm  of all gradients, before they are clipped; None where nothing needs it
+    made  whether the update was made
     """
 
     loss: float
     norm: float | None = None
+    made: bool = True
 
     @classmethod
     def of(cls, outputs: Mapping[str, np.ndarray]) -> Outcome:
         """From a step's outputs."""
-        return cls(float(outputs["loss"]), float(outputs["told"][-TOLD]) if "told" in outputs else None)
+        norm, _, made = outputs["told"][-TOLD:].tolist() if "told" in outputs else (None, 1, True)
+        return cls(float(outputs["loss"]), norm, bool(made))
 
 
 @dataclass
@@ -218,9 +223,11 @@ class TrainingStep:
         handles, state = self.submit(scheduler, state, (tokens, targets), steps)
         return self.outcome(scheduler, handles).loss, state
 
-    def submit(self, scheduler: Scheduler, state: State, batch: Batch, steps: int) -> tuple[list[Any], State]:
+    def submit(
+        self, scheduler: Scheduler, state: State, batch: Batch, steps: int, limits: Limits = NO_LIMITS
+    ) -> tuple[list[Any], State]:
         """Start a step: handles of its loss, and the state after it. A cluster goes on by itself."""
-        results = scheduler.run(self.runnable.submission(self._values(batch, state.step, steps), state.packs))
+        results = scheduler.run(self.runnable.submission(self._values(batch, state.step, steps, limits), state.packs))
         handles, packs = self.runnable.split(results, state.packs)
         return handles, State(state.layout, packs, state.step + 1)
 
@@ -242,8 +249,8 @@ class TrainingStep:
         """What a submitted step tells, waited for."""
         return Outcome.of(self.runnable.output(scheduler.fetch(handles)))
 
-    def _values(self, batch: Batch, step: int, steps: int) -> Mapping[str, np.ndarray]:
-        return input_values(Moment(*batch, hyper=hyper_of(self.optimizer, self.row, step, steps)))
+    def _values(self, batch: Batch, step: int, steps: int, limits: Limits = NO_LIMITS) -> Mapping[str, np.ndarray]:
+        return input_values(Moment(*batch, hyper=hyper_of(self.optimizer, self.row, step, steps, limits)))
 
 
 def repacked_state(scheduler: Scheduler, step: TrainingStep, state: State) -> State:
