@@ -36,6 +36,7 @@ _PUBLIC = {
     "load": "training.run_folder",
     "loss_and_gradients": "training.inference",
     "open_scheduler": "schedulers.addresses",
+    "plan": "instruments.plan",
     "preset": "config.model",
     "sample": "generation.sampling",
     "save": "formats.models",
@@ -50,6 +51,7 @@ __all__ += [
     "load",
     "loss_and_gradients",
     "open_scheduler",
+    "plan",
     "preset",
 ]
 __all__ += ["sample", "save"]

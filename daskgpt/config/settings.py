@@ -12,6 +12,7 @@ from textwrap import indent, wrap
 from typing import Any, TypeVar
 
 from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.rich import html_table
 
 DOC_WIDTH = 67  # with the indentation and what `help` puts before it, 80 columns
 FIELDS = "Fields   "
@@ -88,6 +89,19 @@ class Checked:
             value = _of_type(where, f, getattr(self, f.name))
             object.__setattr__(self, f.name, value)
             _check(where, f, value)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a row a field, those first that are not what nobody says."""
+        own = sorted(fields(self), key=lambda f: getattr(self, f.name) == f.default)
+        rows = [[f.name, _shown(f, getattr(self, f.name)), help_of(f)] for f in own]
+        return html_table(type(self).__name__, rows)
+
+
+def _shown(f: Field[Any], value: Any) -> str:
+    """A value as it would be given, with a star where it is not the default."""
+    words = {number: word for word, number in f.metadata["words"].items()}
+    text = str(words.get(value, value)) if not isinstance(value, str) else value or "none"
+    return text if value == f.default else f"{text} *"
 
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:

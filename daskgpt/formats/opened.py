@@ -10,6 +10,7 @@ import numpy as np
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.published import in_memory
+from daskgpt.formats.shown_models import model_html, model_text
 from daskgpt.model.parameters import Tensor, tensors
 
 
@@ -33,6 +34,12 @@ class OpenedModel:
     read: Callable[[Tensor], np.ndarray]
     encoding: str = ""
     sequence_length: int = 0
+
+    def __repr__(self) -> str:
+        return model_text("OpenedModel", self)
+
+    def _repr_html_(self) -> str:
+        return model_html("OpenedModel", self)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """All tensors by name.

@@ -26,6 +26,7 @@ from daskgpt.formats.safetensors_files import (
     write_tensor_file,
     write_tensor_files,
 )
+from daskgpt.formats.shown_models import model_html, model_text
 from daskgpt.formats.vocabulary_file import is_learned, know_vocabulary, learned_content
 from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, tensors
 
@@ -53,6 +54,12 @@ class StoredModel:
     parameters: Mapping[str, np.ndarray]
     encoding: str = ""
     sequence_length: int = 0
+
+    def __repr__(self) -> str:
+        return model_text("StoredModel", self)
+
+    def _repr_html_(self) -> str:
+        return model_html("StoredModel", self)
 
 
 def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
+from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.model.parameters import parameter_count, parameter_shapes
+
+LABEL = 12  # columns of `model       ` and the like
 
 
 @dataclass(repr=False)
@@ -50,6 +53,12 @@ class Result:
     def parameters(self) -> dict[str, np.ndarray]:
         """See above; where they are read, FileNotFoundError or ValueError as of `daskgpt.load`."""
         return self.read()
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, with the losses as a curve."""
+        title, *lines = repr(self).splitlines()
+        rows = [[line[:LABEL].strip(), line[LABEL:]] for line in lines]
+        return html_table(title, rows) + svg_curve(self.losses, "loss of each step")
 
     def __repr__(self) -> str:
         """A few lines without any array: `parameters` and `losses` hold the numbers."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from textwrap import fill
 
+from daskgpt.config.rich import html_text
 from daskgpt.graph.calls import is_pick
 from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
@@ -109,7 +111,7 @@ class TaskGraph:
         return cls(order, needs, runnable.needs_of_last_run(), frozenset(awaited))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """Recorded steps: events by their start, lanes by name, and what waits for what.
 
@@ -128,6 +130,21 @@ class Timeline:
     @property
     def steps(self) -> list[int]:
         return [step for window in self.windows for step in window.steps]
+
+    def __repr__(self) -> str:
+        """Its numbers, on one screen."""
+        from daskgpt.instruments.timeline.summary import describe_summary, summarise  # which knows events
+
+        told = describe_summary(summarise(self)) if self.events else "no events"
+        lines = [f"Timeline of {self.title}", *told.splitlines()]
+        return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, under the lanes as strips of colour."""
+        from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
+
+        lanes = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
+        return lanes + html_text(repr(self))
 
 
 class Words:

@@ -27,27 +27,12 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
 
+from daskgpt.instruments.timeline.colours import colour_of
 from daskgpt.instruments.timeline.curves import Curve, layers_at_once, live_bytes
 from daskgpt.instruments.timeline.events import Event, Timeline, Transfer
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.model.layers import LAYERS
 
-COLOURS = {
-    "linear": "#4269d0",
-    "attention": "#ff725c",
-    "gelu": "#efb118",
-    "layernorm": "#3ca951",
-    "add": "#a463f2",
-    "crossentropy": "#ff8ab7",
-    "embedding": "#9c6b4e",
-    "adamw": "#7f8c99",
-    "muon": "#5b6770",
-    "gather": "#17becf",
-    "split": "#97bbf5",
-    "mean": "#303030",
-}
-OTHER_COLOUR = "#d0a842"
-DARKER = 0.62  # of a forward kernel's colour: its backward kernels
 STEP_COLOURS = ("#c3ccd5", "#4f5a65")
 MEMORY_COLOUR, LAYERS_COLOUR, MEAN_COLOUR = "#4269d0", "#3ca951", "#14451d"
 TRANSFER_COLOUR = "#d6001c"
@@ -121,7 +106,7 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
         for backward in (True, False):
             events = [e for e in timeline.events if e.layer == layer and (e.phase == "backward") == backward]
             if events:
-                own.append(_bars(plot, timeline, events, _colour(layer, backward)))
+                own.append(_bars(plot, timeline, events, colour_of(layer, backward)))
         items.append(LegendItem(label=layer, renderers=own))
         renderers += own
     if timeline.transfers:
@@ -235,13 +220,6 @@ def _in_legend_order(events: Sequence[Event]) -> list[str]:
     """Layers as they come in the model, the update last."""
     known = [layer.name for layer in LAYERS]
     return sorted({event.layer for event in events}, key=lambda layer: known.index(layer) if layer in known else 99)
-
-
-def _colour(layer: str, backward: bool) -> str:
-    colour = COLOURS.get(layer, OTHER_COLOUR)
-    if not backward:
-        return colour
-    return "#" + "".join(f"{int(int(colour[at : at + 2], 16) * DARKER):02x}" for at in (1, 3, 5))
 
 
 def _chunk(event: Event) -> str:

@@ -1,0 +1,58 @@
+"""A timeline as strips of colour, a strip a lane: small enough for a notebook, whatever the number of kernel calls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from html import escape
+from itertools import groupby
+
+from daskgpt.instruments.timeline.colours import colour_of
+from daskgpt.instruments.timeline.events import Timeline
+
+COLUMNS, LANE, GAP, LETTERS = 700, 22, 4, 110  # pixels
+
+
+def svg_strips(timeline: Timeline) -> str:
+    """Each lane's time, cut into columns: the colour of the layer and pass that took most of a column, or none."""
+    end = max(window.end for window in timeline.windows)
+    height = len(timeline.lanes) * (LANE + GAP)
+    parts = []
+    for number, name in enumerate(timeline.lanes):
+        top = number * (LANE + GAP)
+        parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(name)}</text>')
+        for colour, first, count in _runs(_columns(timeline, number, end)):
+            place = f'x="{LETTERS + first}" y="{top}" width="{count}" height="{LANE}"'
+            parts.append(f'<rect {place} fill="{colour}"/>')
+    size = f'viewBox="0 0 {LETTERS + COLUMNS} {height}" width="{LETTERS + COLUMNS}" height="{height}"'
+    style = 'style="max-width: 100%; height: auto"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+
+
+def svg_legend(timeline: Timeline) -> str:
+    """The colours of the layers."""
+    layers = sorted({event.layer for event in timeline.events})
+    square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
+    return " &nbsp; ".join(square.format(colour_of(layer, False), escape(layer)) for layer in layers)
+
+
+def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
+    """The colour of each column, "" where the lane ran no kernel for most of it."""
+    taken = [defaultdict[str, float](float) for _ in range(COLUMNS)]
+    wide = end / COLUMNS
+    for event in timeline.events:
+        if event.lane != lane:
+            continue
+        colour = colour_of(event.layer, event.phase == "backward")
+        for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
+            taken[column][colour] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
+    return [max(own, key=own.__getitem__) if sum(own.values()) > wide / 2 else "" for own in taken]
+
+
+def _runs(colours: list[str]) -> list[tuple[str, int, int]]:
+    """Colour, first column and how many, of columns that follow one another."""
+    found, at = [], 0
+    for colour, group in groupby(colours):
+        count = len(list(group))
+        found += [(colour, at, count)] if colour else []
+        at += count
+    return found
