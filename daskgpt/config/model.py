@@ -60,6 +60,12 @@ def preset(name: str, **overrides: Any) -> GPT2Config:
     """The named size with some numbers replaced.
 
     Errors   ValueError for an unknown name
+
+    >>> preset("gpt2", blocks=2)
+    GPT2Config(blocks=2, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024, ...)
+    >>> preset("tiny", heads=3)
+    Traceback (most recent call last):
+    ValueError: GPT2Config: channels must be a multiple of heads; got channels=128, heads=3. Try heads=4.
     """
     require(name in PRESETS, "preset", "the name must be known", {"preset": name}, nearest(name, list(PRESETS)))
     if "vocabulary" in overrides and "padded_vocabulary" not in overrides:

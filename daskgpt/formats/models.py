@@ -79,6 +79,14 @@ def save(
     Dtype    float32
     Errors   ValueError for another ending, missing or unknown names, wrong shapes, a configuration that llm.c's file
              cannot express; TypeError unless float32; FileNotFoundError where the folder is missing
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1)
+    >>> parameters = daskgpt.initial_parameters(config, seed=0)
+    >>> daskgpt.save("model.safetensors", config, parameters)
+    >>> same, values = daskgpt.load("model.safetensors")
+    >>> same == config, all((values[name] == parameters[name]).all() for name in parameters)
+    (True, True)
     """
     ending = Path(path).suffix
     rule, advice = "the ending must be .safetensors or .bin (llm.c)", "Name the file so: its ending says the format."

@@ -48,6 +48,13 @@ def sample(
                  unknown precision, parameters that are not of this configuration; TypeError for a prompt that is text
     Cost         a token reads every weight once, and the keys and values of the tokens that the model looks back at,
                  which are kept. Where a text outgrows the context, its newer half is read again (`Texts`).
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1)
+    >>> parameters = daskgpt.initial_parameters(config, seed=0)
+    >>> text = list(daskgpt.sample(config, parameters, list(b"def "), 10, temperature=0.8, seed=1))
+    >>> len(text), text == list(daskgpt.sample(config, parameters, list(b"def "), 10, temperature=0.8, seed=1))
+    (10, True)
     """
     text, advice = isinstance(prompt, str | bytes), "Encode it: list(b'text') for bytes."
     require(not text, "sample", "the prompt must be token ids", {"prompt": type(prompt).__name__}, advice, TypeError)

@@ -32,6 +32,11 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
 
     Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError where no scheduler
               answers or no worker comes
+
+    >>> import daskgpt
+    >>> with daskgpt.open_scheduler("threads", threads=2) as scheduler:
+    ...     scheduler.description
+    "Dask's threaded scheduler, 2 threads"
     """
     if client is not None:
         with borrowed_cluster(client) as scheduler:

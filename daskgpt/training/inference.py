@@ -77,6 +77,18 @@ def loss_and_gradients(
     Shapes   tokens, targets (B, T) int32, alike in chunks; their chunks are those of every activation
     Dtype    that of the parameters, float32 or float64
     Errors   ValueError where shapes or chunks do not fit the model, or groups the batch
+
+    >>> import dask.array as da
+    >>> import numpy as np
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1)
+    >>> tokens = da.from_array(np.arange(64, dtype=np.int32).reshape(2, 32), chunks=(1, 16))
+    >>> targets = tokens + np.int32(1)
+    >>> loss, gradients = daskgpt.loss_and_gradients(config, daskgpt.initial_parameters(config, 0), tokens, targets)
+    >>> gradients["wpe.weight"]  # nothing has been computed
+    dask.array<...shape=(64, 128), dtype=float32...>
+    >>> bool(abs(loss.compute() - np.log(257)) < 0.1)  # a model that has learnt nothing hesitates between all tokens
+    True
     """
     tape = Tape(groups=groups_of_batch(tokens.shape[0], tokens.shape[1], groups))
     weights = {

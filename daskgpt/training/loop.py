@@ -78,6 +78,13 @@ def fit(
                  TypeError for a client that is none, FileNotFoundError for missing data or no run to go on with,
                  FileExistsError where `run.out` holds a run already, RuntimeError where a loss or a parameter does not
                  stay finite or another process trains the run, OSError where the last checkpoint cannot be written
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1, channels=32, positions=32)
+    >>> data = {"data": daskgpt.__path__[0] + "/config/*.py", "sequence_length": 32}
+    >>> result = daskgpt.fit(config, data, run={"steps": 20, "validation_batches": 2}, quiet=True)
+    >>> len(result.losses), result.losses[-1] < result.losses[0]
+    (20, True)
     """
     given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": _on(client, dataflow), "run": run}
     folder: RunFolder | None

@@ -166,6 +166,13 @@ def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
     Shapes   those of the table, wte.weight with the rows of the padded vocabulary
     Dtype    float32
     Errors   FileNotFoundError, or ValueError where the file is not such a model
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1)
+    >>> daskgpt.save("model.bin", config, daskgpt.initial_parameters(config, seed=0))  # llm.c's format
+    >>> config, parameters = daskgpt.load("model.bin")
+    >>> config.blocks, parameters["ln_f.weight"].dtype
+    (1, dtype('float32'))
     """
     model = read_model_of(path)
     return model.config, dict(model.parameters)

@@ -1,0 +1,31 @@
+"""The examples in docstrings of public functions are run, and every public function has one."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from importlib import import_module
+
+import pytest
+
+import daskgpt
+
+FUNCTIONS = [name for name in daskgpt.__all__ if inspect.isfunction(getattr(daskgpt, name))]
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_example_of_a_public_function_is_true(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function = inspect.unwrap(getattr(daskgpt, name))
+    module = import_module(function.__module__)
+    (found,) = doctest.DocTestFinder(recurse=False).find(function, name, module)
+    assert found.examples, f"{name} has no example"
+    runner = doctest.DocTestRunner(optionflags=OPTIONS)
+    said = []
+    runner.run(found, out=said.append)
+    assert runner.failures == 0, "".join(said)
+
+
+def test_there_are_public_functions():
+    assert {"fit", "load", "plan", "preset", "sample", "save"} <= set(FUNCTIONS)
