@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 
 import dask
 import numpy as np
 import pytest
 from command_lines import write_text
-from machines import ROOT, Machines
+from distributed import Client
+from machines import ROOT, Machines, wait_until
 from small_runs import MODEL, OPTIMIZER, losses_of, tensors_of
 
 import daskgpt
@@ -115,6 +118,36 @@ def test_a_worker_of_half_the_speed_costs_time_only(text, whole, tmp_path, capsy
     said = capsys.readouterr().out
     assert "lost " not in said
     assert "busier than the mean" in said
+
+
+@pytest.mark.slow
+def test_a_worker_that_runs_out_of_memory_is_started_again_by_its_nanny(text, whole, tmp_path, capsys):
+    with Machines(tmp_path, 1) as machines:
+        nanny = machines.start_worker(nanny=True, memory="1GiB")
+        machines.have(2)
+
+        def fill(number, metrics):
+            if number + 1 == JOINED:
+                with Client(machines.address) as client:
+                    workers = client.scheduler_info(n_workers=-1)["workers"]
+                    (address,) = (address for address, own in workers.items() if own["name"] == nanny)
+                    with suppress(OSError):  # the answer may not come any more
+                        client.run(take_memory, workers=[address], on_error="ignore")
+                wait_until(lambda: "memory budget. Restarting" in machines.said(), "the nanny's word")
+            if number + 1 >= JOINED:
+                time.sleep(MATTERS)
+
+        assert same(train(text, tmp_path / "run", machines.address, fill), whole)
+        machines.have(2)
+        machines.send(nanny, signal.SIGTERM)
+        machines.processes.pop(nanny).wait()
+    said = capsys.readouterr().out
+    assert re.search(r"^(lost       worker|workers    gone:) tcp://", said, re.MULTILINE)
+
+
+def take_memory():
+    """Some more than a GiB, which stays."""
+    take_memory.taken = np.ones(2**27 + 2**24)
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
