@@ -36,7 +36,7 @@ TILE_ROWS, TILE_VECTORS = (4, 4) if has_avx512() else (2, 2)  # sums that fit th
 
 def _tile(builder: Any, values: list[Any], rows: int, vectors: int, halves: bool) -> None:
     """rows x vectors dot products, see `_of`."""
-    place, pitch, count, xs, x_pitch, out, out_pitch, ahead = values
+    place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it = values
     kind, size = (HALVES, 2) if halves else (REALS, 4)
     sums = [[cgutils.alloca_once(builder, REALS) for _ in range(vectors)] for _ in range(rows)]
     for total in (each for own in sums for each in own):
@@ -53,10 +53,16 @@ def _tile(builder: Any, values: list[Any], rows: int, vectors: int, halves: bool
             for each, total in zip(x, own, strict=True):
                 builder.store(fma(builder, weight, each, builder.load(total)), total)
 
-    lines = rows * LANES * size // _LINE  # that a pass of the loop multiplies, and fetches for later
+    lines = max(rows * LANES * size // _LINE, 1)  # that a pass of the loop multiplies, and fetches for later
+    fetched = builder.select(builder.icmp_signed("!=", all_of_it, whole(0)), whole(lines), whole((lines + 1) // 2))
+    fewer = (lines + 1) // 2
     with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
-        for line in range(max(lines, 1)):
-            prefetch(builder, ahead, builder.add(builder.mul(loop.index, whole(lines * _LINE)), whole(line * _LINE)))
+        first = builder.add(ahead, builder.mul(loop.index, builder.mul(fetched, whole(_LINE))))
+        for line in range(fewer):
+            prefetch(builder, first, line * _LINE)
+        with builder.if_then(builder.icmp_signed(">", fetched, whole(fewer))):
+            for line in range(fewer, lines):
+                prefetch(builder, first, line * _LINE)
         add(loop.index, None)
     rest = builder.and_(count, whole(LANES - 1))
     with builder.if_then(builder.icmp_signed("!=", rest, whole(0))):
@@ -72,19 +78,19 @@ def _tile(builder: Any, values: list[Any], rows: int, vectors: int, halves: bool
 
 
 def _of(rows: int, vectors: int, halves: bool) -> Any:
-    """An intrinsic of (place, pitch, count, xs, x_pitch, out, out_pitch, ahead), all addresses, bytes and a count.
+    """An intrinsic of (place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it), all of 64 bits.
 
-    Row r at place + r pitch, `count` numbers long; vector m at xs + m x_pitch; their product goes to
-    out + m out_pitch + 4 r. As many bytes as are read are fetched from `ahead`.
+    Row r lies at place + r pitch, `count` numbers long; vector m at xs + m x_pitch; their product goes to
+    out + m out_pitch + 4 r. As many bytes as are read are fetched from `ahead`, or half as many unless `all_of_it`.
     """
 
     @intrinsic
-    def dots(typing_context, place, pitch, count, xs, x_pitch, out, out_pitch, ahead):
+    def dots(typing_context, place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it):
         def generate(context, builder, signature, arguments):
             _tile(builder, list(arguments), rows, vectors, halves)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
+        return types.void(*[types.int64] * 9), generate
 
     return dots
 
@@ -107,26 +113,28 @@ def rows_times_vectors(halves, rows, place, pitch, count, xs, x_pitch, vectors, 
             for r in range(rows):
                 x, y, row = xs + m * x_pitch, out + m * out_pitch + 4 * r, place + r * pitch
                 if halves:
-                    _single_halves(row, pitch, count, x, x_pitch, y, out_pitch, row)
+                    _single_halves(row, pitch, count, x, x_pitch, y, out_pitch, row, 1)
                 else:
-                    _single(row, pitch, count, x, x_pitch, y, out_pitch, row)
+                    _single(row, pitch, count, x, x_pitch, y, out_pitch, row, 1)
         return
-    m = 0
-    while m + TILE_VECTORS <= vectors:
-        x, y = xs + m * x_pitch, out + m * out_pitch
+    squares = vectors // TILE_VECTORS * TILE_VECTORS
+    for m in range(0, squares, TILE_VECTORS):
         for r in range(0, ROWS, TILE_ROWS):
-            # What the first vectors have fetched need not be fetched for the others.
-            row, then = place + r * pitch, (ahead if m == 0 else place) + r * pitch
+            row = place + r * pitch
+            x, y = xs + m * x_pitch, out + m * out_pitch + 4 * r
+            # Two groups of vectors fetch half of the next rows each, others what is there already.
+            half, alone = m // TILE_VECTORS, 1 if squares == TILE_VECTORS else 0
+            then = (ahead if half < 2 else place) + r * pitch + (half & 1) * (TILE_ROWS * pitch // 2)
             if halves:
-                _square_halves(row, pitch, count, x, x_pitch, y + 4 * r, out_pitch, then)
+                _square_halves(row, pitch, count, x, x_pitch, y, out_pitch, then, alone)
             else:
-                _square(row, pitch, count, x, x_pitch, y + 4 * r, out_pitch, then)
-        m += TILE_VECTORS
+                _square(row, pitch, count, x, x_pitch, y, out_pitch, then, alone)
+    m = squares
     while m < vectors:
         x, y = xs + m * x_pitch, out + m * out_pitch
         then = ahead if m == 0 else place
         if halves:
-            _column_halves(place, pitch, count, x, x_pitch, y, out_pitch, then)
+            _column_halves(place, pitch, count, x, x_pitch, y, out_pitch, then, 1)
         else:
-            _column(place, pitch, count, x, x_pitch, y, out_pitch, then)
+            _column(place, pitch, count, x, x_pitch, y, out_pitch, then, 1)
         m += 1

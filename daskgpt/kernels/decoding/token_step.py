@@ -9,11 +9,12 @@ import math
 import numpy as np
 
 from daskgpt.kernels.compilation import helper, kernel, part, stay_apart, wide_vectors
+from daskgpt.kernels.decoding.columns import gelu_at
 from daskgpt.kernels.decoding.dots import ROWS, rows_times_vectors
 from daskgpt.kernels.decoding.kept import attend, keep_key, keep_value
 from daskgpt.kernels.decoding.meeting import meet, next_part
 from daskgpt.kernels.layernorm import EPSILON
-from daskgpt.kernels.vectors.elementary import fma, sigmoid
+from daskgpt.kernels.vectors.elementary import fma
 from daskgpt.kernels.vectors.operations import address_of, read, read_real
 from daskgpt.kernels.vectors.sums import dot, sum_of
 
@@ -41,7 +42,6 @@ ROW = ("text", "position", "token")
 
 _PART_BYTES = 1 << 16  # of a matrix, that a thread takes at once
 _GELU, _ADDED, _KEPT, _SCORES = range(4)
-_SLOPE, _CUBIC = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 
 
 def stages(blocks: int) -> int:
@@ -89,9 +89,7 @@ def _finish(what, bias, out, m, first, last, x):
     for o in range(first, last):
         out[m, o] += read_real(bias, o)
     if what == _GELU:
-        for o in range(first, last):
-            v = out[m, o]
-            out[m, o] = v * sigmoid(_SLOPE * v * (np.float32(1) + _CUBIC * v * v))
+        gelu_at(address_of(out) + 4 * (m * out.shape[1] + first), last - first)
     if what == _ADDED:
         for o in range(first, last):
             x[m, o] += out[m, o]
