@@ -44,7 +44,7 @@ class GenerateConfig(Checked):
     tokens: int = setting(200, "length of the text", unit="tokens", least=0)
     temperature: float = setting(0.8, "0 takes the likeliest token, 1 the model's own probabilities", least=0)
     top_k: int = setting(0, "choose among so many likeliest tokens, 0 = all", least=0)
-    top_p: float = setting(1.0, "choose among the fewest likeliest tokens with so much probability, 1 = all")
+    top_p: float = setting(1.0, "choose among the fewest likeliest tokens with so much probability, 1 = all", least=0)
     seed: int = setting(0, "seed of the choices", least=0)
     until: str = setting("", "end a text at these words")
     end: str = setting("stop", "what end-of-text does to a text", choices=("stop", "ignore"))
