@@ -25,6 +25,12 @@ class DataConfig(Checked):
         "text to token ids: bytes, gpt2, or the file of a learned vocabulary; auto = what prepared tokens were made "
         "with, gpt2 for other token files and for models of its vocabulary, else bytes",
     )
+    order: str = setting(
+        "auto",
+        "which sequences a step takes: at random places, or each once in an epoch; auto = epochs of prepared tokens, "
+        "else random",
+        choices=("auto", "random", "epochs"),
+    )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
     batch_size: int = setting(12, "B, sequences a step", least=1)
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)

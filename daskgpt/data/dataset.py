@@ -11,17 +11,21 @@ import tiktoken
 
 from daskgpt.config.errors import require
 from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
+from daskgpt.data.order import shuffled
 from daskgpt.data.split import split_text, split_tokens
 from daskgpt.data.text import STANDARD_LIBRARY, read_text
 from daskgpt.data.tokens import Tokens
 from daskgpt.formats.llmc_tokens import read_tokens
 
 Batch = tuple[np.ndarray, np.ndarray]
+RANDOM, EPOCHS = "random", "epochs"
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Two rows of tokens that share none.
+
+    order   in which steps take sequences, where nobody asks for another: see `batch`
 
     Shapes   training (N,), validation (M,)
     Dtype    uint16
@@ -32,6 +36,7 @@ class Dataset:
     vocabulary: int
     encoding_name: str
     description: str
+    order: str = RANDOM
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,22 +141,54 @@ def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
     require(False, "check_tokens", rule, got, "Use the encoding that the tokens were made with.")
 
 
-def batch(tokens: Tokens, *, batch_size: int, sequence_length: int, seed: int, step: int) -> Batch:
-    """Random sequences and the tokens that follow each of theirs: the same for the same seed and step, always.
+def batch(
+    tokens: Tokens,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    seed: int,
+    step: int,
+    order: str = RANDOM,
+    vocabulary: int = 0,
+) -> Batch:
+    """Sequences and the tokens that follow each of theirs: the same for the same seed and step, always.
 
-    targets[b, t] = tokens[start[b] + t + 1];  start[b] = Philox(seed, step)[b] mod (N - T)
+    targets[b, t] = tokens[start[b] + t + 1]
+
+    order        random: start[b] = Philox(seed, step)[b] mod (N - T). epochs: the tokens are cut into (N - 1) // T
+                 sequences, of which an epoch sees each once, in an order of its own (`data/order.py`)
+    vocabulary   that every id must be below; 0 = not looked at
 
     Shapes   tokens (N,) -> tokens (B, T), targets (B, T)
     Dtype    int32
-    Errors   ValueError for sizes below 1, a negative seed or step, or fewer than T + 1 tokens
+    Errors   ValueError for sizes below 1, a negative seed or step, fewer than T + 1 tokens, or an id beyond the
+             vocabulary
     """
     _check_sizes("batch", tokens, batch_size, sequence_length)
     got = {"seed": seed, "step": step}
     require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
+    starts = _in_epochs if order == EPOCHS else _at_random
+    found = _windows(tokens, starts(tokens.size, batch_size, sequence_length, seed, step), sequence_length)
+    if vocabulary:
+        largest = int(max(part.max() for part in found))
+        rule, got = "every id must be below the vocabulary", {"id": largest, "vocabulary": vocabulary, "step": step}
+        require(largest < vocabulary, "batch", rule, got, "The token files are damaged: prepare them again.")
+    return found
+
+
+def _at_random(size: int, batch_size: int, sequence_length: int, seed: int, step: int) -> np.ndarray:
     # The raw stream: NumPy keeps it as it is for good, which it does not promise of random integers.
     raw = np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(batch_size)
-    starts = raw % np.uint64(tokens.size - sequence_length)
-    return _windows(tokens, starts.astype(np.int64), sequence_length)
+    return (raw % np.uint64(size - sequence_length)).astype(np.int64)
+
+
+def _in_epochs(size: int, batch_size: int, sequence_length: int, seed: int, step: int) -> np.ndarray:
+    count = (size - 1) // sequence_length
+    epochs, places = np.divmod(np.arange(batch_size, dtype=np.int64) + step * batch_size, count)
+    starts = np.empty(batch_size, np.int64)
+    for epoch in np.unique(epochs):
+        starts[epochs == epoch] = shuffled(places[epochs == epoch], count, seed, int(epoch))
+    return starts * sequence_length
 
 
 def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int, count: int) -> Iterator[Batch]:

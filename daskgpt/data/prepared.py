@@ -8,7 +8,7 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.data.corpus.manifest import JOURNAL, MANIFEST, VOCABULARY_FILE, Manifest, Part, read_manifest
-from daskgpt.data.dataset import Dataset
+from daskgpt.data.dataset import EPOCHS, Dataset
 from daskgpt.data.encodings import encoding_named, vocabulary_size
 from daskgpt.data.tokens import MappedTokens
 from daskgpt.formats.llmc_tokens import read_tokens
@@ -49,7 +49,7 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
         require(tokens.size >= least, WHERE, rule, got, "Prepare more text, or give a smaller batch or sequence.")
     sizes = f"{training.size:,} training and {validation.size:,} validation tokens"
     files = len(manifest.train.shards) + len(manifest.val.shards)
-    return Dataset(training, validation, manifest.ids, own, f"{folder} ({files} shards): {sizes} ({own})")
+    return Dataset(training, validation, manifest.ids, own, f"{folder} ({files} shards): {sizes} ({own})", EPOCHS)
 
 
 def _check_vocabulary(folder: Path, manifest: Manifest) -> None:

@@ -123,7 +123,9 @@ class Job:
         source = data.data if data.data == STANDARD_LIBRARY else from_root(data.data)
         return {
             "model": self.config,
-            "data": replace(data, data=source, encoding=self.tokens.encoding_name, groups=self.groups),
+            "data": replace(
+                data, data=source, encoding=self.tokens.encoding_name, order=self.order, groups=self.groups
+            ),
             "optimizer": self.optimizer,
             "local": self.local,
             "dataflow": dataflow,
@@ -139,6 +141,11 @@ class Job:
     def sinks(self) -> tuple[str, ...]:
         """Where the metrics go: rows of `logs.SINKS`."""
         return chosen_sinks(self.run.log, self.run.out)
+
+    @property
+    def order(self) -> str:
+        """In which order steps take sequences, auto resolved."""
+        return self.tokens.order if self.data.order == "auto" else self.data.order
 
     @property
     def scheduler(self) -> str:

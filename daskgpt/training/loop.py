@@ -17,7 +17,8 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
-from daskgpt.data.dataset import batch, validation_batches
+from daskgpt.data.dataset import validation_batches
+from daskgpt.data.loading import BatchLoader
 from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.cluster import client_address
@@ -171,6 +172,7 @@ def run_job(
                 raise loop.ended_by(error) from None
             raise
         finally:
+            loop.loader.close()
             progress.close()
             if folder:
                 folder.close()
@@ -188,6 +190,7 @@ class _Loop:
         self.steps = steps_of(job, scheduler, progress.say)
         self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
         self.finite = Finite(job, self.losses, self.wait)
+        self.loader = BatchLoader(job.tokens, job.data.batch_size, job.data.sequence_length, job.run.seed, job.order)
         self.usage = Usage(scheduler)
         self.told = StepMetrics(job, self.usage, self.steps, lambda: self.seconds)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
@@ -288,7 +291,7 @@ class _Loop:
         """
         job, steps, known, settled = self.job, self.steps, len(self.losses), not self.steps.open
         for latest, metrics in _steps(
-            job, self.scheduler, steps, state, watching, self.saver, known, self.told, self.outliers
+            job, self.scheduler, steps, state, watching, self.saver, known, self.told, self.outliers, self.loader
         ):
             state = latest
             if metrics["step"] >= known:
@@ -356,18 +359,18 @@ def _steps(
     known: int,
     told: StepMetrics,
     outliers: Outliers,
+    loader: BatchLoader,
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step.
 
     known   how many steps were made before: those that are made again are not looked at or validated again
     """
     validate: Inference | None = None
-    size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
     number = state.step
     while number < job.steps:
         start = time.perf_counter()
         numbers = range(number, number + _together(job, steps, number, watching, saver))
-        batches = [batch(job.tokens.training, **size, seed=job.run.seed, step=n) for n in numbers]
+        batches = loader.take(numbers)
         with ExitStack() as looking:
             if not steps.open:
                 for first, watcher in watching:

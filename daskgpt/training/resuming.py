@@ -48,7 +48,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     ),
 }
 # What leaves open what the run has settled: the same command again, with --resume, asks for no change.
-OPEN = {"encoding": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
+OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
 SAMPLED_BYTES = 2**23  # at each end of the training tokens, by which they are told from others

@@ -21,6 +21,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
+from daskgpt.data.dataset import RANDOM
 from daskgpt.data.encodings import VOCABULARY, encoding_of, vocabulary_size
 from daskgpt.formats.huggingface import is_huggingface
 from daskgpt.formats.models import open_model_file
@@ -243,8 +244,8 @@ def data_of(path: str | Path) -> DataConfig | None:
     if not written.is_file():
         return None
     try:
-        # Runs from before there were groups had one.
-        known = {"groups": 1} | tomllib.loads(written.read_text(encoding="utf-8"))["data"]
+        # Runs from before there were groups had one, and those from before there were epochs none.
+        known = {"groups": 1, "order": RANDOM} | tomllib.loads(written.read_text(encoding="utf-8"))["data"]
         data = DataConfig(**{name: type(default)(known[name]) for name, default in asdict(DataConfig()).items()})
         if not is_learned(data.encoding):  # else it is in the model's file
             vocabulary_size(data.encoding)

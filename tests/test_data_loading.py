@@ -1,0 +1,139 @@
+"""Tokens in several files as one row, the order of an epoch, and batches that are read ahead."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from command_lines import SMALL, run
+from small_runs import losses_of
+from test_prepare import prepared, text_of
+
+from daskgpt.data.dataset import EPOCHS, Dataset, batch
+from daskgpt.data.loading import BatchLoader
+from daskgpt.data.order import shuffled
+from daskgpt.data.prepared import load_prepared
+from daskgpt.data.tokens import MappedTokens
+
+
+@pytest.fixture
+def row():
+    return np.arange(1000, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [500], [10, 11, 990], list(range(1, 1000))])
+def test_parts_are_read_as_one_row(cuts, row):
+    tokens = MappedTokens(np.split(row, cuts))
+    assert (tokens.size, len(tokens), tokens.dtype) == (1000, 1000, np.uint16)
+    for part in (slice(None), slice(5, 700), slice(-30, None), slice(10, 10), slice(3, 900, 7)):
+        np.testing.assert_array_equal(tokens[part], row[part])
+    places = np.random.default_rng(1).integers(0, 1000, (7, 9))
+    np.testing.assert_array_equal(tokens[places], row[places])
+    for outside in (np.array([1000]), np.array([-1])):
+        with pytest.raises(IndexError, match="places must lie in the row"):
+            tokens[outside]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
+def test_an_epoch_sees_each_sequence_once(count):
+    for epoch in range(3):
+        found = shuffled(np.arange(count), count, seed=7, epoch=epoch)
+        assert sorted(found) == list(range(count))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    first, other, third = (shuffled(np.arange(5000), 5000, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
+    for one, two in ((first, other), (first, third), (first, np.arange(5000))):
+        assert np.count_nonzero(one == two) < 20
+        assert abs(np.corrcoef(one, two)[0, 1]) < 0.06
+    # Neighbours do not stay neighbours.
+    assert np.count_nonzero(np.abs(np.diff(first)) == 1) < 20
+
+
+def test_an_order_of_billions_takes_no_memory():
+    places = np.array([0, 1, 2, 4 * 10**12 - 1])
+    found = shuffled(places, 4 * 10**12, seed=0, epoch=0)
+    assert len(set(found.tolist())) == 4
+    assert found.min() >= 0
+    assert found.max() < 4 * 10**12
+    np.testing.assert_array_equal(shuffled(places[2:], 4 * 10**12, 0, 0), found[2:])
+
+
+def test_batches_of_an_epoch_are_every_target_once(row):
+    """Also where an epoch ends within a batch."""
+    shape = {"batch_size": 7, "sequence_length": 10}
+    count = 999 // 10
+    taken = [batch(row, **shape, seed=3, step=step, order=EPOCHS) for step in range(count)]
+    starts = np.concatenate([x[:, 0] for x, _ in taken])
+    for epoch in range(7):
+        own = starts[epoch * count : (epoch + 1) * count]
+        assert sorted(own) == [10 * number for number in range(count)]
+    for x, y in taken:
+        np.testing.assert_array_equal(y, x + 1)
+
+
+def test_no_batch_depends_on_where_files_end(row):
+    shape = {"batch_size": 7, "sequence_length": 10, "seed": 3, "step": 5}
+    for order in ("random", EPOCHS):
+        whole = batch(row, **shape, order=order)
+        for cuts in ([3], [500, 501], list(range(0, 1000, 7))):
+            parts = batch(MappedTokens(np.split(row, cuts)), **shape, order=order)
+            np.testing.assert_array_equal(parts, whole)
+
+
+def test_an_id_beyond_the_vocabulary_ends_a_batch(row):
+    with pytest.raises(
+        ValueError, match="batch: every id must be below the vocabulary; got id=9[0-9][0-9], vocabulary=900"
+    ):
+        batch(row, batch_size=99, sequence_length=10, seed=0, step=0, order=EPOCHS, vocabulary=900)
+
+
+def test_the_next_batches_are_read_by_another_thread(row):
+    readers = []
+
+    class Watched(MappedTokens):
+        def __getitem__(self, places):
+            readers.append(threading.current_thread().name)
+            return super().__getitem__(places)
+
+    loader = BatchLoader(Dataset(Watched([row]), row, 1000, "bytes", ""), 4, 8, 5, EPOCHS)
+    expected = [batch(row, batch_size=4, sequence_length=8, seed=5, step=step, order=EPOCHS) for step in range(8)]
+    for numbers in ([0], [1], [2, 3], [4, 5], [1], [2, 7]):  # steps that are made again, and some in one
+        for number, found in zip(numbers, loader.take(numbers)):
+            np.testing.assert_array_equal(found, expected[number])
+    loader.reader.submit(int).result()
+    assert len(readers) > 9, "those that come next as well"
+    assert all(name.startswith("batches") for name in readers)
+    loader.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One text in one file of tokens, and in many."""
+    folder = tmp_path_factory.mktemp("folders")
+    (folder / "text.txt").write_bytes(text_of(100_000).encode())
+    flags = (folder / "text.txt", "--encoding", "bytes")
+    return prepared(folder, *flags, out="one"), prepared(folder, *flags, "--shard-tokens", 9999, out="many")
+
+
+def test_training_on_prepared_tokens_depends_on_no_shard_and_is_resumed(folders, tmp_path):
+    one, many = folders
+    assert len(list(many.glob("train_*.bin"))) > 50
+    flags = (*SMALL, "--sample-tokens", 0)
+    for name, data, steps in (("one", one, 12), ("many", many, 12), ("short", one, 5)):
+        result = run(
+            "train", "--data", data, *flags, "--steps", steps, "--schedule", "constant", "--out", tmp_path / name
+        )
+        assert result.returncode == 0, result.stderr
+    assert losses_of(tmp_path / "one") == losses_of(tmp_path / "many")
+    assert 'order = "epochs"' in (tmp_path / "one" / "config.toml").read_text()
+    gone_on = run("train", "--resume", tmp_path / "short", "--steps", 12)
+    assert gone_on.returncode == 0, gone_on.stderr
+    assert losses_of(tmp_path / "short") == losses_of(tmp_path / "one")
+
+
+def test_a_prepared_folder_stays_on_the_disk(folders):
+    """Its shards are mapped, one by one."""
+    dataset = load_prepared(str(folders[1]))
+    assert all(isinstance(part.base, np.memmap) for part in dataset.training.parts)
