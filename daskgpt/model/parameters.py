@@ -175,6 +175,7 @@ class RandomParameters(Mapping[str, np.ndarray]):
 
 def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
     """All initial values of a model as arrays, by the names of the table: see `RandomParameters`.
+
     >>> import daskgpt
     >>> parameters = daskgpt.initial_parameters(daskgpt.preset("tiny"), seed=0)
     >>> parameters["wte.weight"].shape, parameters["h.0.attn.c_attn.weight"].shape
