@@ -68,6 +68,7 @@ class Dials:
     in_place: bool | None = None
     window: int = STEPS
     parts: int = 0  # as many as there are workers
+    accumulate: int = 1
 
 
 def raw_numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -101,6 +102,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             in_place=scheduler.in_place if dials.in_place is None else dials.in_place,
             groups=model.groups,
             parts=dials.parts or len(scheduler.addresses()),
+            accumulate=dials.accumulate,
         )
         state = step.initial(start_values(model.config))
         if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training
@@ -149,6 +151,7 @@ def random_dials(random: np.random.Generator, model: Model) -> Dials:
         in_place=None if barrier == "none" else one_of([True, False]),
         window=one_of([1, 2, STEPS]),
         parts=one_of([1, 2, 3]),
+        accumulate=one_of([1, 1, 2, 3]),
     )
 
 

@@ -81,6 +81,7 @@ def ended_with(model, precision, dials, clip, optimizer="adamw", steps=3):
             in_place=scheduler.in_place if dials.in_place is None else dials.in_place,
             groups=model.groups,
             parts=dials.parts or len(scheduler.addresses()),
+            accumulate=dials.accumulate,
         )
         state = step.initial(random_parameters(model.config, np.random.default_rng(2)))
         if dials.barrier == "none" and step.in_place:
@@ -106,7 +107,13 @@ def test_no_dial_changes_a_bit(name, precision, optimizer):
     model, random = MODELS[name], np.random.default_rng(number := seed())
     whole = ended_with(model, precision, Dials(model.batch), 0.5, optimizer)
     assert len({outcome.norm for outcome in whole[0]}) == 3
-    dials = [Dials((1, model.batch[1]), in_place=False, parts=2), *(random_dials(random, model) for _ in range(4))]
+    micro = [Dials((1, model.batch[1]), accumulate=3, scheduler=name, threads=2) for name in ("sync", "threads")]
+    micro += [Dials((1, 5), accumulate=3, in_place=False, parts=2, barrier=name) for name in ("step", "phase")]
+    dials = [
+        *micro,
+        Dials((1, model.batch[1]), in_place=False, parts=2),
+        *(random_dials(random, model) for _ in range(4)),
+    ]
     for own in dials:
         assert ended_with(model, precision, own, 0.5, optimizer) == whole, (own, number)
     unclipped = ended_with(model, precision, Dials(model.batch), 1e9, optimizer)

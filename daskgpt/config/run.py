@@ -32,14 +32,25 @@ class DataConfig(Checked):
         choices=("auto", "random", "epochs"),
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
-    batch_size: int = setting(12, "B, sequences a step", least=1)
+    batch_size: int = setting(12, "B, sequences a step; of a micro-batch, where there are several", least=1)
+    accumulate: int = setting(
+        1,
+        "N, micro-batches of B sequences a step, one after the other: the step of one batch of N x B sequences, in the "
+        "memory of one of B and the gradients",
+        least=1,
+    )
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
     groups: int = groups_setting()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.groups:
-            check_groups("DataConfig", self.groups, "batch_size", self.batch_size)
+            check_groups("DataConfig", self.groups, "batch_size", self.sequences)
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.batch_size * self.accumulate
 
 
 @documented
@@ -225,6 +236,8 @@ class RunConfig(Checked):
 def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:
     """Errors   ValueError where local steps do not fit the batch, its groups or the barrier"""
     size, replicas = data.batch_size, local.replicas
+    rule, count = "accumulate must be 1 where replicas make steps of their own", data.accumulate
+    require(not local.local_steps or count == 1, "train", rule, {"accumulate": count}, "Leave one of them out.")
     if size % replicas:
         advice = f"Try replicas={nearest_divisor(size, replicas)}."
         raise refusal(

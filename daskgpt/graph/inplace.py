@@ -217,7 +217,8 @@ def update_in_place(
         rule = rule_of(call.origin)
         others = dependents[last] - {update}
         of_rows = [key for key in sorted(others) if getattr(graph[key].func, "kernel", None) in by_rows]
-        shared = len(of_rows) < len(others)  # others read the whole gradient: it stays as it is
+        # Others read the whole gradient, or it is summed by parts of the batch: it stays as it is.
+        shared = len(of_rows) < len(others) or isinstance(graph[last].func, RowSum)
         of_rows = [] if shared else of_rows
         sums = [] if apart or shared or of_rows else _chain(graph, dependents, last, summed)
         arguments = [list(graph[key].args) for key in sums]
@@ -298,6 +299,8 @@ def _start(graph: Graph, key: Key) -> Key | None:
 
 def _shares(call: Any, rule: InPlaceRule) -> list[list[Band]]:
     """The bands of rows of a tensor in shares of at most TASK_ELEMENTS, where a share can be updated."""
+    if isinstance(call, RowSum):
+        call = call.call
     bands = call.bands()
     if rule.whole:
         return [bands]

@@ -104,16 +104,16 @@ class Recorded:
         *,
         layout: Layout | None = None,
         in_place: Callable[[Graph], InPlace] | None = None,
-        spread: Callable[[Graph], Graph] | None = None,
+        rewrite: Callable[[Graph], Graph] | None = None,
     ) -> Recorded:
         """inputs    may be more than the graph reads
         updated   state name -> its new value; empty where a run leaves the state as it is
         in_place  rewrites the graph so that the state's arrays are written over; None: they are replaced
-        spread    rewrites it so that several workers share it
+        rewrite   rewrites it before, so that several workers share it, say
         """
         graph = graph_of([*outputs.values(), *updated.values()])
-        if spread:
-            graph = spread(graph)
+        if rewrite:
+            graph = rewrite(graph)
         results = {name: keys_of(array)[0] for name, array in updated.items()}
         written, after = tuple(results.values()), dict[Key, list[Key]]()
         if in_place:

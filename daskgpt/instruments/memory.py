@@ -166,8 +166,9 @@ def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
     """The chunks that a plan counts with, and what is to be said of them."""
     dataflow = job.dataflow
     threads = 1 if job.local.local_steps else threads_of(job)
-    choice = ChunkChoice(job.config, job.replica_shape, dataflow, job.precision, threads)
-    told = described(job.replica_shape, choice.first)
+    shape = job.replica_shape if job.local.local_steps else job.micro_shape
+    choice = ChunkChoice(job.config, shape, dataflow, job.precision, threads)
+    told = described(shape, choice.first)
     if not choice.reason:
         return choice.first, told
     known = job.scheduler in ("sync", "threads", "local") or bool(job.local.local_steps)

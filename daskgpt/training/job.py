@@ -55,7 +55,8 @@ class Job:
         object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape)))
         check_replicas(self.data, self.local, self.dataflow.barrier)
         together = self.local.replicas == 1
-        check_chunks(*self.replica_shape, self.dataflow, "batch_size" if together else "batch_size / replicas")
+        shape = self.micro_shape if together else self.replica_shape
+        check_chunks(*shape, self.dataflow, "batch_size" if together else "batch_size / replicas")
         require(
             self.data.sequence_length <= self.config.positions,
             "train",
@@ -164,12 +165,17 @@ class Job:
 
     @property
     def batch_shape(self) -> tuple[int, int]:
+        return self.data.sequences, self.data.sequence_length
+
+    @property
+    def micro_shape(self) -> tuple[int, int]:
+        """Of a micro-batch; the batch's where there is one."""
         return self.data.batch_size, self.data.sequence_length
 
     @property
     def replica_shape(self) -> tuple[int, int]:
         """Of the part of a batch that one replica works on; the batch's where there is one."""
-        return self.data.batch_size // self.local.replicas, self.data.sequence_length
+        return self.data.sequences // self.local.replicas, self.data.sequence_length
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -226,7 +232,7 @@ def facts(job: Job) -> dict[str, str]:
     return {
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}",
-        "batch": f"{batch_size} x {length} tokens{grouped(job)}",
+        "batch": f"{batch_size} x {length} tokens{grouped(job)}{divided(job)}",
         **({"replicas": dealt(job)} if job.local.local_steps else {}),
         "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }
@@ -235,6 +241,11 @@ def facts(job: Job) -> dict[str, str]:
 def grouped(job: Job) -> str:
     """What is to be said of the groups of a batch: nothing of a single one."""
     return f", summed in {job.groups} groups of {job.replica_shape[0] // job.groups}" if job.groups > 1 else ""
+
+
+def divided(job: Job) -> str:
+    """What is to be said of micro-batches: nothing of a single one."""
+    return f", {job.data.accumulate} micro-batches of {job.data.batch_size}" if job.data.accumulate > 1 else ""
 
 
 def dealt(job: Job) -> str:

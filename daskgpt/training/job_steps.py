@@ -30,6 +30,7 @@ def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, 
         in_place=in_place,
         groups=job.groups,
         parts=parts,
+        accumulate=job.data.accumulate,
     )
 
 
@@ -49,7 +50,7 @@ class JobSteps:
         self.job, self.scheduler, self.say = job, scheduler, say
         dataflow = job.dataflow
         self.chunks = ChunkChoice(
-            job.config, job.batch_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
+            job.config, job.micro_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
         self.workers = self.seen = len(scheduler.addresses())
@@ -114,7 +115,7 @@ class JobSteps:
         if not self.follows or self.open or not stay or workers in (0, self.workers):
             return
         job, before, self.workers = self.job, self.step, workers
-        self.chunks = ChunkChoice(job.config, job.batch_shape, job.dataflow, job.precision, self.scheduler.threads)
+        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, self.scheduler.threads)
         # Where a library multiplies, bits follow the chunks.
         chunk = self.chunks.first if self.chunks.free else before.chunk
         if chunk != before.chunk or min(workers, job.batch_shape[0] // chunk[0]) != before.spread_over:

@@ -190,7 +190,7 @@ class _Loop:
         self.steps = steps_of(job, scheduler, progress.say)
         self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
         self.finite = Finite(job, self.losses, self.wait)
-        self.loader = BatchLoader(job.tokens, job.data.batch_size, job.data.sequence_length, job.run.seed, job.order)
+        self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.usage = Usage(scheduler)
         self.told = StepMetrics(job, self.usage, self.steps, lambda: self.seconds)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
@@ -416,7 +416,7 @@ def _together(job: Job, steps: Steps, number: int, watching: Watching, saver: Sa
 
 def validation_loss(job: Job, scheduler: Scheduler, inference: Inference, state: State) -> float:
     """Mean loss over fixed, evenly spread windows of the held-out text."""
-    size = {"batch_size": job.data.batch_size, "sequence_length": job.data.sequence_length}
+    size = {"batch_size": job.data.sequences, "sequence_length": job.data.sequence_length}
     batches = validation_batches(job.tokens.validation, **size, count=job.run.validation_batches)
     losses = [float(inference(scheduler, state, x, y)["loss"]) for x, y in batches]
     return sum(losses) / len(losses)

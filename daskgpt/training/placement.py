@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any
 
+from daskgpt.graph.accumulating import Done
 from daskgpt.graph.bands import update_by_bands
 from daskgpt.graph.calls import is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, chunk_of
@@ -106,7 +107,7 @@ def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *,
     @cache
     def home_of(key: Key) -> int:
         function = getattr(graph[key], "func", None)
-        if isinstance(function, PartTotal | PartSum | Sent):
+        if isinstance(function, PartTotal | PartSum | Sent | Done):
             return function.share.part
         if key in updated:
             return owners[update_group(updated[key], MERGED)]

@@ -91,7 +91,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) 
     """
     if is_token_folder(data.data):
         wanted = start.encoding(data.encoding) if start else data.encoding
-        return load_prepared(data.data, "" if wanted == "auto" else wanted, data.batch_size, data.sequence_length)
+        return load_prepared(data.data, "" if wanted == "auto" else wanted, data.sequences, data.sequence_length)
     encoding = start.encoding(data.encoding) if start else _named(data.encoding)
     if encoding == "auto":
         encoding = "gpt2" if is_token_source(data.data) else encoding_of(vocabulary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import dask.array as da
@@ -13,9 +14,10 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.graph.accumulating import MicroBatches
 from daskgpt.graph.calls import is_pick, origin_of
 from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
-from daskgpt.graph.nodes import Graph, array_of, from_numpy
+from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
 from daskgpt.graph.recording import Layout, Recorded
 from daskgpt.graph.repacking import repacked
 from daskgpt.kernels.norm import TOLD, squares
@@ -28,6 +30,12 @@ from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, memory_edges, stage_of, title
 from daskgpt.training.inputs import Moment, input_leaves, input_values
+from daskgpt.training.micro_batches import (
+    accumulated_groups,
+    accumulated_stage,
+    accumulated_step,
+    accumulated_waits,
+)
 from daskgpt.training.placement import banded_updates, homes_of, spread_groups, spread_step
 
 Lazy = dict[str, da.Array]
@@ -102,14 +110,17 @@ class TrainingStep:
         in_place: bool = False,
         groups: int = 1,
         parts: int = 1,
+        accumulate: int = 1,
     ) -> None:
         """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
         in_place  whether the state's arrays are written over: for schedulers that never compute a task again
         groups    into how many groups of sequences sums over the batch are divided
         parts     over how many workers the sequences are spread, out of place
+        accumulate  into how many micro-batches the sequences are divided, that are worked on one after the other
         """
         self.config, self.optimizer, self.precision, self.barrier = config, optimizer, precision, barrier
         self.in_place, self.groups, self.parts = in_place, groups, 1 if in_place else parts
+        self.accumulate = accumulate
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
@@ -143,7 +154,7 @@ class TrainingStep:
             {name: state[name] for name in new},
             new,
             in_place=self._in_place(math.prod(self.batch_shape)) if self.in_place else None,
-            spread=self._spread if self.spread_over > 1 else None,
+            rewrite=partial(self._rewritten, token=tape.token),
         )
         self.set_grain(self.grain)
 
@@ -152,9 +163,18 @@ class TrainingStep:
         """How many workers have sequences."""
         return min(self.parts, self.batch_shape[0] // self.chunk[0])
 
-    def _spread(self, graph: Graph) -> Graph:
-        graph = spread_step(graph, self.spread_over, self._sizes)
-        if self.apart:
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """Which sequences belong to which."""
+        return MicroBatches(self.accumulate, self.batch_shape[0] // self.chunk[0], self.spread_over)
+
+    def _rewritten(self, graph: Graph, token: str) -> Graph:
+        spread = self.spread_over > 1
+        if spread:
+            graph = spread_step(graph, self.spread_over, self._sizes)
+        if self.accumulate > 1:
+            graph = accumulated_step(graph, self.micro_batches, token, over=self.in_place)
+        if self.apart or not spread:
             return graph
         return banded_updates(graph, self.spread_over, self._sizes, self._rule)
 
@@ -185,14 +205,21 @@ class TrainingStep:
         Out of place the packs of the state change with the grain: set it before the first step.
         """
         graph = self.recorded.unmerged
-        waits = memory_edges(graph) if self.large and grain != "chunk" and self.in_place and not self.apart else {}
-        parts = self.spread_over
+        parts, micro_batches, waits = self.spread_over, self.micro_batches, dict[Key, list[Key]]()
+        if self.large and grain != "chunk" and self.in_place and not self.apart:
+            waits = memory_edges(graph)
+            if self.accumulate > 1:
+                waits |= accumulated_waits(graph, micro_batches)
         group_of = groups_of(graph, grain, updates=True, apart=self.apart)
         if parts > 1:
             group_of = spread_groups(graph, group_of, apart=self.apart, packed=self.precision.packed)
+        stage = stage_of(graph, self.barrier)
+        if self.accumulate > 1:
+            group_of = accumulated_groups(graph, group_of, grain, parts, apart=self.apart)
+            stage = accumulated_stage(graph, stage, micro_batches)
         runnable = self.recorded.merged(group_of, title, waits)
         if self.apart:
-            runnable = runnable.with_barriers(stage_of(graph, self.barrier), tokens=not self.in_place)
+            runnable = runnable.with_barriers(stage, tokens=not self.in_place)
         if parts > 1:
             chunks, packed = self.batch_shape[0] // self.chunk[0], self.precision.packed
             home_of = homes_of(graph, parts, chunks, self._sizes, packed=packed)

@@ -33,7 +33,7 @@ class StepMetrics:
 
     def __init__(self, job: Job, usage: Usage, steps: JobSteps | LocalSteps, seconds: Callable[[], float]) -> None:
         """seconds   how long the run has trained until now"""
-        self.tokens = job.data.batch_size * job.data.sequence_length
+        self.tokens = job.data.sequences * job.data.sequence_length
         self.operations = step_operations(job.config, *job.batch_shape)
         self.usage, self.steps, self.seconds = usage, steps, seconds
         self.phases = PhaseTimes(usage.scheduler)
