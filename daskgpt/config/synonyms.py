@@ -26,6 +26,7 @@ _NAMES = {
     "out": "output out-dir output-dir save save-dir logdir log-dir o",
     "precision": "dtype amp bf16 bfloat16 mixed-precision fp32",
     "threads": "workers num-workers n-workers jobs num-threads nthreads cores j",
+    "accumulate": "gradient-accumulation-steps grad-accum accumulation-steps accum micro-batches",
     "scheduler": "address cluster client backend",
     "data": "dataset input text file train-data data-path data-dir train-file i",
     "encoding": "tokenizer tokenization",
@@ -57,7 +58,6 @@ _CPUS = "Everything runs on CPUs: --scheduler and --threads say where."
 _DROPOUT = "There is no dropout here: --weight-decay is what restrains a model."
 _EPOCHS = "A run is counted in --steps, --tokens or --minutes, and batches are drawn at random."
 _CHECKPOINTS = "Checkpoints are always written: --save-every and --save-minutes say when, --keep how many stay."
-_ACCUMULATION = "Gradients are not accumulated over steps: --batch-chunk cuts a large batch into pieces."
 _COMPILING = "Kernels are always compiled, at the first start on a machine."
 _LOGGING = "Metrics are written to metrics.jsonl in the folder of --out, a line a step; --log says where else."
 _OPTIMIZER = "--optimizer says how parameters are updated, AdamW where nothing is said."
@@ -70,7 +70,6 @@ MISSING = {
         "dropout attn-dropout resid-dropout": _DROPOUT,
         "epochs epoch num-epochs num-train-epochs n-epochs": _EPOCHS,
         "always-save-checkpoint save-checkpoint": _CHECKPOINTS,
-        "gradient-accumulation-steps grad-accum accumulate accumulation-steps accum": _ACCUMULATION,
         "compile jit": _COMPILING,
         "wandb tensorboard log-interval log-every wandb-log logging": _LOGGING,
         "optim momentum sgd adam": _OPTIMIZER,
