@@ -16,7 +16,7 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.paths import matching_files
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.dataset import check_tokens, is_token_source, whole_source
-from daskgpt.data.encodings import END_OF_TEXT, get_encoding
+from daskgpt.data.encodings import get_encoding, sizes_of
 from daskgpt.data.hellaswag import ENDING, read_hellaswag
 from daskgpt.formats.llmc_questions import Question, is_question_file, read_questions
 from daskgpt.generation.decoder import Weights
@@ -134,16 +134,6 @@ def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, 
         "perplexity": round(math.exp(min(loss, 700.0)), 4),
         "bits_a_byte": round(nats / math.log(2) / size, 6) if size else None,
     }
-
-
-def sizes_of(encoding: Encoding) -> np.ndarray:
-    """Bytes of text of every token; end-of-text has none.
-
-    Shapes   (token ids,) int64
-    """
-    sizes = [len(encoding.decode_single_token_bytes(token)) for token in range(encoding.n_vocab)]
-    sizes[encoding.encode_single_token(END_OF_TEXT)] = 0
-    return np.array(sizes)
 
 
 def describe(facts: dict[str, str], found: dict[str, Any]) -> str:

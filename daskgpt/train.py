@@ -6,7 +6,11 @@ import math
 import shlex
 import time
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+
+import numpy as np
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
@@ -102,7 +106,8 @@ def main(arguments: list[str]) -> int:
     watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []
     compile_kernels(job.precision)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        result = run_job(job, scheduler, first, folder, watchers=watchers)
+        sampler = partial(shown_sample, job) if job.run.sample_tokens else None
+        result = run_job(job, scheduler, first, folder, watchers=watchers, sampler=sampler)
     report(job, result, time.perf_counter() - begin)
     return STOPPED if result.stopped else 0
 
@@ -143,9 +148,7 @@ def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabular
 def report(job: Job, result: Result, seconds: float) -> None:
     """A sample of text, the time, the losses and where the run was written."""
     if job.run.sample_tokens and not result.stopped:  # whoever stops it does not want to wait
-        print("\n--- sample " + "-" * 60)
-        print(sample_text(job, result))
-        print("-" * 71)
+        print(f"\n{shown_sample(job, result.parameters)}")
     first, last = result.losses[0], result.losses[-1]
     validation = "" if math.isnan(result.validation_loss) else f", validation {result.validation_loss:.3f}"
     print(f"loss {first:.3f} -> {last:.3f}{validation} nats a token")
@@ -162,12 +165,18 @@ def report(job: Job, result: Result, seconds: float) -> None:
         print(f'go on with: python -m daskgpt.generate {shlex.quote(folder)} --prompt "{prompt}"')
 
 
-def sample_text(job: Job, result: Result) -> str:
-    """Text that the trained model writes."""
+def shown_sample(job: Job, parameters: Mapping[str, np.ndarray], step: int | None = None) -> str:
+    """A sample between two lines, of which the first says after how many steps."""
+    head = "--- sample " + (f"after {step:,} steps " if step else "")
+    return f"{head:-<71}\n{sample_text(job, parameters)}\n{'-' * 71}"
+
+
+def sample_text(job: Job, parameters: Mapping[str, np.ndarray]) -> str:
+    """Text that a model writes."""
     encoding = get_encoding(job.tokens.encoding_name)
     tokens = sample(
-        result.config,
-        result.parameters,
+        job.config,
+        parameters,
         encoding.encode("\n"),
         job.run.sample_tokens,
         context=job.data.sequence_length,

@@ -206,8 +206,8 @@ def test_a_finished_run_has_nothing_left(whole):
 LIST = (
     "May change: --learning-rate, --schedule, --warmup, --cooldown, --final-learning-rate, --clip, --skip-outliers, "
     "--scheduler, --threads, --batch-chunk, --sequence-chunk, --grain, --barrier, --window, --steps, --tokens, "
-    "--minutes, --validate-every, --validation-batches, --sample-tokens, --save-every, --save-minutes, --keep, "
-    "--keep-every, --snapshot-every, --worker-minutes, --worker-seconds, --log."
+    "--minutes, --validate-every, --validation-batches, --sample-tokens, --sample-every, --save-every, --save-minutes, "
+    "--keep, --keep-every, --snapshot-every, --worker-minutes, --worker-seconds, --log."
 )
 
 

@@ -230,7 +230,10 @@ class RunConfig(Checked):
     log: str = setting(
         "", "what the metrics go to besides metrics.jsonl in the run's folder: tensorboard (needs its extra)"
     )
-    sample_tokens: int = setting(200, "length of the text sample at the end, 0 = none", unit="tokens", least=0)
+    sample_tokens: int = setting(200, "length of a text sample, 0 = none", unit="tokens", least=0)
+    sample_every: int = setting(
+        0, "on the command line, show a text sample each so many steps, 0 = at the end only", unit="steps", least=0
+    )
 
 
 def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:

@@ -39,6 +39,7 @@ _NAMES = {
     "beta1": "adam-beta1 b1",
     "beta2": "adam-beta2 b2 betas",
     "sample-tokens": "sample samples sample-length max-new-tokens num-samples",
+    "sample-every": "sample-interval generate-every samples-every",
     "seed": "random-seed rng",
     "batch-chunk": "chunk chunks chunk-size",
     "grain": "task-size granularity",

@@ -69,6 +69,16 @@ def ranks_of(name: str) -> dict[bytes, int]:
     return gpt2_ranks() if name == "gpt2" else {bytes([byte]): byte for byte in range(256)}
 
 
+def sizes_of(encoding: tiktoken.Encoding) -> np.ndarray:
+    """Bytes of text of every token; end-of-text has none.
+
+    Shapes   (token ids,) int64
+    """
+    sizes = [len(encoding.decode_single_token_bytes(token)) for token in range(encoding.n_vocab)]
+    sizes[encoding.encode_single_token(END_OF_TEXT)] = 0
+    return np.array(sizes)
+
+
 def encoding_of(vocabulary: int) -> str:
     """The encoding that a model of so many token ids means: gpt2 where it has all of its ids, else bytes."""
     return "gpt2" if vocabulary >= VOCABULARY["gpt2"] else "bytes"

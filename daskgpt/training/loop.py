@@ -17,7 +17,6 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
-from daskgpt.data.dataset import validation_batches
 from daskgpt.data.loading import BatchLoader
 from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
@@ -27,7 +26,6 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.usage import Usage
 from daskgpt.training.checkpoints import checkpoints, step_folder
 from daskgpt.training.finite import Finite
-from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job, compile_kernels, describe
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.local_steps import LocalSteps, steps_of
@@ -41,10 +39,12 @@ from daskgpt.training.saving import Saver, reason
 from daskgpt.training.start import Start, open_dataset, start_values
 from daskgpt.training.step import State
 from daskgpt.training.step_metrics import StepMetrics
+from daskgpt.training.validation import Validation
 from daskgpt.training.watching import Watcher
 
 Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 Steps = JobSteps | LocalSteps
+Sampler = Callable[[Mapping[str, np.ndarray], int], str]  # parameters after so many steps -> what is shown of them
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
 
 
@@ -154,6 +154,7 @@ def run_job(
     on_step: Any = None,
     watchers: Sequence[Watcher] = (),
     quiet: bool = False,
+    sampler: Sampler | None = None,
 ) -> Result:
     """The loop itself. Ctrl-C or SIGTERM ends it after a step, and it keeps what it has learnt.
 
@@ -163,7 +164,7 @@ def run_job(
     scheduler.leave_silent(job.run.worker_seconds)
     progress = Progress(job.steps, done=beginning.step, quiet=quiet)
     with finishing_first(progress.say, "round" if job.local.local_steps else "step") as asked_to_stop:
-        loop = _Loop(job, scheduler, beginning, folder, progress)
+        loop = _Loop(job, scheduler, beginning, folder, progress, sampler)
         try:
             return loop.run(on_step, watchers, asked_to_stop)
         except Exception as error:
@@ -182,8 +183,15 @@ class _Loop:
     """One run from where it begins to its end."""
 
     def __init__(
-        self, job: Job, scheduler: Scheduler, beginning: Beginning, folder: RunFolder | None, progress: Progress
+        self,
+        job: Job,
+        scheduler: Scheduler,
+        beginning: Beginning,
+        folder: RunFolder | None,
+        progress: Progress,
+        sampler: Sampler | None = None,
     ) -> None:
+        self.sampler = sampler
         self.job, self.scheduler, self.beginning, self.folder = job, scheduler, beginning, folder
         self.progress = progress
         self.losses, self.validation = list(beginning.losses), beginning.validation
@@ -313,6 +321,9 @@ class _Loop:
             recovery.after(state)
             if not job.meets(state.step):  # replicas are on their own: there is no model to save
                 continue
+            every, before = job.run.sample_every, job.round_begin(metrics["step"])
+            if self.sampler and every and metrics["step"] >= known and state.step // every > before // every:
+                self.progress.show(self.sampler(state.parameters(self.scheduler), state.step))
             if self.saver:
                 self.saver.prepare(state)
             if self.saver and self.saver.due(state.step):
@@ -365,7 +376,7 @@ def _steps(
 
     known   how many steps were made before: those that are made again are not looked at or validated again
     """
-    validate: Inference | None = None
+    validation = Validation(job, scheduler)
     number = state.step
     while number < job.steps:
         start = time.perf_counter()
@@ -387,17 +398,9 @@ def _steps(
             metrics |= recorded if number == numbers[-1] else {}
             metrics["learning_rate"] = learning_rate(job.optimizer, number, job.horizon.at(number))
             if number >= known and number + 1 == _next_validation(job, number):
-                if validate is None or validate.runnable.layout != state.layout:
-                    validate = _validation(job, steps.chunk, state)
-                start = time.perf_counter()
-                metrics["validation_loss"] = validation_loss(job, scheduler, validate, state)
-                metrics["validation_s"] = round(time.perf_counter() - start, 3)
+                metrics |= validation.of(state, steps.chunk)
             yield state, metrics
         number += 1
-
-
-def _validation(job: Job, chunk: tuple[int, int], state: State) -> Inference:
-    return Inference(job.config, job.batch_shape, chunk, state.layout, ("loss",), job.precision, groups=job.groups)
 
 
 def _next_validation(job: Job, number: int) -> int:
@@ -411,12 +414,5 @@ def _together(job: Job, steps: Steps, number: int, watching: Watching, saver: Sa
     ends = [_next_validation(job, number), *(first for first, _ in watching if number < first)]
     ends += [end] if saver and (end := saver.next_fixed(number)) else []
     ends += [end] if (end := job.horizon.next_change(number)) else []
+    ends += [(number // every + 1) * every] if (every := job.run.sample_every) else []
     return min(steps.together(number), min(ends) - number)
-
-
-def validation_loss(job: Job, scheduler: Scheduler, inference: Inference, state: State) -> float:
-    """Mean loss over fixed, evenly spread windows of the held-out text."""
-    size = {"batch_size": job.data.sequences, "sequence_length": job.data.sequence_length}
-    batches = validation_batches(job.tokens.validation, **size, count=job.run.validation_batches)
-    losses = [float(inference(scheduler, state, x, y)["loss"]) for x, y in batches]
-    return sum(losses) / len(losses)

@@ -64,6 +64,11 @@ class Progress:
         width = columns(sys.stdout) if sys.stdout and sys.stdout.isatty() else 0
         self._keep("\n".join(wrapped(line, width) for line in text.splitlines()), sys.stdout)
 
+    def show(self, text: str) -> None:
+        """A text that stays, its lines as they are."""
+        if not self.quiet:
+            self._keep(text, sys.stdout)
+
     def step(self, metrics: Mapping[str, Any]) -> None:
         """A step is done; its metrics are those of a line of metrics.jsonl."""
         now = time.perf_counter()

@@ -42,7 +42,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "window"),
     "run": (
-        *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens"),
+        *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
         *("save_every", "save_minutes", "keep", "keep_every", "snapshot_every", "worker_minutes"),
         *("worker_seconds", "log"),
     ),
