@@ -190,6 +190,8 @@ def test_the_last_worker_is_waited_for(snapshots, back, machines, text, whole, t
     machines.kill(machines.alive()[0])
 
     def kill():
+        if not snapshots:  # it is written while steps go on
+            wait_until((tmp_path / "run" / "step-00000010").exists, "the checkpoint")
         machines.kill(machines.alive()[0])
         machines.start_worker()
 

@@ -135,6 +135,8 @@ class FolderWriter:
         with _told(self.folder):
             self._hold()
         try:
+            for leftover in self._leftovers():
+                leftover.unlink(missing_ok=True)
             known = self._known()
             self.finished = (self.folder / MANIFEST).is_file()
             self.blocks, self.last, self.skipped = (
@@ -168,8 +170,12 @@ class FolderWriter:
             return  # a file system without locks
 
     def _begun(self) -> bool:
-        names = {path.name for path in self.folder.iterdir()}
+        names = {path.name for path in self.folder.iterdir()} - {path.name for path in self._leftovers()}
         return bool(names & {JOURNAL, MANIFEST}) or names <= {LOCK}
+
+    def _leftovers(self) -> list[Path]:
+        """Files that a process which was killed has left under temporary names, at its very beginning perhaps alone."""
+        return [path for name in (JOURNAL, MANIFEST, VOCABULARY_FILE) for path in self.folder.glob(f".{name}.*.tmp")]
 
     def _known(self) -> dict[str, Any]:
         """What the journal says: empty where this is the beginning.
