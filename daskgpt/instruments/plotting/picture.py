@@ -12,19 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
+from daskgpt.instruments.picture_style import STYLE
 from daskgpt.instruments.plotting.curves_of_runs import Curves, thinned
 from daskgpt.instruments.plotting.panels import COLOURS, LOSSES, MOST_POINTS, Panel, axis, other_panels, title_of
 
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "svg.hashsalt": "daskgpt",
-    "figure.constrained_layout.use": True,
-}
 SIZE = (13.0, 7.5)  # inches
 COLUMNS = 6  # of the grid: three panels above, and one to three below
 

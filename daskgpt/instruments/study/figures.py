@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from daskgpt.instruments.picture_style import STYLE
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.study.dials import BARRIERS, DIALS, MARKERS, PHASES, SLICINGS, TOTAL
 from daskgpt.instruments.study.numbers import (
@@ -30,16 +31,6 @@ SHARES = {
     "inside_share": ("between a task's kernels", "#a463f2"),
     "scheduling_share": ("scheduling: a task was ready", "#edae49"),
     "waiting_share": ("waiting: no task was ready", "#d9d9d9"),
-}
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "svg.hashsalt": "daskgpt",
-    "figure.constrained_layout.use": True,
 }
 Times = dict[Any, Spread]
 Series = dict[str, tuple[Times, str]]  # name -> times and colour
