@@ -399,12 +399,17 @@ def test_folders_of_somebody_else_and_of_other_settings_are_left_alone(corpus, t
 
 def test_two_at_once_do_not_write_one_folder(corpus, learned, tmp_path):
     out = tmp_path / "out"
-    flags = [corpus, "--encoding", learned, "--scheduler", "sync", "--out", out]
+    flags = [corpus, corpus, corpus, "--encoding", learned, "--scheduler", "sync", "--out", out]
     first = _started(*flags)
     while not (out / JOURNAL).exists():
         assert first.poll() is None, first.communicate()
         time.sleep(0.01)
-    assert "prepare: no other process must write the folder" in refused(run("prepare", *flags))
+    first.send_signal(signal.SIGSTOP)  # it might be done before the other one has begun
+    try:
+        assert not (out / MANIFEST).exists()
+        assert "prepare: no other process must write the folder" in refused(run("prepare", *flags))
+    finally:
+        first.send_signal(signal.SIGCONT)
     assert first.communicate()[1] == ""
     assert first.returncode == 0
 
