@@ -38,6 +38,7 @@ _PUBLIC = {
     "open_scheduler": "schedulers.addresses",
     "plan": "instruments.plan",
     "preset": "config.model",
+    "puzzle": "instruments.puzzle",
     "sample": "generation.sampling",
     "save": "formats.models",
 }
@@ -53,6 +54,7 @@ __all__ += [
     "open_scheduler",
     "plan",
     "preset",
+    "puzzle",
 ]
 __all__ += ["sample", "save"]
 

@@ -42,8 +42,12 @@ def visit(
     expressions: tuple[str, ...] = (),
     mouse: tuple[int, int] | None = None,
     size: tuple[int, int] = (1400, 1150),
+    phone: bool = False,
 ):
-    """Open a page, wait until `ready` is true in it, evaluate expressions, point somewhere, take a picture."""
+    """Open a page, wait until `ready` is true in it, evaluate expressions, point somewhere, take a picture.
+
+    phone   lay the page out for exactly `size`, which may be narrower than any window
+    """
     flags = (
         *FLAGS,
         f"--window-size={size[0]},{size[1]}",
@@ -53,7 +57,7 @@ def visit(
     with (folder.parent / "chromium.log").open("w") as log:
         process = subprocess.Popen([PATH, *flags, "about:blank"], stdout=log, stderr=log)
     try:
-        return asyncio.run(_visit(page, folder, ready, expressions, mouse))
+        return asyncio.run(_visit(page, folder, ready, expressions, mouse, size if phone else None))
     finally:
         process.terminate()
         try:
@@ -62,7 +66,7 @@ def visit(
             process.kill()
 
 
-async def _visit(page, folder, ready, expressions, mouse):
+async def _visit(page, folder, ready, expressions, mouse, phone):
     socket = await websocket_connect(await _address(folder), max_message_size=1 << 28)
     found, number = Visit(), 0
 
@@ -92,6 +96,9 @@ async def _visit(page, folder, ready, expressions, mouse):
 
     for domain in ("Page", "Network", "Runtime", "Log"):
         await call(f"{domain}.enable")
+    if phone:
+        screen = {"width": phone[0], "height": phone[1], "deviceScaleFactor": 1, "mobile": True}
+        await call("Emulation.setDeviceMetricsOverride", **screen)
     await call("Page.navigate", url=page.absolute().as_uri())
     end = time.monotonic() + PATIENCE
     while not await value(ready):

@@ -1,52 +1,41 @@
-"""Every notebook runs from top to bottom in a kernel of this Python, and is stored without results."""
+"""Every notebook runs from top to bottom, its puzzles know right from wrong, and it is stored without results."""
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
+from chromium import PATH, visit
+from run_notebooks import NOTEBOOKS, answered, execute, page, puzzles, solutions
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIGURES = {"01_one_step": 3}
-SECONDS = 120  # for one cell; the first start on a machine compiles kernels
+import daskgpt
+
+PHONE = (390, 844)  # pixels
 
 
-class ThisPython(AsyncKernelManager):
-    """Starts the interpreter that runs the tests, whatever kernels are registered on the machine."""
-
-    @property
-    def kernel_spec(self):
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return KernelSpec(argv=argv, display_name="Python", language="python")
+def by_name(path):
+    return path.stem
 
 
-@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=by_name)
 def executed(request, tmp_path_factory):
-    """Name and cells of a notebook that has run, with one more cell that says where."""
+    """Path and cells of a notebook that has run with its puzzles tried, with one more cell that says where."""
     folder = tmp_path_factory.mktemp(request.param.stem)
-    notebook = nbformat.read(request.param, as_version=4)
+    notebook = answered(nbformat.read(request.param, as_version=4), solutions(request.param))
     notebook.cells.append(nbformat.v4.new_code_cell("import sys\nprint(sys.executable)"))
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "IPYTHONDIR": str(folder / "ipython"),
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-    }
-    place = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=SECONDS, resources=place, kernel_manager_class=ThisPython).execute(env=environment)
+    execute(notebook, folder)
     assert [path.name for path in folder.iterdir() if path.name != "ipython"] == [], "the notebook left files behind"
-    return request.param.stem, notebook.cells
+    return request.param, notebook.cells
 
 
-def test_there_are_notebooks():
-    assert {path.stem for path in NOTEBOOKS} >= FIGURES.keys()
+def outputs(cells):
+    return [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def text(cell):
+    """What a cell has shown, as text."""
+    return "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
 
 
 @pytest.mark.slow
@@ -54,18 +43,39 @@ def test_notebook_runs_without_errors_in_this_python(executed):
     _, cells = executed
     code = [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
     assert all(cell.execution_count for cell in code)
-    outputs = [output for cell in code for output in cell.outputs]
-    assert [output for output in outputs if output.output_type == "error"] == []
-    assert code[-1].outputs[0].text.strip() == sys.executable
+    assert [output for output in outputs(cells) if output.output_type == "error"] == []
+    assert text(code[-1]).strip() == sys.executable
 
 
-def test_notebook_draws_its_figures(executed):
-    name, cells = executed
-    data = [output.get("data", {}) for cell in cells if cell.cell_type == "code" for output in cell.outputs]
-    assert sum("image/png" in each for each in data) == FIGURES.get(name, 0)
+@pytest.mark.slow
+def test_notebook_draws_pictures(executed):
+    _, cells = executed
+    shown = [output.get("data", {}) for output in outputs(cells)]
+    assert sum("image/png" in each or "<svg" in each.get("text/html", "") for each in shown) >= 3
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.slow
+def test_checks_know_right_answers_from_wrong_ones_and_from_none(executed):
+    path, cells = executed
+    begins = {"check": "Your turn", "none": "Your turn", "right": "Right", "wrong": "Not yet"}
+    tried = [(cell.id, begins[cell.id.partition("-")[0]]) for cell in cells if cell.id.partition("-")[0] in begins]
+    told = {cell.id: text(cell).strip() for cell in cells if cell.id.partition("-")[0] in begins}
+    assert [(name, told[name]) for name, begin in tried if not told[name].startswith(begin)] == []
+    assert sum(name.startswith("right") for name, _ in tried) == len(solutions(path))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_puzzles_have_solutions(path):
+    notebook, found = nbformat.read(path, as_version=4), solutions(path)
+    ids = [cell.id for cell in notebook.cells]
+    assert puzzles(notebook) == list(found)
+    for name in found:
+        assert ids[ids.index(f"puzzle-{name}") + 1] == f"check-{name}"
+        assert found[name]["right"]
+        assert found[name]["wrong"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_notebook_is_stored_without_results(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -73,3 +83,27 @@ def test_notebook_is_stored_without_results(path):
     assert code
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
     assert notebook.metadata.kernelspec.name == "python3"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PATH is None, reason="needs Chromium")
+def test_a_phone_shows_what_a_notebook_shows(executed, tmp_path):
+    path, cells = executed
+    file = tmp_path / "page.html"
+    file.write_text(page(nbformat.v4.new_notebook(cells=cells), path.stem))
+    width = "document.documentElement.scrollWidth"
+    found = visit(file, tmp_path / "profile", "document.readyState === 'complete'", (width,), size=PHONE, phone=True)
+    assert found.requests[0] == file.as_uri()
+    assert [url for url in found.requests[1:] if not url.startswith("data:")] == []
+    assert found.messages == []
+    assert found.values == [PHONE[0]]
+
+
+def test_a_puzzle_says_what_an_answer_is_worth():
+    told = [daskgpt.puzzle(answer, lambda x: x + 1 == 3, "count", "two") for answer in (None, 2, 3, "two")]
+    assert [str(each).split(".")[0] for each in told] == ["Your turn", "Right", "Not yet", "Not yet"]
+    assert str(told[1]) == "Right. two"
+    assert str(told[2]) == "Not yet. count"
+    assert "TypeError" in str(told[3])
+    assert [bool(each) for each in told] == [False, True, False, False]
+    assert "<b>Right.</b>" in told[1]._repr_html_()

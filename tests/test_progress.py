@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from command_lines import SMALL, write_text
 from nbclient import NotebookClient
+from run_notebooks import ThisPython
 from terminals import in_terminal, left_lines, shown_lines
-from test_notebooks import ThisPython
 
 import daskgpt
 from daskgpt.training.progress import Progress
