@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from command_lines import PATIENCE
 from tornado.httpclient import AsyncHTTPClient
 from tornado.websocket import websocket_connect
 
 PATH = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 FLAGS = ("--headless=new", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run")
-PATIENCE = 60  # seconds
 
 
 @dataclass

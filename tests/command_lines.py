@@ -9,6 +9,7 @@ from pathlib import Path
 
 SMALL = "--blocks 2 --heads 2 --channels 32 --batch-size 4 --sequence-length 32 --validation-batches 2 --warmup 5"
 SMALL = SMALL.split()
+PATIENCE = 300  # seconds for what takes a few, on a machine that may do much else
 
 
 def run(
@@ -19,7 +20,7 @@ def run(
         [sys.executable, "-m", f"daskgpt.{command}", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         cwd=cwd,
         env=os.environ | {"COLUMNS": "200"} | environment,
     )

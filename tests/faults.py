@@ -39,7 +39,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
 
-from command_lines import run, write_text
+from command_lines import PATIENCE, run, write_text
 from distributed import Client
 from machines import Machines
 from namespaces import Hosts
@@ -51,7 +51,7 @@ KINDS = ("kill", "kill", "terminate", "stop")  # kills twice as often
 HOST_KINDS = ("kill", "stop", "partition", "restart")  # in namespaces
 AWAY, STILL = (1.0, 6.0), (1.0, 8.0)  # seconds until a worker is started again, and that it stands still
 HOST_STILL, CUT = (20.0, 20.0), (5.0, 25.0)  # in namespaces: that it stands still, and that a host is cut off
-SETTLING, PATIENCE = 10.0, 300.0  # seconds after the last fault, and for what should take a few
+SETTLING = 10.0  # seconds after the last fault
 QUIET = 5.0  # seconds without anything that happens, from which on steps count as undisturbed
 STEPS = 1_000_000  # more than there will be
 # Of a run in namespaces: long enough for figures, and large enough for a loss to look at.

@@ -17,12 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from command_lines import run, write_text
+from command_lines import PATIENCE, run, write_text
 from small_runs import FLAGS, losses_of, steps_in, tensors_of
 
 from daskgpt.training.checkpoints import STATE, checked_state, checkpoints, newest_good
 
-STEPS, PATIENCE = 400, 300
+STEPS = 400
 LIVES = ("--scheduler threads --threads 2", "--scheduler sync --batch-chunk 2", "--barrier none --window 3")
 
 

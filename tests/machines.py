@@ -13,13 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from command_lines import PATIENCE
 from distributed import Client, WorkerPlugin
 from namespaces import Hosts
 
 from daskgpt.schedulers.losses import running
 from daskgpt.training.fetched_state import FETCHED
 
-ROOT, PATIENCE = Path(__file__).parents[1], 60  # seconds for what should take a few
+ROOT = Path(__file__).parents[1]
 
 
 def wait_until(holds: Callable[[], Any], what: str = "") -> Any:

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
 from product_cases import using
 from test_grain import assert_same_bits
@@ -101,7 +102,7 @@ def test_every_unit_agrees_with_the_golden_state(unit):
     command = [sys.executable, "-m", "daskgpt.verify", str(GOLDEN / "gpt2_small.bin")]
     command += [str(GOLDEN / "gpt2_small_debug_state.bin"), "--precision", "bfloat16", "--batch-chunk", "2"]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"DASKGPT_MATMUL": unit}
+        command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | {"DASKGPT_MATMUL": unit}
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "all agree"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import campaign
 import numpy as np
+from command_lines import PATIENCE
 from one_number import seed
 from reference_gpt2 import expected
 from tolerances import TOLERANCES
@@ -50,6 +51,6 @@ def test_a_campaign_that_finds_something_says_how_to_repeat_it(monkeypatch, caps
 
 def test_the_campaign_is_a_command():
     command = [sys.executable, str(Path(campaign.__file__)), "--cases", "2", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("2 cases, 0 failed: 1 bits ")

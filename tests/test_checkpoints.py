@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from command_lines import run, write_text
+from command_lines import PATIENCE, run, write_text
 from safetensors.numpy import load_file
 from small_runs import FLAGS, MODEL, STEPS, fit, losses_of, steps_in, stopping_at, tensors_of
 
@@ -273,7 +273,7 @@ def test_a_writer_that_is_still_busy_is_ended_with_the_process(text, tmp_path):
     """The second Ctrl-C stops at once: what was being written is left over, what was there stays whole."""
     script = tmp_path / "script.py"
     script.write_text(BUSY.format(tests=os.path.dirname(__file__), text=str(text), out=str(tmp_path / "run")))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 130, done.stderr
     assert steps_in(tmp_path / "run") == [3]
     assert len(list((tmp_path / "run").glob(".step-*.tmp"))) == 1

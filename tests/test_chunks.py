@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE
 from conftest import SMALL
 from one_number import MODELS
 from test_one_number import needs_own_product
@@ -208,7 +209,7 @@ def run(tmp_path, name, *flags):
         text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     command = [sys.executable, "-m", "daskgpt.train", "--data", text, "--blocks", 2, "--heads", 2, "--channels", 32]
     command += ["--steps", 4, "--sample-tokens", 0, "--validation-batches", 2, "--out", tmp_path / name, *flags]
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     with (tmp_path / name / "config.toml").open("rb") as file:

@@ -12,7 +12,7 @@ import time
 import dask
 import numpy as np
 import pytest
-from command_lines import write_text
+from command_lines import PATIENCE, write_text
 from distributed import Client, LocalCluster, wait
 from machines import Machines
 from test_cluster import ROOT, wait_until
@@ -176,7 +176,7 @@ def test_the_environment_names_the_scheduler_and_the_header_says_so(by_threads, 
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
         own = os.environ | {"DASK_SCHEDULER_ADDRESS": cluster.scheduler_address.removeprefix("tcp://")}
         command = [sys.executable, "-m", "daskgpt.train", *flags]
-        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     said = f"scheduler  cluster at {cluster.scheduler_address} (DASK_SCHEDULER_ADDRESS), 1 workers, dashboard "
     assert said in done.stdout
@@ -277,7 +277,7 @@ def test_a_run_tells_of_its_workers_and_a_local_one_does_not(cluster, tmp_path, 
 def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, said, tmp_path):
     command = [sys.executable, "-m", "daskgpt.train", "--data", __file__, *flags.split()]
     own = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
     assert list(tmp_path.iterdir()) == []
 

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from chromium import PATH, visit
+from command_lines import PATIENCE
 from distributed import Client, get_task_stream
 
 from daskgpt.kernels.compilation import compile_all
@@ -26,7 +27,6 @@ START = ROOT / "cluster" / "start.sh"
 README = ROOT / "cluster" / "README.md"
 MODEL = "--blocks 2 --channels 32 --heads 2 --batch-size 4 --batch-chunk 2 --sequence-length 16 --sequence-chunk 8"
 RUN = "--schedule constant --validate-every 0 --validation-batches 1 --sample-tokens 0"
-PATIENCE = 60  # seconds for anything that should take a few
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def started(command, environment, **options):
     finally:
         process.terminate()
         try:
-            process.wait(15)
+            process.wait(PATIENCE)
         finally:
             for member in members(process.pid):
                 member.kill()
@@ -359,7 +359,9 @@ def test_script_says_so_when_a_worker_does_not_register(environment, tmp_path):
     ],
 )
 def test_script_refuses_flags_in_one_line(flags, said, environment):
-    done = subprocess.run([START, *shlex.split(flags)], env=environment, capture_output=True, text=True, timeout=10)
+    done = subprocess.run(
+        [START, *shlex.split(flags)], env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
@@ -368,7 +370,7 @@ def test_script_needs_a_python_with_dask(environment, tmp_path):
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     bare.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    done = subprocess.run([START], env=environment | {"PATH": path}, capture_output=True, text=True, timeout=10)
+    done = subprocess.run([START], env=environment | {"PATH": path}, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr == (
         f"start.sh: Python must have Dask; got python={bare}. Activate the environment that daskgpt is installed in.\n"
@@ -376,7 +378,7 @@ def test_script_needs_a_python_with_dask(environment, tmp_path):
 
 
 def test_script_shows_its_flags(environment):
-    done = subprocess.run([START, "--help"], env=environment, capture_output=True, text=True, timeout=10)
+    done = subprocess.run([START, "--help"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0
     for flag in (
         "--workers N",

@@ -10,7 +10,7 @@ import tomllib
 
 import numpy as np
 import pytest
-from command_lines import SMALL, run, write_text
+from command_lines import PATIENCE, SMALL, run, write_text
 from conftest import GOLDEN
 
 import daskgpt
@@ -237,11 +237,11 @@ def test_ctrl_c_keeps_what_was_learnt(text, tmp_path):
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 5):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == STOPPED, stderr
     assert "stopped after" in stdout + stderr
     assert (out / "latest" / "model.safetensors").exists()

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE, refused, run, write_text
 from command_lines import SMALL as FLAGS
-from command_lines import refused, run, write_text
 from conftest import GOLDEN, SMALL, random_parameters
 
 import daskgpt
@@ -161,7 +161,7 @@ def test_a_folder_that_is_killed_half_written_does_not_appear(tmp_path):
         "try:\n    convert.main(sys.argv[1:])\nexcept OSError as error:\n    print(error)\n"
     )
     arguments = [str(GOLDEN / "gpt2_small.bin"), str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert "all of the file must be written; got path=" in done.stdout
     assert "(File too large). Make room there" in done.stdout
     assert os.listdir(tmp_path) == []
@@ -197,7 +197,7 @@ def test_gpt2_is_converted_with_the_memory_of_its_largest_tensor(tmp_path):
     paths = [tmp_path / name for name in ("m.safetensors", "hf", "a.bin", "bf16.bin", "back", "b.bin", "c.safetensors")]
     for source, target in itertools.pairwise(paths):
         command = [sys.executable, "-c", PEAK, str(source), str(target)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         assert result.returncode == 0, result.stderr
         peak = int(result.stdout.split()[-1])
         print(f"{source.name} -> {target.name}: {peak / largest:.2f} of the largest tensor")

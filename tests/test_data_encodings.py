@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE
 
 from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
 from daskgpt.data.vocabulary import FILE, URL, _find
@@ -113,7 +114,7 @@ def load_apart(packages: Path, **environment: str | Path) -> subprocess.Complete
         env={**kept, **refused, **given, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE
 
 from daskgpt.formats.llmc_tokens import read_tokens, write_tokens
 
@@ -96,7 +97,7 @@ def test_failed_writing_leaves_nothing_behind(tmp_path: Path):
         "write_tokens(sys.argv[1], np.zeros(5000, int))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "a.bin")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, str(tmp_path / "a.bin")], capture_output=True, text=True, timeout=PATIENCE
     )
     assert "OSError: [Errno 27] File too large" in done.stderr
     assert list(tmp_path.iterdir()) == []

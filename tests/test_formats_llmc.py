@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE
 from llmc_samples import CONFIG, DEBUG_STATE, GOLDEN, MODEL, SMALL, small_debug_state, small_parameters
 
 from daskgpt.config.model import GPT2Config
@@ -269,7 +270,7 @@ def write_under_a_size_limit(target: Path, then: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

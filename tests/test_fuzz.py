@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_lines import PATIENCE
 
 pytest.importorskip("hypothesis", reason="Hypothesis is not installed (the extra test)")
 
@@ -38,7 +39,7 @@ def test_every_file_of_an_example_is_needed(tmp_path):
 
 def test_the_command(tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("fuzz.py")), "--cases", "90", "--seed", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("90 cases: ")
 

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from command_lines import refused, run
+from command_lines import PATIENCE, refused, run
 from conftest import random_parameters
 
 import daskgpt
@@ -72,7 +72,7 @@ def test_end_of_text_is_not_shown_and_words_may_span_tokens():
 def test_a_chat_is_one_text(model):
     words = [sys.executable, "-m", "daskgpt.generate", str(model), "-i", "--tokens", "12", "--temperature", "0"]
     said = subprocess.run(
-        words, input="abc\n\nxyz\n", capture_output=True, text=True, timeout=300, env=dict(os.environ)
+        words, input="abc\n\nxyz\n", capture_output=True, text=True, timeout=PATIENCE, env=dict(os.environ)
     )
     assert said.returncode == 0, said.stderr
     config, parameters = daskgpt.load(model)
@@ -84,7 +84,7 @@ def test_a_chat_is_one_text(model):
         text += answer
         answers.append(bytes(answer).decode())
     assert said.stdout == "".join(f"{answer}\n" for answer in answers) + "\n"
-    empty = subprocess.run(words, input="", capture_output=True, text=True, timeout=300)
+    empty = subprocess.run(words, input="", capture_output=True, text=True, timeout=PATIENCE)
     assert (empty.returncode, empty.stdout) == (0, "\n")
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_lines import refused, run, write_text
+from command_lines import PATIENCE, refused, run, write_text
 from conftest import GOLDEN
 
 from daskgpt.kernels.compilation import compile_all
@@ -52,7 +52,7 @@ def in_shell(script, *arguments, **environment):
         ["bash", "-c", script.replace("$RUN", command)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         env=os.environ | {"COLUMNS": "200"} | environment,
     )
 
@@ -143,7 +143,7 @@ def test_of_three_runs_into_one_folder_one_has_it(text, tmp_path, expected):
     command = [sys.executable, "-m", "daskgpt.train", "--data", str(text), *LITTLE, "--out", str(out)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(3)]
-    ended = [(process.communicate(timeout=300)[1], process.returncode) for process in processes]
+    ended = [(process.communicate(timeout=PATIENCE)[1], process.returncode) for process in processes]
     assert sorted(code for _, code in ended) == [0, 2, 2]
     taken = f"RunFolder: the folder must not hold a run already; got out={out}. Give another --out.\n"
     assert [stderr for stderr, code in ended if code] == [taken, taken]
@@ -189,7 +189,7 @@ def test_a_run_on_one_core_has_the_same_bits(text, tmp_path, expected):
     command = [sys.executable, "-m", "daskgpt.train", "--data", str(text), *LITTLE, "--out", str(out)]
     core = min(os.sched_getaffinity(0))
     pinned = f"import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execv(sys.executable, sys.argv[1:])"
-    result = subprocess.run([sys.executable, "-c", pinned, *command], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", pinned, *command], capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     assert "1 threads" in result.stdout
     assert (out / MODEL).read_bytes() == expected

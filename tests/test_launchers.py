@@ -10,7 +10,8 @@ import sys
 
 import pytest
 import yaml
-from test_cluster import PATIENCE, README, ROOT
+from command_lines import PATIENCE
+from test_cluster import README, ROOT
 
 from daskgpt.train import parser
 
@@ -58,7 +59,7 @@ def test_the_readmes_script_trains_on_a_client(tmp_path):
     (tmp_path / "script.py").write_text(text.replace("steps=50", "steps=3"))
     own = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=2 * PATIENCE
+        [sys.executable, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     assert "scheduler  LocalCluster at tcp://127.0.0.1:" in done.stdout

@@ -10,7 +10,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from command_lines import SMALL, refused, run, write_text
+from command_lines import PATIENCE, SMALL, refused, run, write_text
 from small_runs import MODEL, STEPS, fit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -106,7 +106,7 @@ from small_runs import fit
 fit(Path({str(text)!r}), Path({str(tmp_path / "run")!r}), steps=2, log="tensorboard")
 assert not {{"tensorflow", "torch", "jax"}} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
     assert len(events(tmp_path / "run")["loss/loss"]) == 2
 
 

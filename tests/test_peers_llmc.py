@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_lines import run
+from command_lines import PATIENCE, run
 from conftest import GOLDEN
 
 import daskgpt
@@ -52,7 +52,7 @@ def compiled(folder, losses):
     (folder / "test_gpt2.c").write_text(text)
     flags = ["-Ofast", "-fopenmp", "-march=native", "-Wno-unused-result"]
     command = ["gcc", *flags, "test_gpt2.c", "-o", "test_gpt2", "-lm"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=PATIENCE)
 
 
 def accepted(folder):

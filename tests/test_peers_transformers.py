@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from command_lines import run
+from command_lines import PATIENCE, run
 from conftest import SMALL, random_parameters
 from tolerances import TOLERANCES
 
@@ -196,6 +196,8 @@ def test_the_lines_that_convert_nanogpts_checkpoint(tmp_path, biases):
     assert "`python -m daskgpt.convert --help` has the lines that convert one." in refused.stderr
     script = LINES.split("moves logits by some thousandths:\n\n")[1]
     script = "\n".join(line.removeprefix("    ") for line in script.splitlines())
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     assert_same_logits(own_logits(tmp_path / "NEW_FOLDER", tokens), logits_of(model, tokens))

@@ -11,7 +11,7 @@ import sys
 import nbformat
 import numpy as np
 import pytest
-from command_lines import SMALL, write_text
+from command_lines import PATIENCE, SMALL, write_text
 from nbclient import NotebookClient
 from run_notebooks import ThisPython
 from terminals import in_terminal, left_lines, shown_lines
@@ -54,7 +54,7 @@ def test_a_terminal_has_one_line_that_fits_and_a_line_for_each_validation(column
 
 def test_a_file_has_plain_lines_in_their_order(text, tmp_path):
     with (tmp_path / "log").open("w") as log:
-        assert subprocess.run(command(text, tmp_path / "out"), stdout=log, stderr=log, timeout=300).returncode == 0
+        assert subprocess.run(command(text, tmp_path / "out"), stdout=log, stderr=log, timeout=PATIENCE).returncode == 0
     written = (tmp_path / "log").read_bytes().decode()
     assert "\r" not in written.partition("--- sample")[0]
     lines = written.splitlines()
@@ -69,7 +69,7 @@ def test_a_file_has_plain_lines_in_their_order(text, tmp_path):
 
 
 def test_every_step_says_its_learning_rate(text, tmp_path):
-    subprocess.run(command(text, tmp_path / "out"), capture_output=True, check=True, timeout=300)
+    subprocess.run(command(text, tmp_path / "out"), capture_output=True, check=True, timeout=PATIENCE)
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     rates = [record["learning_rate"] for record in metrics]
     assert rates[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
@@ -128,7 +128,7 @@ result = daskgpt.fit(
 def test_a_notebook_has_the_header_one_line_and_the_validations(text, tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (CELL, "result")])
     place = {"metadata": {"path": str(text.parent)}}
-    NotebookClient(notebook, timeout=120, resources=place, kernel_manager_class=ThisPython).execute()
+    NotebookClient(notebook, timeout=PATIENCE, resources=place, kernel_manager_class=ThisPython).execute()
     outputs = [output for output in notebook.cells[0].outputs if "compiling" not in output.get("text", "")]
     assert {output.get("name") for output in outputs} == {"stdout"}, "no warning of a missing widget"
     written = "".join(output.text for output in outputs)

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE, run, write_text
 from command_lines import SMALL as SIZE
-from command_lines import run, write_text
 from conftest import SMALL, random_parameters
 
 from daskgpt.data.encodings import get_encoding
@@ -70,7 +70,7 @@ def test_generate_and_the_sample_of_a_training_show_no_control_character(tmp_pat
     }
     for command, given in arguments.items():
         words = [sys.executable, "-m", f"daskgpt.{command}", *map(str, given)]
-        result = subprocess.run(words, capture_output=True, cwd=tmp_path, timeout=300)
+        result = subprocess.run(words, capture_output=True, cwd=tmp_path, timeout=PATIENCE)
         assert result.returncode == 0, result.stderr.decode()
         shown = result.stdout.decode()  # UTF-8, or this fails
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffd]", shown), command

@@ -14,10 +14,10 @@ import time
 import numpy as np
 import psutil
 import pytest
-from command_lines import write_text
+from command_lines import PATIENCE, write_text
 from distributed import Client, wait
 from faults import HOST_KINDS, KINDS, disturb
-from machines import PATIENCE, KillAsItSends, KillItself, Machines, wait_until
+from machines import KillAsItSends, KillItself, Machines, wait_until
 from namespaces import Hosts, missing
 from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
 

@@ -12,7 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from test_cluster import PATIENCE, ROOT, START, started, training, wait_until
+from command_lines import PATIENCE
+from test_cluster import ROOT, START, started, training, wait_until
 
 from daskgpt.schedulers.security import is_open
 
@@ -181,7 +182,7 @@ def test_a_cluster_that_others_can_reach_is_warned_of_once(environment, text, tm
     file = tmp_path / "scheduler.json"
     command = [*isolated, "bash", "-c", NAMESPACE, "namespace", START, file]
     trained = [*command, *training(text, f"file:{file}", tmp_path / "run", 3)]
-    done = subprocess.run(trained, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE)
+    done = subprocess.run(trained, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     warnings = [line for line in done.stderr.splitlines() if "no TLS" in line]
     assert len(warnings) == 2
     assert (

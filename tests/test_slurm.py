@@ -12,7 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from test_cluster import PATIENCE, ROOT, started, training, wait_until
+from command_lines import PATIENCE
+from test_cluster import ROOT, started, training, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])

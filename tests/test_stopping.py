@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from command_lines import PATIENCE
 
 import daskgpt
 from daskgpt.config.stopping import STOPPED, delayed_interrupts, finishing_first, heeding_interrupts
 from daskgpt.kernels.compilation import compile_all
 
-PATIENCE = 300  # seconds for what should take a few
 MODEL = "--blocks 1 --heads 2 --channels 16 --batch-size 2 --sequence-length 16 --validate-every 0 --sample-tokens 0"
 
 
@@ -93,7 +93,7 @@ def test_ctrl_c_in_a_terminal_saves_the_model(scheduler, text, tmp_path):
     assert config.blocks == 1
     assert all(np.isfinite(value).all() for value in parameters.values())
     assert len(children) >= 2 or scheduler == "threads"
-    assert not psutil.wait_procs(children, 30)[1]
+    assert not psutil.wait_procs(children, PATIENCE)[1]
 
 
 def test_sigterm_saves_the_model_too(text, tmp_path):

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from command_lines import PATIENCE
 from conftest import SMALL
-from test_stopping import PATIENCE, Terminal
+from test_stopping import Terminal
 from tolerances import TOLERANCES
 
 from daskgpt import bench

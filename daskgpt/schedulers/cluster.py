@@ -35,6 +35,7 @@ from daskgpt.schedulers.usage import METRIC
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
+HEARTBEATS_TIMEOUT = 3  # seconds; one that only begins need not be waited for
 LOOKING = 2  # seconds between two looks whether there is a worker at all, while results are waited for
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
@@ -337,4 +338,12 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     kinds: list[Any] = [TypicalDurations, StayAtHome, ForgetGroups, ForgetOrigins, ForgetDependencies, PrepareWorker]
     for kind in kinds if ends_with_it else [TakeBack, *kinds]:
         client.register_plugin(kind(client))
+    _await_heartbeats(client)
     return ClusterScheduler(client, description)
+
+
+def _await_heartbeats(client: Any) -> None:
+    """Until every worker has told that it is ready: an older heartbeat may overtake the one that says so first."""
+    deadline = time.monotonic() + HEARTBEATS_TIMEOUT
+    while len(running(client, METRIC)) < len(running(client)) and time.monotonic() < deadline:
+        time.sleep(0.05)
