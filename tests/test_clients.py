@@ -211,7 +211,7 @@ def test_what_workers_did_is_told_of_each(cluster):
         block = client.submit(np.ones, 100_000, workers=[giver], key="block")
         client.submit(np.sum, block, workers=[taker], key="sum").result()
         for _ in range(3):
-            client.submit(time.sleep, 0.05, workers=[taker], pure=False).result()
+            client.submit(time.sleep, 0.2, workers=[taker], pure=False).result()
         wait_until(lambda: sum(own["tasks"] for own in scheduler.told(METRIC).values()) >= 5)  # heartbeats
         news = usage.news(every=0)
         found = news["workers"]
@@ -300,7 +300,7 @@ def test_tasks_with_a_home_cannot_be_stolen_and_weights_stay_with_their_owner(at
             weights = client.submit(np.ones, 1000, workers=[owner], key="adamw-1")
             fetched = client.submit(as_it_is, weights, workers=[other], key=f"{AHEAD}-1")
             wait(fetched)
-            tasks = [client.submit(time.sleep, 0.5, **home, key=f"tokens.forward-{n}") for n in range(3)]
+            tasks = [client.submit(time.sleep, 2, **home, key=f"tokens.forward-{n}") for n in range(3)]
             wait_until(lambda: client.processing()[owner])
         assert (client.run_on_scheduler(can_be_stolen) == 0) == at_home
         assert set(client.who_has()[weights.key]) == {owner} or not at_home

@@ -27,7 +27,7 @@ from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.step import TrainingStep, repacked_state
 
 STEPS, JOINED, LEFT = 30, 10, 20
-MATTERS = 0.4  # seconds that steps take around a change, so that it is seen before the next one
+MATTERS = 0.6  # seconds that steps take around a change, so that it is seen before the next one
 
 
 @pytest.fixture(scope="module")

@@ -326,6 +326,8 @@ def test_a_worker_that_joins_gets_tasks(machines, text, whole, tmp_path):
         if number == 5:
             joined.append(machines.start_worker())
             machines.have(2)
+        if joined:
+            time.sleep(0.3)  # the run looks every two seconds who is there
         if number == STEPS - 2:
             with Client(machines.address) as client:
                 done.append(client.run(lambda dask_worker: (dask_worker.name, dask_worker.state.executed_count)))
