@@ -24,6 +24,7 @@ from daskgpt.instruments.compare.turns import PairedTurns
 from daskgpt.instruments.measure import Measurement, Steps, measure
 from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
+from daskgpt.instruments.records import Figure, append_records, check_records, measured
 from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.addresses import chosen_address, open_scheduler
 from daskgpt.schedulers.local import usable_cores
@@ -57,6 +58,7 @@ chosen anew for each number of threads unless they are given.
 tokens, and eight at once; how many bytes of weights, keys and values a step reads, and which share of the rate of a
 copy on as many threads (bytes read and written) that is; in --steps turns of 16 tokens. With --against transformers
 Hugging Face's GPT-2 takes turns with it, in a process of its own, the same weights in float32, its cache on.
+--record FILE adds what was measured to a file, a line of JSON with command, date, machine, versions, and every turn.
 --against llm.c PATH runs a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens.
 """
 
@@ -74,6 +76,7 @@ def parser() -> Parser:
     flags = Parser(prog="daskgpt.bench", description=DESCRIPTION)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
+    flags.add_argument("--record", metavar="FILE", help="add the measurement to a file, a line of JSON each")
     flags.add_argument(
         "--plan",
         action="store_true",
@@ -106,8 +109,13 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     asked = from_flags(BenchConfig, values)
     config = preset(values.preset, **given_flags(GPT2Config, values))
+    rule, got = "--record must come without --plan", {"plan": values.plan, "record": values.record}
+    require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave one out.")
+    if values.record:
+        check_records(values.record)
+    take = Taking(values.record, arguments)
     if values.generation:
-        return print_generation(config, asked, from_flags(DataflowConfig, values).threads, values)
+        return print_generation(config, asked, from_flags(DataflowConfig, values).threads, values, take)
     opponent = opponent_of(values.against)
     job = job_of(config, asked, dataflow_of(from_flags(DataflowConfig, values), opponent[0]))
     options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
@@ -121,7 +129,7 @@ def main(arguments: list[str]) -> int:
         print(planned(job, values.workers))
         return 0
     if values.scaling:
-        print_scaling(job, asked, values.json, {"preset": values.preset})
+        print_scaling(job, asked, values.json, {"preset": values.preset}, take)
         return 0
     with quiet(values.json):
         others = machine.busy_cores()
@@ -129,6 +137,7 @@ def main(arguments: list[str]) -> int:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
         found, chunks = run(job, asked, opponent, options)
     facts = {"preset": values.preset, "others_cores": others} | setup(job, chunks)
+    take(found.figures(), facts | turns_of(found), getattr(found, "name", ""))
     if isinstance(found, PairedTurns | Programs):
         print(json.dumps(found.record() | facts) if values.json else found.describe())
     else:
@@ -136,7 +145,29 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def print_generation(config: GPT2Config, asked: BenchConfig, threads: int, values: Namespace) -> int:
+@dataclass(frozen=True)
+class Taking:
+    """Where `--record` puts what a command line has measured; nowhere, where it is not given."""
+
+    path: str | None
+    arguments: list[str]
+
+    def __call__(self, figures: dict[str, Figure], settings: dict[str, Any], against: str = "") -> None:
+        """Errors   OSError where it cannot be written"""
+        if self.path:
+            known = {name: value for name, value in settings.items() if name not in ("cpu", "versions")}
+            append_records(self.path, [measured("daskgpt.bench", self.arguments, figures, known, against)])
+
+
+def turns_of(found: Measurement | PairedTurns | Programs) -> dict[str, Any]:
+    """How many turns other programs disturbed, and how many were left out for that."""
+    if isinstance(found, Measurement):
+        return {"tasks": found.tasks, "grain": found.grain, "threads": found.threads}
+    left_out = found.tried - len(found.pairs if isinstance(found, PairedTurns) else found.turns)
+    return {"disturbed_turns": found.disturbed, "left_out_turns": left_out}
+
+
+def print_generation(config: GPT2Config, asked: BenchConfig, threads: int, values: Namespace, take: Taking) -> int:
     """Check, run and print `--generation`."""
     from daskgpt.instruments.compare.transformers_process import require_transformers
     from daskgpt.instruments.generating import EARLY, TOKENS, measure_generation
@@ -157,11 +188,13 @@ def print_generation(config: GPT2Config, asked: BenchConfig, threads: int, value
         "cpu": machine.processor(),
         "versions": machine.versions("numpy", "numba", "dask"),
     }
+    settings = facts | {"threads": found.threads, "disturbed_turns": found.others}
+    take(found.figures(), settings, found.theirs[0] if found.theirs else "")
     print(json.dumps(found.record() | facts) if values.json else found.describe())
     return 0
 
 
-def print_scaling(job: Job, asked: BenchConfig, as_json: bool, facts: dict[str, Any]) -> None:
+def print_scaling(job: Job, asked: BenchConfig, as_json: bool, facts: dict[str, Any], take: Taking) -> None:
     """Run and print `--scaling`."""
     runs = scaling.orders(job.config, asked, job.dataflow)
     with quiet(as_json):
@@ -173,6 +206,8 @@ def print_scaling(job: Job, asked: BenchConfig, as_json: bool, facts: dict[str, 
         others = max((one.others_cores or 0.0 for one in found), default=0.0)
         if others > machine.BUSY:
             print(f"note: other programs kept {others:.1f} cores busy; what is measured is a share of the machine")
+    batch = {"batch_size": asked.batch_size, "sequence_length": asked.sequence_length}
+    take(scaling.figures(found), facts | batch | {"precision": job.precision.name, "others_cores": others})
     if as_json:
         where = {"cpu": machine.processor(), "cores": usable_cores(), "precision": job.precision.name}
         print(json.dumps(scaling.record(found) | facts | where))

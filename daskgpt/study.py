@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.instruments.records import append_records, check_records
 from daskgpt.instruments.study.dials import DIALS
 from daskgpt.instruments.study.grid import (
     StudyConfig,
@@ -21,6 +22,7 @@ from daskgpt.instruments.study.grid import (
     job_of_point,
     quick_grid,
 )
+from daskgpt.instruments.study.measured_points import records_of
 from daskgpt.instruments.study.runs import run_all
 from daskgpt.instruments.study.table import Table
 from daskgpt.instruments.study.timelines import write_timelines
@@ -36,6 +38,8 @@ Without any of the lists below, a study goes out from one point (all cores, barr
 sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler. With lists, every combination of
 their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
 A study that was stopped goes on with --out FOLDER; what is in its table is not run again.
+--record FILE adds what was measured to a file when the study is done: a line of JSON a point, with command, date,
+machine, versions, and the time of every run.
 """
 QUICK_MODEL = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
 QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "warmup": 1, "recorded": 1}
@@ -51,6 +55,7 @@ def parser() -> Parser:
         action="store_true",
         help="write a timeline of each barrier instead, and one page of all, in chunks of a quarter of the sequences",
     )
+    flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name, dial in DIALS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -64,6 +69,10 @@ def main(arguments: list[str]) -> int:
     """Check everything, run what is missing, write the report."""
     values = parser().parse_args(arguments)
     model, study = settings(values)
+    rule, got = "--record must come without --timelines", {"timelines": True, "record": values.record}
+    require(not (values.timelines and values.record), "study", rule, got, "Timelines measure nothing: leave one out.")
+    if values.record:
+        check_records(values.record)
     cores = usable_cores()
     chosen = {dial: getattr(values, dial) for dial in DIALS if getattr(values, dial)}
     grid = chosen_grid(study, cores, chosen) if chosen else (quick_grid if values.quick else default_grid)(study, cores)
@@ -79,6 +88,8 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
     failed = run_all(model, study, grid, table, lambda: write(folder, table, values.quick))
+    if values.record:
+        append_records(values.record, records_of(table.rows, arguments))
     print(f"study written to {folder / 'report.html'} and report.md")
     return 1 if failed else 0
 

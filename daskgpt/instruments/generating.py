@@ -17,6 +17,7 @@ from daskgpt.generation.sampling import PRECISIONS, Texts
 from daskgpt.instruments import machine
 from daskgpt.instruments.compare.transformers_process import TransformersSide
 from daskgpt.instruments.compare.turns import Side, Turn, disturbed, take_turns, undisturbed
+from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.schedulers.copy_rate import copy_rate
@@ -142,6 +143,19 @@ class Generation:
             known |= spread.fields(name, 1, 4)
         if self.theirs:
             known |= {"against": self.theirs[0]} | self.theirs[1].fields("theirs_ms", 1e3, 3)
+        return known
+
+    def figures(self) -> dict[str, Figure]:
+        """For a record of measurements; a way to write is called by precision, texts, and tokens that stand before."""
+        known = {"copy": Figure.of(self.copy, "GB/s", 1e-9)} | figures_of(self.ratios, "")
+        for row in self.rows:
+            name = f"{row.precision}_{row.texts}_{row.position}"
+            known[f"{name}_step"] = Figure.of(row.seconds, "ms", 1e3)
+            known[f"{name}_share"] = Figure.of(row.share, "")
+            known[f"{name}_tokens"] = Figure.single(row.texts / row.seconds.median, "tokens/s")
+            known[f"{name}_read"] = Figure.single(row.read / 1e6, "MB")
+        if self.theirs:
+            known["theirs"] = Figure.of(self.theirs[1], "ms", 1e3)
         return known
 
     def describe(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
+from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import RandomParameters
@@ -46,6 +47,17 @@ class Measurement:
     def rate(self) -> float:
         """Operations a second."""
         return self.operations / self.step.median
+
+    def figures(self) -> dict[str, Figure]:
+        """For a record of measurements."""
+        return {
+            **figures_of({"step": self.step}, "ms", 1e3),
+            **{name: Figure.single(seconds * 1e3, "ms") for name, seconds in self.busy.items()},
+            "overhead": Figure.single(self.idle, ""),
+            "rate": Figure.single(self.rate / 1e9, "GFLOP/s"),
+            "matmul_rate": Figure.single(self.matmul_rate / 1e9, "GFLOP/s"),
+            "peak": Figure.single(self.peak / 1e9, "GB"),
+        }
 
 
 class Steps:

@@ -10,6 +10,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments.random_tokens import BenchConfig
+from daskgpt.instruments.records import Figure
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point, thread_counts
 from daskgpt.instruments.study.one import Order
 from daskgpt.instruments.study.runs import run_one
@@ -126,3 +127,14 @@ def describe(found: list[Scale]) -> str:
 def record(found: list[Scale]) -> dict[str, Any]:
     """The same for a machine to read."""
     return {"scaling": [asdict(one) for one in found]}
+
+
+def figures(found: list[Scale]) -> dict[str, Figure]:
+    """For a record of measurements: milliseconds a step, speedup, efficiency and memory by number of threads."""
+    known = {}
+    for one in found:
+        known[f"step_{one.threads}"] = Figure("ms", one.step_ms, q1=one.step_ms_q1, q3=one.step_ms_q3)
+        known[f"speedup_{one.threads}"] = Figure.single(one.speedup, "")
+        known[f"efficiency_{one.threads}"] = Figure.single(one.efficiency, "")
+        known[f"peak_{one.threads}"] = Figure.single(one.peak_gb, "GB")
+    return known

@@ -21,6 +21,7 @@ from daskgpt.instruments.compare.turns import (
     warm_up,
 )
 from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.worker_time import WorkerTime, worker_time
@@ -88,6 +89,18 @@ class Programs:
         found |= fields(self.ratio(CLUSTER, THEIRS), "ratio", 1, 4)
         found |= fields(self.ratio(THREADS, CLUSTER), "throughput_of_threads", 1, 4)
         return found | {f"workers_{name}": round(share, 4) for name, share in asdict(self.shares).items()}
+
+    def figures(self) -> dict[str, Figure]:
+        """For a record of measurements."""
+        ratios = {"ratio": self.ratio(CLUSTER, THEIRS), "throughput_of_threads": self.ratio(THREADS, CLUSTER)}
+        each = list(enumerate(NAMES))
+        return {
+            **figures_of({name: self.step(program) for program, name in each}, "ms", 1e3),
+            **figures_of(ratios, ""),
+            **{f"{name}_longest": Figure.single(self.longest(program), "") for program, name in each},
+            **{f"{name}_peak": Figure.single(self.peaks[program] / 1e9, "GB") for program, name in each},
+            **{f"workers_{name}": Figure.single(share, "") for name, share in asdict(self.shares).items()},
+        }
 
     def describe(self) -> str:
         """For a person to read."""

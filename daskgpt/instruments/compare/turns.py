@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from daskgpt.config.errors import require
 from daskgpt.instruments import machine
+from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.training.job import Job
 
@@ -121,6 +122,15 @@ class PairedTurns:
         found |= {"ours_peak_gb": round(self.peaks[0] / 1e9, 4), "theirs_peak_gb": round(self.peaks[1] / 1e9, 4)}
         found |= {"ours_first_loss": self.first_losses[0], "theirs_first_loss": self.first_losses[1]}
         return found | {"threads": self.threads}
+
+    def figures(self) -> dict[str, Figure]:
+        """For a record of measurements."""
+        peaks = {"ours_peak": self.peaks[0], "theirs_peak": self.peaks[1]}
+        return {
+            **figures_of({"ours": self.ours, "theirs": self.theirs}, "ms", 1e3),
+            "ratio": Figure.of(self.ratio, ""),
+            **{name: Figure.single(peak / 1e9, "GB") for name, peak in peaks.items()},
+        }
 
     def describe(self) -> str:
         """For a person to read."""

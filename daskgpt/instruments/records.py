@@ -1,0 +1,268 @@
+"""Measurements as data: a line of JSON a measurement, with its command, machine, versions, date, figures and turns."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import not_written
+from daskgpt.instruments import machine
+from daskgpt.instruments.statistics import Spread
+from daskgpt.kernels.vectors.processor import features
+from daskgpt.schedulers.local import usable_cores
+
+PACKAGES = ("numpy", "numba", "dask", "distributed")
+# Of a processor's instruction sets those that decide how fast products are here.
+TELLING = ("avx2", "avx512f", "avx512bf16", "amx-bf16", "amx-tile")
+DIGITS = 6
+AGREE = 1e-4  # relative: what rounding to so many digits leaves between a median and that of the turns
+WHERE = "records"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One quantity of a measurement.
+
+    unit            ms, GB, tokens/s ...; "" for a ratio or a share
+    median          of the turns; the value itself where there was one; None where only a range is known
+    least, largest  of the turns; None where only the median is known, or there was one
+    q1, q3          a quarter and three quarters of the way through the turns
+    turns           every value, in the order of measuring; empty where they are not known
+    n               how many there were
+    """
+
+    unit: str
+    median: float | None = None
+    least: float | None = None
+    largest: float | None = None
+    q1: float | None = None
+    q3: float | None = None
+    turns: tuple[float, ...] = ()
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", tuple(self.turns))
+        numbers = [self.least, self.q1, self.median, self.q3, self.largest]
+        known = [value for value in numbers if value is not None]
+        rule = "a figure must have finite numbers, least <= q1 <= median <= q3 <= largest"
+        fine = bool(known) and all(_is_number(value) for value in (*known, *self.turns)) and known == sorted(known)
+        pairs = (self.least is None) == (self.largest is None) and (self.q1 is None) == (self.q3 is None)
+        require(fine and pairs and isinstance(self.unit, str), WHERE, rule, {"figure": self}, "Mend it.")
+        if self.turns:
+            spread = Spread(self.turns)
+            same = [(self.median, spread.median), (self.least, spread.least), (self.largest, spread.largest)]
+            agree = all(a is None or math.isclose(a, b, rel_tol=AGREE, abs_tol=AGREE) for a, b in same)
+            rule = "a figure must be that of its turns"
+            require(agree and self.n in (None, spread.n), WHERE, rule, {"figure": self}, "Mend it.")
+
+    @classmethod
+    def of(cls, spread: Spread, unit: str, factor: float = 1) -> Figure:
+        """Of measured turns, in another unit `factor` times as small; a single value has no spread."""
+        low, middle, high = (rounded(value * factor) for value in spread.quartiles)
+        if spread.n == 1:
+            return cls(unit, middle, n=1)
+        turns = tuple(rounded(value * factor) for value in spread.values)
+        return cls(unit, middle, min(turns), max(turns), low, high, turns, spread.n)
+
+    @classmethod
+    def single(cls, value: float, unit: str) -> Figure:
+        """Of one value."""
+        return cls(unit, rounded(value), n=1)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement.
+
+    command    that makes it again, on such a machine
+    date       ISO 8601
+    machine    processor, cores, features (instruction sets)
+    figures    by name
+    versions   of Python, daskgpt and what else took part, by name
+    settings   what was measured: model, batch, precision ...
+    against    what it is compared with; "" for nothing
+    note       what a reader must know besides
+    """
+
+    command: str
+    date: str
+    machine: Mapping[str, Any]
+    figures: Mapping[str, Figure]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    against: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        texts = (self.command, self.date, self.against, self.note)
+        rule = "a record must have a command, a date, a machine and figures, as words, tables and figures"
+        tables = (self.machine, self.figures, self.versions, self.settings)
+        whole = all(isinstance(text, str) for text in texts) and all(isinstance(table, Mapping) for table in tables)
+        fine = whole and self.command and self.figures and {"processor", "cores"} <= set(self.machine)
+        require(bool(fine), WHERE, rule, {"command": self.command}, "Add what is missing.")
+        try:
+            datetime.fromisoformat(self.date)
+        except ValueError:
+            raise refusal(ValueError, WHERE, "the date must be ISO 8601", {"date": self.date}, "Mend it.") from None
+
+    def line(self) -> bytes:
+        """As a line of a file of records, without what is empty.
+
+        Errors   ValueError for a value that JSON has no form for
+        """
+        found = {name: value for name, value in asdict(self).items() if value}
+        found["figures"] = {name: _without_nothing(asdict(figure)) for name, figure in self.figures.items()}
+        return f"{json.dumps(found, allow_nan=False)}\n".encode()
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Record:
+        """What `line` wrote.
+
+        Errors   ValueError for anything else
+        """
+        try:
+            values = json.loads(line)
+            figures = {name: Figure(**own) for name, own in values.pop("figures").items()}
+            return cls(figures=figures, **values)
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise refusal(ValueError, WHERE, "a line must be a record", f"{line[:60]!r}", f"({error})") from None
+
+
+def measured(
+    command: str,
+    arguments: Sequence[str],
+    figures: Mapping[str, Figure],
+    settings: Mapping[str, Any],
+    against: str = "",
+) -> Record:
+    """The record of what was measured just now in this process.
+
+    command     the module, as `python -m` names it
+    arguments   its command line; what says where to record is left out
+    """
+    return Record(
+        command=command_line(command, arguments),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=this_machine(),
+        figures=figures,
+        versions=machine.versions(*PACKAGES),
+        settings={name: value for name, value in settings.items() if value is not None},
+        against=against,
+    )
+
+
+def this_machine() -> dict[str, Any]:
+    """Processor, cores, and the instruction sets that decide how fast products are."""
+    own = features()
+    return {
+        "processor": machine.processor(),
+        "cores": usable_cores(),
+        "features": [name for name in TELLING if name in own],
+    }
+
+
+def command_line(command: str, arguments: Sequence[str]) -> str:
+    """What somebody types to measure the same, without recording it."""
+    left, words = iter(arguments), list[str]()
+    for word in left:
+        if word == "--record":
+            next(left, None)
+        elif word != "--json" and not word.startswith("--record="):
+            words.append(word)
+    return shlex.join(["python", "-m", command, *words])
+
+
+def check_records(path: str | Path) -> None:
+    """Find out that nothing can be recorded before anything is measured.
+
+    Errors   ValueError where the path is that of a folder, its folder is missing, or the file holds something else;
+             OSError where it cannot be read or written
+    """
+    path, advice = Path(path), "Name a file of records, or a new one in a folder that is there."
+    fine = not path.is_dir() and path.absolute().parent.is_dir()
+    require(fine, WHERE, "--record must name a file", {"record": path}, advice)
+    writable = os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+    require(writable, WHERE, "the file of records must be writable", {"record": path}, "Name another.", PermissionError)
+    if path.exists():
+        read_records(path)
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records of a file. A last line without an end, which a power cut can leave, is none.
+
+    Errors   ValueError where a line is something else, with its number
+    """
+    found = []
+    for number, line in enumerate(_whole(Path(path).read_bytes()).splitlines(), 1):
+        try:
+            found.append(Record.of_line(line))
+        except ValueError as error:
+            rule, got = "every line of the file must be a record", {"record": path, "line": number}
+            raise refusal(ValueError, WHERE, rule, got, f"{error}") from None
+    return found
+
+
+def append_records(path: str | Path, records: Iterable[Record]) -> None:
+    """Add records to a file, new or not: all of them or none, whatever stops this process, and whoever else adds.
+
+    Errors   ValueError where the file holds something else; OSError where it cannot be written
+    """
+    path, text = Path(path), b"".join(record.line() for record in records)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            before = _whole(path.read_bytes())
+            for line in before.splitlines():
+                Record.of_line(line)
+            _write_whole(descriptor, len(before), text)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise not_written(error, WHERE, path) from error
+
+
+def _write_whole(descriptor: int, end: int, text: bytes) -> None:
+    """From `end` on, in place of what is there; if that fails, the file ends at `end`."""
+    try:
+        os.ftruncate(descriptor, end)
+        rest, at = text, end
+        while rest:
+            count = os.pwrite(descriptor, rest, at)
+            rest, at = rest[count:], at + count
+        os.fsync(descriptor)
+    except BaseException:
+        os.ftruncate(descriptor, end)
+        raise
+
+
+def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> dict[str, Figure]:
+    """Of several quantities in one unit."""
+    return {name: Figure.of(spread, unit, factor) for name, spread in spreads.items()}
+
+
+def rounded(value: float, digits: int = DIGITS) -> float:
+    """With so many significant digits."""
+    return float(f"{value:.{digits}g}")
+
+
+def _whole(text: bytes) -> bytes:
+    """All lines that have an end."""
+    return text[: text.rfind(b"\n") + 1]
+
+
+def _without_nothing(figure: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figure.items() if value not in (None, ())}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
