@@ -31,6 +31,8 @@ _PUBLIC = {
     "RunConfig": "config.run",
     "TimelineConfig": "instruments.timeline",
     "TimelineWatcher": "instruments.timeline",
+    "check_layer": "instruments.layer_check",
+    "digest": "model.parameters",
     "fit": "training.loop",
     "initial_parameters": "model.parameters",
     "load": "training.run_folder",
@@ -47,6 +49,8 @@ __all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "LocalConfig", "Optimiz
 __all__ += [
     "TimelineConfig",
     "TimelineWatcher",
+    "check_layer",
+    "digest",
     "fit",
     "initial_parameters",
     "load",

@@ -224,3 +224,15 @@ def test_importing_the_package_is_cheap():
         "False",
         "False",
     ]
+
+
+def test_a_digest_knows_every_bit_of_a_model(random):
+    parameters = random_parameters(SMALL, random)
+    found = daskgpt.digest(parameters)
+    assert len(found) == 64
+    assert daskgpt.digest({name: value.copy() for name, value in reversed(parameters.items())}) == found
+    changed = parameters["h.1.mlp.c_fc.weight"].copy()
+    changed.view(np.uint32)[3, 4] ^= 1  # the last bit of one number
+    others = [{"h.1.mlp.c_fc.weight": changed}, {"ln_f.weight": parameters["ln_f.weight"][None]}]
+    others.append({"wpe.weight": parameters["wpe.weight"].astype("float64")})
+    assert found not in [daskgpt.digest(parameters | other) for other in others]

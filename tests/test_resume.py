@@ -45,6 +45,23 @@ def stopped(text, tmp_path_factory):
     return out
 
 
+def test_on_step_ends_a_run_that_is_gone_on_with(text, whole, tmp_path):
+    out, seen = tmp_path / "run", []
+
+    def stop(step, metrics):
+        seen.append(step)
+        return step + 1 == 7
+
+    result = fit(text, out, on_step=stop)
+    assert result.stopped
+    assert seen == list(range(7))
+    assert steps_in(out) == [7]
+    result = daskgpt.fit(resume=out, on_step=lambda step, metrics: "not True", quiet=True)
+    assert not result.stopped
+    assert losses_of(out) == losses_of(whole)
+    assert tensors_of(out) == tensors_of(whole)
+
+
 @pytest.fixture
 def copy(stopped, tmp_path):
     return shutil.copytree(stopped, tmp_path / "run", symlinks=True)

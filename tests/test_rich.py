@@ -158,3 +158,15 @@ def test_a_browser_shows_them_on_a_narrow_page(made, tmp_path):
     assert found.requests == [page.as_uri()]
     assert found.messages == []
     assert found.values == [0]
+
+
+def test_a_watcher_without_a_file_keeps_the_timeline_of_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    watcher = daskgpt.TimelineWatcher(daskgpt.TimelineConfig(timeline_steps=2))
+    assert watcher.timeline is None
+    data, run = {"data": __file__, "batch_size": 4, "sequence_length": 16}, {"steps": 5, "validation_batches": 1}
+    daskgpt.fit(MODEL, data, dataflow={"scheduler": "threads"}, run=run, watchers=[watcher], quiet=True)
+    assert watcher.timeline.steps == [3, 4]
+    assert "<svg" in watcher.timeline._repr_html_()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""

@@ -5,6 +5,7 @@ Read it through a configuration, with `tensors`: only that says how many blocks 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -182,6 +183,23 @@ def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike
     ((257, 128), (384, 128))
     """
     return dict(RandomParameters(config, seed, dtype))
+
+
+def digest(parameters: Mapping[str, np.ndarray]) -> str:
+    """The SHA-256 of a model's numbers, 64 hexadecimal digits: two models have the same if they are the same to the
+    last bit. Names, dtypes, shapes and values count; the order of the tensors does not.
+
+    >>> import daskgpt
+    >>> one, other = (daskgpt.initial_parameters(daskgpt.preset("tiny"), seed) for seed in (0, 1))
+    >>> daskgpt.digest(one) == daskgpt.digest(dict(reversed(one.items()))), daskgpt.digest(one) == daskgpt.digest(other)
+    (True, False)
+    """
+    found = hashlib.sha256()
+    for name in sorted(parameters):
+        values = np.asarray(parameters[name])
+        found.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
+        found.update(np.ascontiguousarray(values).data.cast("B"))
+    return found.hexdigest()
 
 
 def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:

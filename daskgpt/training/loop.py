@@ -71,7 +71,8 @@ def fit(
                  what is given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
     client       the `distributed.Client` of a cluster that runs the tasks, in place of `dataflow.scheduler`; it stays
                  open, and nothing of the run stays with it
-    on_step      called with (step, metrics) after each step, for a live plot
+    on_step      called with (step, metrics) after each step, for a live plot; where it returns True the run ends as
+                 Ctrl-C ends it, with a checkpoint, and can be gone on with
     watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
     quiet        whether nothing is printed: no header, no progress
 
@@ -202,6 +203,7 @@ class _Loop:
         self.usage = Usage(scheduler)
         self.told = StepMetrics(job, self.usage, self.steps, lambda: self.seconds)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
+        self.enough = False  # whether `on_step` has asked to stop
 
     @property
     def seconds(self) -> float:
@@ -315,7 +317,7 @@ class _Loop:
             new = state.step > known and job.meets(state.step) and not steps.open
             if new and job.horizon.passed(state.step, self.seconds):
                 self.progress.expect(job.steps)
-            if asked_to_stop() and job.meets(state.step):
+            if (self.enough or asked_to_stop()) and job.meets(state.step):
                 self.progress.say(f"stopped after {state.step} of {job.steps} steps")
                 return state, True
             recovery.after(state)
@@ -339,8 +341,8 @@ class _Loop:
         self.progress.step(metrics)
         if self.saver:
             self._log({**metrics, **self.saver.news(), **recovery.news(), **self.usage.news()})
-        if on_step:
-            on_step(metrics["step"], metrics)
+        if on_step and on_step(metrics["step"], metrics) is True:
+            self.enough = True
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
         """Metrics of a step; a full disk is said once, and no reason to end."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.instruments.timeline.events import Timeline
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.instruments.timeline.writing import check_timeline_path, is_bare, write_timeline
@@ -44,10 +45,16 @@ def require_shared_steps(job: Job) -> None:
 
 
 class TimelineWatcher:
-    """A `training.watching.Watcher`: records a run's last steps, writes their timeline and prints its summary."""
+    """A `training.watching.Watcher`: records a run's last steps as a `Timeline`, which notebooks show.
 
-    def __init__(self, config: TimelineConfig) -> None:
-        self.config = config
+    Where the configuration names a file, the timeline is written there and its summary printed.
+
+    timeline   what was recorded, once the run has ended; None where no step was
+    """
+
+    def __init__(self, config: TimelineConfig | None = None) -> None:
+        self.config = config or TimelineConfig()
+        self.timeline: Timeline | None = None
 
     def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
         require_shared_steps(job)
@@ -65,6 +72,7 @@ class TimelineWatcher:
                 "grain"
             )
             return
-        timeline = self.recorder.finish()
-        trace, page = write_timeline(timeline, self.path)
-        print(f"\n{describe_summary(summarise(timeline))}\n\ntimeline written to {page} and {trace}")
+        self.timeline = self.recorder.finish()
+        if self.config.timeline:
+            trace, page = write_timeline(self.timeline, self.path)
+            print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")

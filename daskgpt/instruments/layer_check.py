@@ -1,0 +1,207 @@
+"""Check a layer before it is in a model: gradients, chunkings, dtypes, arguments that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+
+from daskgpt.config.errors import require
+from daskgpt.config.rich import html_table
+from daskgpt.graph.calls import parse
+from daskgpt.model.layers import Layer, Row
+from daskgpt.model.tape import Tape
+
+SIZES = {"b": 4, "t": 6, "T": 6, "C": 8, "X": 24, "O": 5, "V": 11, "P": 7}
+OPTIONS = {"heads": 2, "vocabulary": 9, "count": 24}
+CHUNKS = ((4, 6), (2, 3), (1, 2), (4, 1), (2, 6))  # of a batch of these sizes; the first is all of it
+STEP = 1e-6  # of a numeric derivative
+# A central difference in float64 has errors of 1e-10 relative; a wrong formula one of some per cent.
+GRADIENT_ERROR = 1e-6
+# float32 sums in another order, in units of the largest number; a missing chunk costs some tenths.
+CHUNK_ERROR = 2e-5
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was looked at, whether it holds, and what was found."""
+
+    what: str
+    right: bool
+    found: str
+
+
+@dataclass(frozen=True, repr=False)
+class LayerReport:
+    """What `check_layer` has found; true where everything holds."""
+
+    layer: str
+    findings: tuple[Finding, ...]
+
+    def __bool__(self) -> bool:
+        return all(each.right for each in self.findings)
+
+    def _rows(self) -> list[list[str]]:
+        return [["ok" if each.right else "WRONG", each.what, each.found] for each in self.findings]
+
+    def __repr__(self) -> str:
+        return "\n".join([f"Layer {self.layer}", *(f"{ok:6} {what:28} {found}" for ok, what, found in self._rows())])
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Layer {self.layer}", self._rows())
+
+
+def check_layer(
+    layer: Layer, sizes: Mapping[str, int] | None = None, options: Mapping[str, Any] | None = None
+) -> LayerReport:
+    """What the tests ask of every layer, asked of one that somebody writes.
+
+    Each gradient against a numeric derivative in a random direction (float64); output and gradients of a batch in
+    chunks against those of the batch as a whole (float32); dtypes; arguments that must stay as they are.
+
+    sizes     of axes, by their letters; letters of the table have some
+    options   that the layer takes
+
+    Errors    ValueError for a letter without a size; what the layer's kernels raise
+
+    >>> import daskgpt
+    >>> from daskgpt.model.layers import RMSNORM
+    >>> bool(daskgpt.check_layer(RMSNORM))
+    True
+    """
+    known, given = SIZES | dict(sizes or {}), OPTIONS | dict(options or {})
+    findings = _gradients(layer, known, given) + _chunkings(layer, known, given) + _purity(layer, known, given)
+    return LayerReport(layer.name, tuple(findings))
+
+
+def random_arguments(layer: Layer, random: np.random.Generator, dtype: str, sizes: Mapping[str, int] = SIZES) -> Arrays:
+    """Arguments of a layer: tokens, positions, and normal numbers."""
+    values: Arrays = {}
+    for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
+        rule, got = "every axis must have a size", {"axes": axes}
+        require(set(axes) <= set(sizes), layer.name, rule, got, f"Give sizes={{'{axes[-1:]}': 8}}, say.")
+        shape = tuple(sizes[axis] for axis in axes)
+        if name in ("tokens", "targets"):
+            values[name] = random.integers(0, OPTIONS["vocabulary"], shape).astype(np.int32)
+        elif name == "positions":
+            values[name] = np.arange(*shape, dtype=np.int32)
+        else:
+            values[name] = random.normal(size=shape).astype(dtype)
+    return values
+
+
+def lazy_arguments(
+    layer: Layer, values: Mapping[str, np.ndarray], chunk: tuple[int, int], sizes: Mapping[str, int] = SIZES
+) -> dict[str, da.Array]:
+    """The same as dask arrays that are cut along b and t only."""
+    cut = dict(zip("bt", chunk))
+    return {
+        name: da.from_array(
+            values[name], chunks=tuple(cut.get(axis, sizes[axis]) for axis in axes), name=f"{name}-leaf"
+        )
+        for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True)
+    }
+
+
+def run_layer(
+    layer: Layer,
+    values: Mapping[str, np.ndarray],
+    dy_of: Callable[[da.Array], np.ndarray],
+    chunk: tuple[int, int] = (2, 3),
+    sizes: Mapping[str, int] = SIZES,
+    options: Mapping[str, Any] = OPTIONS,
+) -> tuple[np.ndarray, Arrays]:
+    """Output, and gradients of sum(output * dy) by argument, from a tape, under Dask's synchronous scheduler."""
+    tape = Tape()
+    arrays = lazy_arguments(layer, values, chunk, sizes)
+    y = tape("here.0", layer, *arrays.values(), **options)
+    dy = da.from_array(dy_of(y), chunks=y.chunks, name="dy-leaf")
+    gradients = tape.backward(y, dy)
+    found = {name: gradients[array.name] for name, array in arrays.items() if array.name in gradients}
+    y_value, values_found = dask.compute(y, found, scheduler="sync")
+    return y_value, values_found
+
+
+def direction_of(y: da.Array) -> np.ndarray:
+    """The gradient that arrives at the output: always the same random numbers."""
+    values: np.ndarray = np.random.default_rng(3).normal(size=y.shape).astype(y.dtype)
+    return values
+
+
+def _gradients(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[Finding]:
+    random = np.random.default_rng(20)
+    values = random_arguments(layer, random, "float64", sizes)
+    _, gradients = run_layer(layer, values, direction_of, sizes=sizes, options=options)
+    findings = []
+    for name, gradient in gradients.items():
+        if gradient.shape != values[name].shape:
+            shapes = f"shape {gradient.shape}, the argument's is {values[name].shape}"
+            findings.append(Finding(f"gradient of {name}", False, shapes))
+            continue
+        direction, ends = random.normal(size=values[name].shape), []
+        for sign in (1, -1):
+            moved = values | {name: values[name] + sign * STEP * direction}
+            y, _ = run_layer(layer, moved, direction_of, sizes=sizes, options=options)
+            ends.append(float((y * direction_of(y)).sum()))
+        numeric, exact = (ends[0] - ends[1]) / (2 * STEP), float((gradient * direction).sum())
+        error = abs(exact - numeric) / max(abs(numeric), 0.1)
+        findings.append(Finding(f"gradient of {name}", error <= GRADIENT_ERROR, f"off by {error:.0e}"))
+    floats = [name for name, value in values.items() if value.dtype.kind == "f"]
+    findings += [Finding(f"gradient of {name}", False, "there is none") for name in floats if name not in gradients]
+    return findings
+
+
+def _chunkings(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[Finding]:
+    values = random_arguments(layer, np.random.default_rng(20), "float32", sizes)
+    results = []
+    for chunk in CHUNKS:
+        y, gradients = run_layer(layer, values, direction_of, chunk, sizes, options)
+        results.append({"output": y} | {f"gradient of {name}": own for name, own in gradients.items()})
+    findings = []
+    for what, whole in results[0].items():
+        others = [other[what] for other in results[1:]]
+        if any(np.shape(other) != np.shape(whole) for other in others):
+            findings.append(Finding(f"{what} in chunks", False, "of another shape"))
+            continue
+        error = max(float(np.abs(other - whole).max()) for other in others) / max(float(np.abs(whole).max()), 1e-30)
+        same = all(np.array_equal(other, whole) for other in others)
+        told = "every bit" if same else f"off by {error:.0e}" + (" (rounding)" if error <= CHUNK_ERROR else "")
+        findings.append(Finding(f"{what} in chunks", error <= CHUNK_ERROR, told))
+    return findings
+
+
+def _purity(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[Finding]:
+    dtypes, changed = set(), dict[str, None]()
+    backward = {name: _watched(row, changed) if row else row for name, row in layer.backward.items()}
+    watched = replace(layer, forward=_watched(layer.forward, changed), backward=backward)
+    for dtype in ("float32", "float64"):
+        values = random_arguments(layer, np.random.default_rng(20), dtype, sizes)
+        y, gradients = run_layer(watched, values, direction_of, sizes=sizes, options=options)
+        dtypes |= {(dtype, np.asarray(each).dtype.name) for each in (y, *gradients.values())}
+    wrong = sorted(f"{given} in, {made} out" for given, made in dtypes if given != made)
+    return [
+        Finding("dtype", not wrong, "; ".join(wrong) or "float32 stays float32, float64 float64"),
+        Finding("arguments", not changed, f"written over: {', '.join(changed)}" if changed else "stay as they are"),
+    ]
+
+
+def _watched(row: Row, changed: dict[str, None]) -> Row:
+    """A row whose kernel tells which of its arguments it writes to."""
+
+    @wraps(row.kernel)
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        before = [np.copy(argument) if isinstance(argument, np.ndarray) else None for argument in arguments]
+        result = row.kernel(*arguments, **options)
+        for name, was, argument in zip(row.arguments.split(), before, arguments):
+            if was is not None and not np.array_equal(was, argument):
+                changed[name] = None
+        return result
+
+    return replace(row, kernel=kernel)
