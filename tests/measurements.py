@@ -1,0 +1,284 @@
+"""What pages say of measurements, written from the data: `python tests/measurements.py --write`.
+
+The data are the records of `docs/measurements/*.jsonl`, a line each, which `--record` of `daskgpt.bench` and
+`daskgpt.study` adds (`daskgpt/instruments/records.py`). A page has places for them:
+
+    <!-- measured: NAME -->       the table of this name, one of TABLES here; `facts FILE` is a plain one of any file
+    <!-- end -->
+
+Without --write this says which pages disagree with the data, and ends with 1 if one does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from daskgpt.instruments.records import Figure, Record, read_records
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "docs" / "measurements"
+PLACE = re.compile(r"(<!-- measured: (?P<name>[^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+Rows = Iterable[tuple[str, ...]]
+
+
+def pages() -> list[Path]:
+    """Every page that may have places."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cluster" / "README.md"]
+
+
+def records(file: str) -> list[Record]:
+    return read_records(DATA / f"{file}.jsonl")
+
+
+def number(value: float, digits: int | None = None) -> str:
+    """With so many decimals, or with three significant digits; what is large has no decimals and loses no digit."""
+    if digits is not None:
+        return f"{value:,.{digits}f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def as_written(value: float, digits: int | None = None) -> str:
+    """All digits that the data have."""
+    return f"{value:,.10g}"
+
+
+def spread(figure: Figure, factor: float = 1, digits: int | None = None, shown: Callable[..., str] = number) -> str:
+    """`30.1 (29.8 .. 30.5)`: the median and the quartiles, else the ends; `29.8 .. 30.5` where no median is known."""
+    low, high = (figure.least, figure.largest) if figure.q1 is None else (figure.q1, figure.q3)
+    ends = "" if low is None else f"{shown(low * factor, digits)} .. {shown(high * factor, digits)}"
+    if figure.median is None:
+        return ends
+    middle = shown(figure.median * factor, digits)
+    return f"{middle} ({ends})" if ends else middle
+
+
+def percent(figure: Figure) -> str:
+    return f"{figure.median:.0%}".replace("%", " %")
+
+
+def model(record: Record) -> str:
+    own = record.settings
+    return f"{own['preset']}, B={own['batch_size']}, T={own['sequence_length']}"
+
+
+def table(head: str, rows: Rows) -> list[str]:
+    columns = head.split(" | ")
+    return [f"| {head} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def steps() -> list[str]:
+    """Steps of daskgpt and PyTorch."""
+
+    def row(one: Record) -> tuple[str, ...]:
+        times = (spread(one.figures[name]) for name in ("ours", "theirs"))
+        return model(one), one.settings["precision"], *times, spread(one.figures["ratio"], digits=2)
+
+    return table("model, batch | precision | daskgpt, ms a step | PyTorch | ratio", map(row, records("steps")))
+
+
+def steps_earlier() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        ratios = ", ".join(spread(known[name], digits=2) for name in ("ratio", "ratio_before"))
+        peaks = " / ".join(spread(known[name]) for name in ("ours_peak", "theirs_peak"))
+        who = f"{model(one)}{', PyTorch compiled' if 'compiled' in one.against else ''}"
+        return who, one.settings["precision"], spread(known["ours"]), spread(known["theirs"]), ratios, f"{peaks} GB"
+
+    head = "model, batch | precision | daskgpt, ms a step | PyTorch | ratio, and an hour before | peak memory of both"
+    return table(head, map(row, records("steps_earlier")))
+
+
+def one_order_of_sums() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        pairs = f"{known['ratio'].n}" + (f" of {own} steps" if (own := one.settings.get("window_steps")) else "")
+        times = (spread(known[name]) for name in ("before", "after"))
+        return model(one), one.settings["precision"], *times, spread(known["ratio"], digits=2), pairs
+
+    return table(
+        "model, batch | precision | before, ms a step | after | ratio of a pair | pairs",
+        map(row, records("one_order_of_sums")),
+    )
+
+
+def torch_ddp() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        times = (spread(known[name], 1e-3) for name in ("cluster", "threads", "theirs"))
+        return (
+            model(one),
+            one.settings["precision"],
+            *times,
+            number(known["ratio"].median),
+            percent(known["throughput_of_threads"]),
+        )
+
+    head = "model, batch | precision | 2 workers, s a step | 2 threads | PyTorch DDP | workers / DDP"
+    return table(f"{head} | throughput of threads", map(row, records("torch_ddp")))
+
+
+def workers_time() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        shares = (
+            percent(known[f"workers_{name}"]) for name in ("kernels", "transfers", "client_and_scheduler", "idle")
+        )
+        peaks = (known.get(f"{name}_peak") for name in ("cluster", "threads", "theirs"))
+        told = " / ".join("?" if peak is None else spread(peak) for peak in peaks)
+        return one.settings["precision"], *shares, number(known["cluster_longest"].median), f"{told} GB"
+
+    head = "precision | kernels | transfers | client and scheduler | idle | longest step / median"
+    return table(f"{head} | peak memory: workers, threads, DDP", map(row, records("torch_ddp")))
+
+
+def generation() -> list[str]:
+    found = records("generation")[-1].figures
+    ways = [name.removesuffix("_step").split("_") for name in found if name.endswith("_step")]
+    rows = []
+    for way in ways:
+        step, tokens, share = (found["_".join([*way, name])] for name in ("step", "tokens", "share"))
+        rows.append((*way, spread(step), spread(tokens), spread(share, digits=2)))
+    return table("precision | texts | after tokens | ms a step | tokens/s | share of a copy's rate", rows)
+
+
+def generation_compared() -> list[str]:
+    found = records("generation")[-1].figures
+    names = {
+        "copy": "a copy of memory in the same turns, read and written, GB/s",
+        "flat_float32": "a late token / an early one, float32",
+        "flat_bfloat16": "the same, bfloat16",
+        "batch_float32": "tokens/s of eight texts / of one, float32",
+        "batch_bfloat16": "the same, bfloat16",
+        "theirs": "transformers, ms a token, prompt included",
+        "rate_float32": "transformers' time / daskgpt's, turn by turn",
+    }
+    return table("what | found", ((words, spread(found[name])) for name, words in names.items() if name in found))
+
+
+def fork_join() -> list[str]:
+    waits = {
+        "layer": "after each layer (fork-join)",
+        "phase": "after forward, backward, update",
+        "step": "after the step",
+        "none": "nowhere",
+    }
+
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        times = (spread(known[name]) for name in ("step_1", "step_2"))
+        shares = (percent(known[name]) for name in ("efficiency_2", "overlap"))
+        return waits[one.settings["barrier"]], *times, *shares, spread(known["critical_path"])
+
+    head = "everybody waits | 1 thread, ms a step | 2 threads | efficiency | two or more layers at once | critical path"
+    return table(head, map(row, records("fork_join")))
+
+
+def facts(file: str) -> list[str]:
+    """A row a record: what was measured, every figure by name, and what a reader must know besides."""
+
+    def told(name: str, figure: Figure) -> str:
+        turns = f", {figure.n} turns" if figure.n and figure.n > 1 else ""
+        return f"{name} {spread(figure, shown=as_written)} {figure.unit}".strip() + turns
+
+    def row(one: Record) -> tuple[str, ...]:
+        found = "; ".join(told(name, figure) for name, figure in one.figures.items())
+        besides = " ".join(filter(None, (one.against and f"Beside {one.against}.", one.note)))
+        return str(one.settings["what"]), found, f"`{one.command}`", one.date[:10], besides
+
+    lines = table("what | found | command | date | besides", map(row, records(file)))
+    for one in dict.fromkeys(map(_machine, records(file))):
+        lines += ["", f"{one}."]
+    return lines
+
+
+def sources(file: str) -> list[str]:
+    """The commands of a file's records, and where and when they ran, with the versions; the notes of all."""
+    found, lines = records(file), []
+    for place, own in _grouped(found, lambda one: f"{one.date[:10]}, {_machine(one)}{_turns(one)}:").items():
+        lines += [place, "", "```", *dict.fromkeys(one.command for one in own), "```", ""]
+    notes = dict.fromkeys(one.note for one in found if one.note)
+    return lines[:-1] + [line for note in notes for line in ("", note)]
+
+
+def _machine(one: Record) -> str:
+    own = one.machine
+    features = f" ({', '.join(own['features'])})" if own.get("features") else ""
+    versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+    return f"{own['processor']}, {own['cores']} cores{features}; {versions}"
+
+
+def _turns(one: Record) -> str:
+    """How many, and which spread stands beside the medians."""
+    known = [figure for figure in one.figures.values() if (figure.least, figure.q1) != (None, None)]
+    kinds = {"least and largest" if figure.q1 is None else "quartiles" for figure in known}
+    counts = {figure.n for figure in known if figure.n}
+    turns = f"; {max(counts)} turns" if counts else ""
+    return turns + (f"; medians with {' or '.join(sorted(kinds))}" if kinds else "")
+
+
+def _grouped(found: list[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for one in found:
+        groups.setdefault(key(one), []).append(one)
+    return groups
+
+
+def default_run() -> list[str]:
+    """The last lines that the default run printed."""
+    known = {name: figure.median for name, figure in records("training")[0].figures.items()}
+    losses = f"loss {known['first loss']:.3f} -> {known['last loss']:.3f}"
+    return [
+        "```",
+        f"{losses}, validation {known['validation']:.3f} nats a token",
+        f"2000 steps in {known['steps']:.1f} s, {known['in all']:.1f} s in all",
+        "```",
+    ]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "steps": steps,
+    "steps earlier": steps_earlier,
+    "one order of sums": one_order_of_sums,
+    "torch-ddp": torch_ddp,
+    "workers' time": workers_time,
+    "generation": generation,
+    "generation compared": generation_compared,
+    "fork-join": fork_join,
+    "default run": default_run,
+}
+OF_A_FILE: dict[str, Callable[[str], list[str]]] = {"facts": facts, "sources": sources}
+
+
+def rendered(text: str) -> str:
+    """A page with every place filled anew.
+
+    Errors   KeyError for a place of an unknown name
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        kind, _, file = found["name"].partition(" ")
+        lines = OF_A_FILE[kind](file) if kind in OF_A_FILE else TABLES[found["name"]]()
+        return found[1] + "\n".join(("", *lines, "", found[3]))
+
+    return PLACE.sub(filled, text)
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    for page in pages():
+        text = page.read_text()
+        new = rendered(text)
+        if new != text:
+            stale.append(page)
+            if "--write" in arguments:
+                page.write_text(new)
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'written' if '--write' in arguments else 'differs from the data'}")
+    return int(bool(stale) and "--write" not in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

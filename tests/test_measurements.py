@@ -1,0 +1,52 @@
+"""What pages say was measured is what the data say; and the data are records."""
+
+from __future__ import annotations
+
+import pytest
+from measurements import DATA, PLACE, ROOT, number, pages, rendered, spread
+
+from daskgpt.instruments.records import Figure, read_records
+
+FILES = sorted(DATA.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_those_of_the_data(page):
+    assert page.read_text() == rendered(page.read_text()), "write them anew with: python tests/measurements.py --write"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_holds_records(path):
+    found = read_records(path)
+    assert found
+    assert all(record.machine["processor"] and record.versions for record in found)
+
+
+def test_all_data_are_shown():
+    shown = [
+        found["name"].partition(" ")[2] for found in PLACE.finditer((ROOT / "docs" / "measurements.md").read_text())
+    ]
+    assert {path.stem for path in FILES} <= set(shown)
+
+
+def test_another_figure_makes_another_page():
+    page = "<!-- measured: fork-join -->\n\n| old |\n\n<!-- end -->\nstays"
+    new = rendered(page)
+    assert "1,285" in new
+    assert "| old |" not in new
+    assert new.endswith("<!-- end -->\nstays")
+    assert rendered(new) == new
+
+
+def test_an_unknown_place_is_an_error():
+    with pytest.raises(KeyError):
+        rendered("<!-- measured: nothing -->\n<!-- end -->")
+
+
+def test_how_figures_are_shown():
+    assert [number(value) for value in (1395, 926.4, 42.94, 8.9, 0.83, 0, 6.3e-6)] == [
+        *("1,395", "926", "42.9", "8.9", "0.83", "0", "6.3e-06"),
+    ]
+    assert spread(Figure("ms", 2, 1, 3)) == "2 (1 .. 3)"
+    assert spread(Figure("ms", least=79, largest=110)) == "79 .. 110"
+    assert spread(Figure("ms", 2000, q1=1500, q3=2500), 1e-3) == "2 (1.5 .. 2.5)"
