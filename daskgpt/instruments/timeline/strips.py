@@ -12,18 +12,25 @@ from daskgpt.instruments.timeline.events import Timeline
 COLUMNS, LANE, GAP, LETTERS = 700, 22, 4, 110  # pixels
 
 
-def svg_strips(timeline: Timeline) -> str:
-    """Each lane's time, cut into columns: the colour of the layer and pass that took most of a column, or none."""
-    end = max(window.end for window in timeline.windows)
+def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> str:
+    """Each lane's time, cut into columns: the colour of the layer and pass that took most of a column, or none.
+
+    end     seconds that the whole width stands for, 0 = what the timeline has
+    named   whether the names of the lanes stand at the left
+    """
+    own = max(window.end for window in timeline.windows)
+    end, left = end or own, LETTERS if named else 0
     height = len(timeline.lanes) * (LANE + GAP)
     parts = []
     for number, name in enumerate(timeline.lanes):
         top = number * (LANE + GAP)
-        parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(name)}</text>')
+        parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(name)}</text>' if named else "")
+        width = COLUMNS * own / end
+        parts.append(f'<rect x="{left}" y="{top}" width="{width:.0f}" height="{LANE}" fill="#eef0f3"/>')
         for colour, first, count in _runs(_columns(timeline, number, end)):
-            place = f'x="{LETTERS + first}" y="{top}" width="{count}" height="{LANE}"'
+            place = f'x="{left + first}" y="{top}" width="{count}" height="{LANE}"'
             parts.append(f'<rect {place} fill="{colour}"/>')
-    size = f'viewBox="0 0 {LETTERS + COLUMNS} {height}" width="{LETTERS + COLUMNS}" height="{height}"'
+    size = f'viewBox="0 0 {left + COLUMNS} {height}" width="{left + COLUMNS}" height="{height}"'
     style = 'style="max-width: 100%; height: auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
 

@@ -1,0 +1,183 @@
+"""The same steps under several dataflows, in turns: their times, how they use the threads, and their timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from typing import Any
+
+from daskgpt.config.errors import require
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.rich import html_table
+from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
+from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.plan import plan
+from daskgpt.instruments.statistics import Spread
+from daskgpt.instruments.timeline import StepRecorder, Summary, Timeline, summarise
+from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.job import Job, compile_kernels
+
+WARMUP = 4  # steps before the first turn
+HEAD = ("", "ms a step", "speedup", "efficiency", "overlap", "idle")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Steps under one dataflow.
+
+    seconds   a step, one value a turn
+    losses    of all steps that were made, in their order
+    timeline  of some further steps
+    """
+
+    threads: int
+    seconds: Spread
+    losses: tuple[float, ...]
+    timeline: Timeline
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Of the timeline."""
+        return summarise(self.timeline)
+
+    @property
+    def overlap(self) -> float:
+        """Share of the time in which two or more different layers ran at once."""
+        return self.summary.overlap
+
+    @property
+    def idle(self) -> float:
+        """Share of the threads' time in which no kernel ran."""
+        return 1 - self.summary.kernel_share
+
+
+class Executions(Mapping[str, Execution]):
+    """Name -> execution. The first one is what the others' speedup is measured by."""
+
+    def __init__(self, found: Mapping[str, Execution]) -> None:
+        self.found = dict(found)
+
+    def __getitem__(self, name: str) -> Execution:
+        return self.found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def speedup(self, name: str) -> float:
+        """How many times as fast as the first, by medians."""
+        first = next(iter(self.found.values()))
+        return first.seconds.median / self[name].seconds.median
+
+    def efficiency(self, name: str) -> float:
+        """Speedup by how many times as many threads it has."""
+        first = next(iter(self.found.values()))
+        return self.speedup(name) * first.threads / self[name].threads
+
+    def rows(self) -> list[list[str]]:
+        """A table of text, as `HEAD` says."""
+        return [
+            [
+                name,
+                Spread.of(1e3 * value for value in run.seconds.values).text(unit="", digits=1),
+                f"{self.speedup(name):.2f}",
+                f"{self.efficiency(name):.0%}",
+                f"{run.overlap:.0%}",
+                f"{run.idle:.0%}",
+            ]
+            for name, run in self.found.items()
+        ]
+
+    def __repr__(self) -> str:
+        table = [list(HEAD), *self.rows()]
+        wide = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
+        return "\n".join(
+            row[0].ljust(wide[0]) + "".join(f"  {cell:>{size}}" for cell, size in zip(row[1:], wide[1:]))
+            for row in table
+        )
+
+    def _repr_html_(self) -> str:
+        """The table, and the timelines one below the other on one time scale: a strip a thread."""
+        runs = list(self.found.values())
+        turns = "s" * (runs[0].seconds.n != 1)
+        title = f"{runs[0].seconds.n} turn{turns}: median and middle half; speedup over {next(iter(self.found))}"
+        end = max(window.end for run in runs for window in run.timeline.windows)
+        lanes = "".join(
+            f'<div style="margin-top: 8px">{escape(name)}, {len(run.timeline.steps)} steps in '
+            f"{run.summary.wall * 1e3:,.0f} ms</div>{svg_strips(run.timeline, end=end, named=False)}"
+            for name, run in self.found.items()
+        )
+        longest = max(runs, key=lambda run: len({event.layer for event in run.timeline.events}))
+        legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(longest.timeline)}</div>'
+        return html_table(title, self.rows(), head=HEAD, numbers=True) + lanes + legend
+
+
+def measure(
+    config: GPT2Config,
+    data: DataConfig | Mapping[str, Any] | None = None,
+    dataflows: Mapping[str, DataflowConfig | Mapping[str, Any]] | None = None,
+    *,
+    turns: int = 5,
+    steps: int = 4,
+    seed: int = 0,
+) -> Executions:
+    """Time training steps on random tokens under several dataflows, and record some further ones of each.
+
+    They take turns, so that noise hits all alike.
+
+    dataflows  by name, the first one being what the others are compared with
+    turns      how often each has its turn
+    steps      of a turn, and of the recorded ones; more where a window has more
+
+    Errors     ValueError where configurations do not fit each other, or there is no dataflow, turn or step
+
+    >>> import daskgpt
+    >>> small = daskgpt.preset("tiny", blocks=1, channels=32)
+    >>> models = {"sequential": {"scheduler": "sync", "grain": "block"}, "threads": {"threads": 2, "grain": "block"}}
+    >>> found = daskgpt.measure(small, {"batch_size": 4}, models, turns=1)
+    >>> list(found), found["sequential"].losses == found["threads"].losses
+    (['sequential', 'threads'], True)
+    """
+    known = dataflows or {"default": {}}
+    require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
+    require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
+    jobs = {name: _job(config, data, own, seed) for name, own in known.items()}
+    for job in jobs.values():
+        compile_kernels(job.precision)
+    with ExitStack() as stack:
+        runs: dict[str, Steps] = {}
+        for name, job in jobs.items():
+            scheduler = stack.enter_context(open_scheduler(job.dataflow.scheduler, job.dataflow.threads))
+            runs[name] = Steps(job, scheduler, seed)
+            runs[name].run(WARMUP)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(turns):
+            for name, own in runs.items():
+                taken = own.run(steps)
+                seconds[name].append(sum(taken) / len(taken))
+        return Executions({name: _execution(own, seconds[name], steps) for name, own in runs.items()})
+
+
+def _job(
+    config: GPT2Config,
+    data: DataConfig | Mapping[str, Any] | None,
+    dataflow: DataflowConfig | Mapping[str, Any],
+    seed: int,
+) -> Job:
+    job = plan(config, data, {"schedule": "constant"}, dataflow).job
+    return Job(job.config, job.data, job.optimizer, job.dataflow, RunConfig(seed=seed))
+
+
+def _execution(run: Steps, seconds: list[float], steps: int) -> Execution:
+    done, losses = len(run.losses), tuple(run.losses)
+    recorder = StepRecorder(run.step, run.scheduler)
+    for first in range(done, done + steps, run.window):
+        with recorder.window(range(first, first + run.window)):
+            run.run(run.window)
+    return Execution(run.scheduler.threads, Spread.of(seconds), losses, recorder.finish())

@@ -1,0 +1,112 @@
+"""The graph of a step as an object to ask and to look at, and steps under several dataflows in turns."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+from chromium import PATH, visit
+from small_runs import MODEL
+
+import daskgpt
+
+DATA = {"batch_size": 4, "sequence_length": 16}
+
+
+def graph(grain="kernel", batch_chunk=2, sequence_chunk=8):
+    cut = {"grain": grain, "batch_chunk": batch_chunk, "sequence_chunk": sequence_chunk, "scheduler": "threads"}
+    return daskgpt.dataflow(MODEL, DATA, cut)
+
+
+def test_only_attention_makes_the_chunks_of_a_sequence_wait_for_one_another():
+    block = graph().of(block=0)
+    attention = "attention attn[0, all]"
+    assert {name for name in block.before(attention) if name.startswith("linear")} == {
+        "linear attn.c_attn[0, 0]",
+        "linear attn.c_attn[0, 1]",
+    }
+    assert {task.chunk[0] for task in map(block.tasks.get, block.before(attention) | block.after(attention))} == {0}
+    assert "attention attn[1, all]" in block.beside(attention)
+    assert {task.chunk[0] for task in block.tasks.values()} == {0, 1}
+
+
+def test_the_longest_chain_is_a_path_and_none_is_longer():
+    block = graph().of(block=0)
+    chain = block.chain()
+    assert set(pairwise(chain)) <= set(block.edges)
+    assert len(chain) == 12
+    assert max(block.depths().values()) == len(chain) - 1
+    assert len(block.tasks) == 44
+
+
+@pytest.mark.parametrize(("grain", "tokens"), [("kernel", 8), ("segment", 8), ("block", 8), ("chunk", 16)])
+def test_a_grain_merges_tasks_and_loses_no_kernel(grain, tokens):
+    found, fine = graph(grain, 2, tokens), graph("kernel", 2, tokens)
+    calls = [{(c.kind, c.place) for task in each.tasks.values() for c in task.calls} for each in (found, fine)]
+    assert calls[0] == calls[1]
+    assert len(found.tasks) == len(fine.tasks) if grain == "kernel" else len(found.tasks) < len(fine.tasks)
+    assert f"grain {grain}" in found.title
+    assert found.bytes <= fine.bytes
+
+
+def test_an_edge_can_be_taken_away():
+    block = graph().of(block=0)
+    edge = ("gather attn.qkv[0, all]", "attention attn[0, all]")
+    other = block.without(edge)
+    assert set(block.edges) - set(other.edges) == {edge}
+    assert "gather attn.qkv[0, all]" not in other.before("attention attn[0, all]")
+    with pytest.raises(ValueError, match="Dataflow.without: the graph must have the edge; got edge="):
+        other.without(edge)
+    with pytest.raises(ValueError, match="Dataflow: the task must be one of it; got task=attention"):
+        block.before("attention")
+    with pytest.raises(ValueError, match="Dataflow.of: some task must run a kernel of it; got block=9"):
+        graph().of(block=9)
+
+
+def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
+    block = graph("segment").of(block=0)
+    html = block.picture(block.chain())._repr_html_()
+    assert html.count("<title>") == len(block.tasks)
+    assert html.count("<path") == len(block.edges)
+    calls = sum(len(task.calls) for task in block.tasks.values())
+    assert html.count("<rect") == calls + len(block.tasks)
+    assert len(re.findall('stroke="#d1242f" stroke-width="2.5"', html)) == len(block.chain())
+    assert "tasks" in repr(block)
+    assert max(map(len, repr(block).splitlines())) <= 100
+
+
+@pytest.mark.skipif(PATH is None, reason="needs Chromium")
+def test_a_phone_shows_a_drawing(tmp_path):
+    page = tmp_path / "drawing.html"
+    page.write_text(f"<!DOCTYPE html><meta charset=utf-8><title>drawing</title>{graph().of(block=0)._repr_html_()}")
+    width = "document.documentElement.scrollWidth"
+    found = visit(
+        page, tmp_path / "profile", "document.readyState === 'complete'", (width,), size=(390, 700), phone=True
+    )
+    assert found.messages == []
+    assert found.values == [390]
+
+
+@pytest.mark.slow
+def test_dataflows_take_turns_and_make_the_same_losses():
+    models = {
+        "sequential": {"scheduler": "sync", "grain": "segment"},
+        "fork-join": {"threads": 2, "barrier": "layer", "grain": "kernel"},
+        "barrier-free": {"threads": 2, "barrier": "none", "grain": "segment"},
+    }
+    models = {name: {"batch_chunk": 2, "sequence_chunk": 16, **own} for name, own in models.items()}
+    found = daskgpt.measure(MODEL, DATA, models, turns=2, steps=4)
+    assert list(found) == list(models)
+    assert {run.losses for run in found.values()} == {found["sequential"].losses}
+    assert [run.threads for run in found.values()] == [1, 2, 2]
+    assert [len(run.timeline.steps) for run in found.values()] == [4, 4, 4]
+    assert found.speedup("sequential") == found.efficiency("sequential") == 1
+    assert found.efficiency("fork-join") == pytest.approx(found.speedup("fork-join") / 2)
+    assert found["sequential"].overlap == 0
+    assert len(repr(found).splitlines()) == 4
+    html = found._repr_html_()
+    assert html.count("<svg") == 3
+    assert all(name in html for name in models)
+    with pytest.raises(ValueError, match="measure: turns must be at least 1; got turns=0"):
+        daskgpt.measure(MODEL, DATA, models, turns=0)
