@@ -79,7 +79,8 @@ def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
 @pytest.mark.skipif(PATH is None, reason="needs Chromium")
 def test_a_phone_shows_a_drawing(tmp_path):
     page = tmp_path / "drawing.html"
-    page.write_text(f"<!DOCTYPE html><meta charset=utf-8><title>drawing</title>{graph().of(block=0)._repr_html_()}")
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'><title>drawing</title>"
+    page.write_text(f"<!DOCTYPE html>{head}{graph().of(block=0)._repr_html_()}")
     width = "document.documentElement.scrollWidth"
     found = visit(
         page, tmp_path / "profile", "document.readyState === 'complete'", (width,), size=(390, 700), phone=True

@@ -197,12 +197,12 @@ def dataflow(
     >>> len(graph.tasks), len(graph.chain())
     (20, 10)
     """
-    job = plan(config, data, dataflow=dataflow).job
+    asked = plan(config, data, dataflow=dataflow)
+    job = asked.job
     step = training_step(job, known_chunks(job)[0], known_grain(job)[0], in_place_of(job))
     tasks, needs = tasks_of(step.runnable, Trial(step).results)
     size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
-    peak = plan(config, data, dataflow=dataflow).found.peak
-    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, peak)
+    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, asked.found.peak)
 
 
 def tasks_of(
