@@ -1,9 +1,9 @@
 """Training steps over slow networks: `python tests/bandwidths.py --out bandwidths` (root on Linux, with PyTorch).
 
 A scheduler and three workers of one thread have hosts of their own (network namespaces, `namespaces.py`). At each limit
-of every host's link steps on the cluster and steps of three processes of PyTorch's DistributedDataParallel (gloo) on
-the same hosts take turns, on the same batches. The log (JSON lines) has a line a limit and model; from all its lines
-come a table and a figure, in the folder that is named.
+of every host's link steps on the cluster, rounds of local steps there (three replicas), and steps of three processes of
+PyTorch's DistributedDataParallel (gloo) on the same hosts take turns. The log (JSON lines) has a line a limit and
+model; from all its lines come a table and a figure, in the folder that is named.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import os
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +24,21 @@ from machines import Machines
 from namespaces import Hosts
 
 from daskgpt.config.model import preset
-from daskgpt.config.run import DataflowConfig
+from daskgpt.config.run import DataflowConfig, LocalConfig
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import Place, TorchSide, check_losses
 from daskgpt.instruments.compare.turns import take_turns, warm_up
 from daskgpt.instruments.measure import Steps
-from daskgpt.instruments.random_tokens import BenchConfig, job_of
+from daskgpt.instruments.random_tokens import BenchConfig, job_of, random_batch
 from daskgpt.instruments.statistics import Spread
+from daskgpt.model.parameters import RandomParameters
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.job import Job
+from daskgpt.training.local_steps import LocalSteps
 
 WORKERS = 3
+ROUND = 50  # local steps
 LIMITS = ("", "10gbit", "1gbit", "100mbit")
 # Preset or numbers, sequences and tokens of a batch: three workers have equal parts.
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {
@@ -40,22 +48,54 @@ MODELS: dict[str, tuple[dict[str, int], int, int]] = {
 }
 
 
+class Rounds:
+    """Whole rounds of local steps, a replica a worker, as a program that takes turns."""
+
+    def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
+        local = LocalConfig(local_steps=ROUND, replicas=WORKERS)
+        self.job = replace(job, local=local, run=replace(job.run, steps=10**6))
+        self.steps, self.seed, self.losses = LocalSteps(self.job, scheduler, lambda _: None), seed, list[float]()
+        self.state = self.steps.initial(RandomParameters(job.config, seed))
+
+    def run(self, count: int) -> list[float]:
+        """Mean seconds a step of a round, however many steps are asked for."""
+        start, end = time.perf_counter(), self.state.step + ROUND
+        while (done := self.state.step) < end:
+            steps = range(done, done + self.steps.together(done))
+            batches = [random_batch(self.job, self.seed, step) for step in steps]
+            outcomes, self.state = self.steps.run(self.state, batches)
+            self.losses += [outcome.loss for outcome in outcomes]
+        self.steps.scheduler.settle(self.state.packs)
+        return [(time.perf_counter() - start) / ROUND]
+
+    def cpu(self) -> Mapping[tuple[str, int], float]:
+        """None: its processes are those that synchronous steps count."""
+        return {}
+
+    def reset_peak(self) -> None:
+        """As these count memory."""
+
+    def peak(self) -> int:
+        return 0
+
+
 def measured(machines: Machines, hosts: Hosts, name: str, limit: str, turns: int) -> dict[str, Any]:
-    """One line of the log: milliseconds a step, median and quartiles, and tokens a second of both programs."""
+    """One line of the log: milliseconds a step, median and quartiles, and tokens a second of the programs."""
     numbers, size, length = MODELS[name]
     config = preset("gpt2" if name == "gpt2" else "tiny", **numbers | ({} if name == "gpt2" else {"positions": length}))
     dataflow = DataflowConfig(scheduler=machines.address)
     job = job_of(config, BenchConfig(batch_size=size, sequence_length=length), dataflow)
     places = [Place(tuple(hosts.command(host, [])), "eth0") for host in range(1, WORKERS + 1)]
     with open_scheduler(machines.address) as scheduler, TorchSide(job, 0, 1, TorchOptions(), places) as torch:
-        steps = Steps(job, scheduler, 0)
-        for side in (steps, torch):
+        steps, rounds = Steps(job, scheduler, 0), Rounds(job, scheduler, 0)
+        for side in (steps, rounds, torch):
             side.run(1)
         check_losses((steps.losses[0], torch.losses[0]), "float32")
+        check_losses((steps.losses[0], rounds.losses[0]), "float32")
         count = warm_up((steps, torch), 1)
-        found = take_turns((steps, torch), turns, count)
+        found = take_turns((steps, rounds, torch), turns, count)
     line: dict[str, Any] = {"model": name, "limit": limit or "none", "turns": len(found), "steps_a_turn": count}
-    for number, program in enumerate(("cluster", "ddp")):
+    for number, program in enumerate(PROGRAMS):
         low, middle, high = Spread.of(turn.means[number] for turn in found).quartiles
         line |= {f"{program}_ms": middle * 1e3, f"{program}_ms_q1": low * 1e3, f"{program}_ms_q3": high * 1e3}
         line[f"{program}_tokens_per_s"] = size * length / middle
@@ -64,7 +104,10 @@ def measured(machines: Machines, hosts: Hosts, name: str, limit: str, turns: int
 
 def table(lines: list[dict[str, Any]]) -> str:
     """In Markdown."""
-    rows = ["| model | link | cluster, ms a step | DDP, ms a step | cluster / DDP |", "|---|---|---|---|---|"]
+    rows = [
+        f"| model | link | {', ms a step | '.join(PROGRAMS.values())}, ms a step | daskgpt / DDP |",
+        "|---" * 6 + "|",
+    ]
     for line in lines:
         cells = [f"{line[f'{p}_ms']:,.0f} ({line[f'{p}_ms_q1']:,.0f} .. {line[f'{p}_ms_q3']:,.0f})" for p in PROGRAMS]
         ratio = line["cluster_ms"] / line["ddp_ms"]
@@ -72,7 +115,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-PROGRAMS = {"cluster": "daskgpt, cluster", "ddp": "PyTorch DDP, gloo"}
+PROGRAMS = {"cluster": "daskgpt", "local": f"daskgpt, local steps (H = {ROUND})", "ddp": "PyTorch DDP"}
 
 
 def figure(lines: list[dict[str, Any]], path: Path) -> None:
