@@ -14,6 +14,7 @@ import numpy as np
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.recipes import RECIPES
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.encodings import get_encoding
@@ -47,7 +48,9 @@ def parser() -> Parser:
     flags = Parser(
         prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG, allow_abbrev=False
     )
-    flags.add_argument("--preset", help=f"size of the model: {', '.join(PRESETS)} (default: {DEFAULT})")
+    recipes = "; ".join(f"{name} ({recipe.about})" for name, recipe in RECIPES.items())
+    sizes = ", ".join(PRESETS)
+    flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipes}")
     flags.add_argument(
         "--resume",
         metavar="RUN",
@@ -78,10 +81,19 @@ def parser() -> Parser:
     return flags
 
 
+def parsed(arguments: list[str]) -> Namespace:
+    """The values of a command line, with the flags of a recipe that it names."""
+    values = parser().parse_args(arguments)
+    if not values.resume and (recipe := RECIPES.get(values.preset)):
+        values = parser().parse_args([*recipe.arguments, *arguments])
+        values.preset = recipe.preset
+    return values
+
+
 def main(arguments: list[str]) -> int:
     """Check everything, then train, then show what came of it."""
     begin = time.perf_counter()
-    values = parser().parse_args(arguments)
+    values = parsed(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
     resumed = resume(values) if values.resume else None

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from daskgpt.data.split import SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
+from daskgpt.data.split import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
 from daskgpt.data.text import Document
 
 
@@ -95,3 +95,15 @@ def test_tokens_are_cut_into_views():
     ]
     assert all(np.shares_memory(piece, tokens) for piece in training + validation)
     np.testing.assert_array_equal(np.sort(np.concatenate(training + validation)), tokens)
+
+
+def test_the_end_is_held_out_to_the_character():
+    """As others cut the plays: 1,115,394 characters at 0.9 of them."""
+    assert runs(1_115_394, SPAN_CHARACTERS, 0.1, END) == [Run(0, 1_003_854, False), Run(1_003_854, 1_115_394, True)]
+    words = "first line\nsecond line\n" * 50
+    documents = [Document("a", words[:700]), Document("b", words[700:])]
+    training, validation = split_text(documents, 0.5, END)
+    assert "".join(training) + "".join(validation) == words
+    assert len("".join(validation)) == len(words) // 2
+    parts = split_tokens(np.arange(100), 0.25, END)
+    assert [part[0].tolist() for part in parts] == [list(range(75)), list(range(75, 100))]

@@ -32,6 +32,11 @@ class DataConfig(Checked):
         choices=("auto", "random", "epochs"),
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
+    held_out: str = setting(
+        "spans",
+        "which share that is: spans that are spread over the text, or its end, as others take it",
+        choices=("spans", "end"),
+    )
     batch_size: int = setting(12, "B, sequences a step; of a micro-batch, where there are several", least=1)
     accumulate: int = setting(
         1,

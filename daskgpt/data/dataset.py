@@ -12,7 +12,7 @@ import tiktoken
 from daskgpt.config.errors import require
 from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
 from daskgpt.data.order import shuffled
-from daskgpt.data.split import split_text, split_tokens
+from daskgpt.data.split import SPANS, split_text, split_tokens
 from daskgpt.data.text import STANDARD_LIBRARY, read_text
 from daskgpt.data.tokens import Tokens
 from daskgpt.formats.llmc_tokens import read_tokens
@@ -56,10 +56,11 @@ def load_dataset(
     encoding: str | None = None,
     *,
     validation_fraction: float = 0.1,
+    held_out: str = SPANS,
     validation_source: str | None = None,
     sequence_length: int = 1,
 ) -> Dataset:
-    """Read a source, encode it, and hold a part out; or take that part whole from a source of its own.
+    """Read a source, encode it, and hold a part out (`data/split.py`); or take that part from a source of its own.
 
     Without an encoding, token files are taken for GPT-2's and text for bytes. Every document begins with end-of-text,
     and so does every piece of one that was cut for validation.
@@ -76,12 +77,12 @@ def load_dataset(
     got: dict[str, object] = {"validation_fraction": validation_fraction}
     require(0 < validation_fraction < 1, where, "validation_fraction must lie between 0 and 1", got, "Try 0.1.")
     if validation_source is None:
-        part = _load(source, name, validation_fraction)
+        part = _load(source, name, validation_fraction, held_out)
         training, validation, origin = part.training, part.validation, part.origin
     else:
-        part, held_out = _load(source, name, 0.0), _load(validation_source, name, 0.0)
-        training, validation = part.training, held_out.training
-        origin = f"{part.origin}, validation {held_out.origin}"
+        part, other = _load(source, name), _load(validation_source, name)
+        training, validation = part.training, other.training
+        origin = f"{part.origin}, validation {other.origin}"
     for kind, tokens, of in (("training", training, source), ("validation", validation, validation_source or source)):
         rule = f"the {kind} part must hold at least sequence_length + 1 = {sequence_length + 1} tokens"
         got = {"source": of, "tokens": tokens.size}
@@ -95,24 +96,24 @@ def whole_source(source: str, name: str) -> np.ndarray:
 
     Errors   as of load_dataset
     """
-    return _load(source, name, 0.0).training
+    return _load(source, name).training
 
 
-def _load(source: str, name: str, fraction: float) -> _Part:
+def _load(source: str, name: str, fraction: float = 0.0, held_out: str = SPANS) -> _Part:
     """Both parts of one source; a fraction of 0 leaves the validation empty."""
     if is_token_source(source):
         tokens = read_tokens(source)
         check_tokens(tokens, vocabulary_size(name))
         if fraction == 0:
             return _Part(tokens, tokens[:0], source)
-        training, validation = split_tokens(tokens, fraction)
+        training, validation = split_tokens(tokens, fraction, held_out)
         return _Part(_join(training, vocabulary_size(name) - 1), _join(validation, vocabulary_size(name) - 1), source)
     documents = read_text(source)
     files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
     library = f"standard library of Python {platform.python_version()}"
     origin = f"{library if source == STANDARD_LIBRARY else source} ({files})"
     codec = get_encoding(name)
-    training_text, validation_text = split_text(documents, fraction)
+    training_text, validation_text = split_text(documents, fraction, held_out)
     return _Part(_encode_all(training_text, codec), _encode_all(validation_text, codec), origin)
 
 

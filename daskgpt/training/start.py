@@ -57,7 +57,7 @@ class Start:
         if self.data is None:
             length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
             return DataConfig(**{"sequence_length": length} | dict(given))
-        kept = ("data", "encoding", "validation_fraction", "sequence_length")
+        kept = ("data", "encoding", "validation_fraction", "held_out", "sequence_length")
         known = asdict(self.data)
         chosen = DataConfig(**{name: known[name] for name in kept} | dict(given))
         return replace(chosen, encoding=self.encoding(chosen.encoding))
@@ -96,7 +96,11 @@ def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) 
     if encoding == "auto":
         encoding = "gpt2" if is_token_source(data.data) else encoding_of(vocabulary)
     return load_dataset(
-        data.data, encoding, validation_fraction=data.validation_fraction, sequence_length=data.sequence_length
+        data.data,
+        encoding,
+        validation_fraction=data.validation_fraction,
+        held_out=data.held_out,
+        sequence_length=data.sequence_length,
     )
 
 
