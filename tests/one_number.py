@@ -32,12 +32,13 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration with the shape of its batch, the groups in which that is summed, and who updates."""
+    """A configuration with the shape of its batch, the groups in which that is summed, who updates, what is dropped."""
 
     config: GPT2Config
     batch: tuple[int, int]
     groups: int = 1
     optimizer: str = "adamw"
+    dropout: float = 0.0
 
 
 MODELS = {
@@ -54,6 +55,7 @@ MODELS = {
 MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
 MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
 MODELS["odd with muon"] = replace(MODELS["odd in 2 groups"], optimizer="muon")
+MODELS["odd with dropout"] = replace(MODELS["odd in 2 groups"], dropout=0.2)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             model.config,
             model.batch,
             dials.chunk,
-            OptimizerConfig(optimizer=model.optimizer),
+            OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout),
             precision=precision_of(precision),
             grain=dials.grain,
             barrier=dials.barrier,

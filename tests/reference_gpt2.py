@@ -9,6 +9,7 @@ Sources  Radford et al. 2019 (the model); Vaswani et al. 2017 (attention); Ba et
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,16 @@ class Expected:
 
 
 def expected(
-    parameters: Mapping[str, np.ndarray], tokens: np.ndarray, targets: np.ndarray, heads: int, vocabulary: int
+    parameters: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    heads: int,
+    vocabulary: int,
+    factors: Mapping[str, np.ndarray] | None = None,
 ) -> Expected:
     """What a model makes of a batch.
 
+    factors      of dropout, by the place: "wte+wpe", "h.0.attn" (of probabilities), "h.0.attn.c_proj", ...
     vocabulary   ids that can occur: rows of wte from there on are padding, without probability
 
     Shapes       tokens, targets (B, T); matrices are (out, in)
@@ -40,10 +47,11 @@ def expected(
     p = {name: value.astype(np.float64) for name, value in parameters.items()}
     length = tokens.shape[1]
     blocks = sum(name.endswith(".ln_1.weight") for name in p)
-    x = p["wte.weight"][tokens] + p["wpe.weight"][:length]
+    f = defaultdict(lambda: np.float64(1), factors or {})
+    x = (p["wte.weight"][tokens] + p["wpe.weight"][:length]) * f["wte+wpe"]
     kept = []
     for number in range(blocks):
-        x, saved = _block(p, f"h.{number}", x, heads)
+        x, saved = _block(p, f, f"h.{number}", x, heads)
         kept.append(saved)
     last, normed = _layernorm(x, p["ln_f.weight"], p["ln_f.bias"])
     logits = last @ p["wte.weight"].T
@@ -62,33 +70,35 @@ def expected(
     g: Arrays = {"wte.weight": np.einsum("btv,btc->vc", d_logits, last)}
     dx = _layernorm_backward(g, "ln_f", d_logits @ p["wte.weight"], normed, p["ln_f.weight"])
     for number in reversed(range(blocks)):
-        dx = _block_backward(g, p, f"h.{number}", dx, kept[number], heads)
+        dx = _block_backward(g, p, f, f"h.{number}", dx, kept[number])
+    dx = dx * f["wte+wpe"]
     np.add.at(g["wte.weight"], tokens, dx)
     g["wpe.weight"] = np.zeros_like(p["wpe.weight"])
     g["wpe.weight"][:length] = dx.sum(0)
     return Expected(logits, float(loss), g)
 
 
-def _block(p: Arrays, at: str, x: np.ndarray, heads: int) -> tuple[np.ndarray, dict[str, Any]]:
+def _block(p: Arrays, f: Arrays, at: str, x: np.ndarray, heads: int) -> tuple[np.ndarray, dict[str, Any]]:
     s: dict[str, Any] = {}
     s["y1"], s["normed1"] = _layernorm(x, p[f"{at}.ln_1.weight"], p[f"{at}.ln_1.bias"])
     qkv = s["y1"] @ p[f"{at}.attn.c_attn.weight"].T + p[f"{at}.attn.c_attn.bias"]
-    s["mixed"], s["attention"] = _attention(qkv, heads)
-    x = x + s["mixed"] @ p[f"{at}.attn.c_proj.weight"].T + p[f"{at}.attn.c_proj.bias"]
+    s["mixed"], s["attention"] = attention(qkv, heads, f[f"{at}.attn"])
+    y = s["mixed"] @ p[f"{at}.attn.c_proj.weight"].T + p[f"{at}.attn.c_proj.bias"]
+    x = x + y * f[f"{at}.attn.c_proj"]
     s["y2"], s["normed2"] = _layernorm(x, p[f"{at}.ln_2.weight"], p[f"{at}.ln_2.bias"])
     s["hidden"] = s["y2"] @ p[f"{at}.mlp.c_fc.weight"].T + p[f"{at}.mlp.c_fc.bias"]
     s["active"] = _gelu(s["hidden"])
-    x = x + s["active"] @ p[f"{at}.mlp.c_proj.weight"].T + p[f"{at}.mlp.c_proj.bias"]
-    return x, s
+    y = s["active"] @ p[f"{at}.mlp.c_proj.weight"].T + p[f"{at}.mlp.c_proj.bias"]
+    return x + y * f[f"{at}.mlp.c_proj"], s
 
 
-def _block_backward(g: Arrays, p: Arrays, at: str, dx: np.ndarray, s: dict[str, Any], heads: int) -> np.ndarray:
+def _block_backward(g: Arrays, p: Arrays, f: Arrays, at: str, dx: np.ndarray, s: dict[str, Any]) -> np.ndarray:
     """The gradient of the block's input; those of its tensors go into g."""
-    d_active = _linear_backward(g, p, f"{at}.mlp.c_proj", dx, s["active"])
+    d_active = _linear_backward(g, p, f"{at}.mlp.c_proj", dx * f[f"{at}.mlp.c_proj"], s["active"])
     d_y2 = _linear_backward(g, p, f"{at}.mlp.c_fc", d_active * _gelu_slope(s["hidden"]), s["y2"])
     dx = dx + _layernorm_backward(g, f"{at}.ln_2", d_y2, s["normed2"], p[f"{at}.ln_2.weight"])
-    d_mixed = _linear_backward(g, p, f"{at}.attn.c_proj", dx, s["mixed"])
-    d_y1 = _linear_backward(g, p, f"{at}.attn.c_attn", _attention_backward(d_mixed, s["attention"], heads), s["y1"])
+    d_mixed = _linear_backward(g, p, f"{at}.attn.c_proj", dx * f[f"{at}.attn.c_proj"], s["mixed"])
+    d_y1 = _linear_backward(g, p, f"{at}.attn.c_attn", attention_backward(d_mixed, s["attention"]), s["y1"])
     return dx + _layernorm_backward(g, f"{at}.ln_1", d_y1, s["normed1"], p[f"{at}.ln_1.weight"])
 
 
@@ -114,7 +124,8 @@ def _layernorm_backward(
     return rstd * (d_unit - d_unit.mean(-1, keepdims=True) - unit * along)
 
 
-def _attention(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+def attention(qkv: np.ndarray, heads: int, factors: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """y, and what its gradient needs; factors: of dropout, (B, NH, T, T) or 1."""
     batch, length, width = qkv.shape
     # (3, B, heads, T, head size)
     q, k, v = qkv.reshape(batch, length, 3, heads, width // 3 // heads).transpose(2, 0, 3, 1, 4)
@@ -122,19 +133,20 @@ def _attention(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, tuple[np.ndarra
     scores = np.where(np.arange(length)[:, None] >= np.arange(length), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    mixed = np.einsum("bhqk,bhkc->bqhc", weights, v)
-    return mixed.reshape(batch, length, -1), (q, k, v, weights)
+    mixed = np.einsum("bhqk,bhkc->bqhc", weights * factors, v)
+    return mixed.reshape(batch, length, -1), (q, k, v, weights, factors)
 
 
-def _attention_backward(dy: np.ndarray, kept: tuple[np.ndarray, ...], heads: int) -> np.ndarray:
-    q, k, v, weights = kept
-    batch, length, _ = dy.shape
+def attention_backward(dy: np.ndarray, kept: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The gradient of queries, keys and values."""
+    q, k, v, weights, factors = kept
+    batch, heads, length, _ = q.shape
     d_mixed = dy.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
-    d_weights = np.einsum("bhqc,bhkc->bhqk", d_mixed, v)
+    d_weights = np.einsum("bhqc,bhkc->bhqk", d_mixed, v) * factors
     d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
     d_q = np.einsum("bhqk,bhkc->bhqc", d_scores, k)
     d_k = np.einsum("bhqk,bhqc->bhkc", d_scores, q)
-    d_v = np.einsum("bhqk,bhqc->bhkc", weights, d_mixed)
+    d_v = np.einsum("bhqk,bhqc->bhkc", weights * factors, d_mixed)
     return np.stack([d_q, d_k, d_v]).transpose(1, 3, 0, 2, 4).reshape(batch, length, -1)
 
 

@@ -32,7 +32,7 @@ def answer(parser, capsys, *words):
         (["--max_iters", "9"], "--max_iters must be a known flag. It is called --steps here."),
         (["--learning_rate", "1"], "--learning_rate must be a known flag. Did you mean --learning-rate?"),
         (["--grad-clip", "1"], "--grad-clip must be a known flag. It is called --clip here."),
-        (["--dropout", "0.1"], "--dropout must be a known flag. There is no dropout here"),
+        (["--attn_pdrop", "0.1"], "--attn_pdrop must be a known flag. It is called --dropout here."),
         (["--resume-from", "runs/a"], "--resume-from must be a known flag. It is called --resume here."),
         (["--save-interval", "5"], "--save-interval must be a known flag. It is called --save-every here."),
         (["--epochs", "3"], "--epochs must be a known flag. A run is counted in --steps"),

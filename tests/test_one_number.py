@@ -31,6 +31,7 @@ CHUNKS = {
     "long": [(3, 75), (1, 75), (3, 25), (1, 15), (1, 5), (3, 1)],
 }
 CHUNKS |= {"tiny in 4 groups": CHUNKS["tiny"], "odd in 2 groups": CHUNKS["odd"], "odd with muon": CHUNKS["odd"][::2]}
+CHUNKS["odd with dropout"] = CHUNKS["odd"][1::2]
 SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
 
 
@@ -91,6 +92,8 @@ def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
             values[name] = random.integers(0, OPTIONS["vocabulary"], shape).astype(np.int32)
         if name == "positions":
             values[name] = np.arange(*shape, dtype=np.int32)
+        if name == "streams":
+            values[name] = random.integers(-(2**63), 2**63, shape)
     return values
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -51,12 +52,12 @@ def machines(tmp_path_factory):
         yield found
 
 
-def train(text, out, scheduler, on_step=None, batch_chunk=0, **run):
+def train(text, out, scheduler, on_step=None, batch_chunk=0, optimizer=OPTIMIZER, **run):
     """batch_chunk   sequences in a chunk; with 1 every worker has some, with 0 = auto one may have all of them"""
     settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": out} | run
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
     dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=batch_chunk)
-    return daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, daskgpt.RunConfig(**settings), on_step=on_step)
+    return daskgpt.fit(MODEL, data, optimizer, dataflow, daskgpt.RunConfig(**settings), on_step=on_step)
 
 
 def same(out, whole):
@@ -152,6 +153,24 @@ def test_kill_matrix(kind, machines, text, whole, tmp_path):
     assert once.exists(), "nobody was killed"
     assert len(machines.alive()) == 2
     assert same(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_a_pass_that_is_made_again_drops_the_same(machines, text, whole, tmp_path):
+    """Whoever is killed dies as it begins with a forward task, which another worker then has to do."""
+    machines.have(2)
+    dropping, once = replace(OPTIMIZER, dropout=0.2), tmp_path / "killed"
+    train(text, tmp_path / "threads", "threads", optimizer=dropping)
+    plugin = KillItself(".forward", KILLED_AT, once)
+    with Client(machines.address) as client:
+        client.register_plugin(plugin)
+        try:
+            train(text, tmp_path / "run", machines.address, batch_chunk=1, optimizer=dropping, snapshot_every=4)
+        finally:
+            client.unregister_worker_plugin(plugin.name)
+    assert once.exists(), "nobody was killed"
+    assert same(tmp_path / "run", tmp_path / "threads")
+    assert not set(losses_of(tmp_path / "run")) & set(losses_of(whole)), "nothing was dropped"
 
 
 @pytest.mark.slow

@@ -61,9 +61,9 @@ class DataConfig(Checked):
 @documented
 @dataclass(frozen=True)
 class OptimizerConfig(Checked):
-    """How parameters are updated, and the learning rate over the steps.
+    """How parameters are updated, the learning rate over the steps, and what restrains the model.
 
-    Source   Loshchilov and Hutter 2019, arXiv:1711.05101
+    Source   Loshchilov and Hutter 2019, arXiv:1711.05101; dropout: Srivastava et al. 2014, JMLR 15
     """
 
     optimizer: str = setting(
@@ -109,6 +109,13 @@ class OptimizerConfig(Checked):
         0.2, "Muon: root mean square of a step in units of the learning rate; AdamW's is about 0.2", least=0
     )
     weight_decay: float = setting(0.1, "decoupled weight decay", least=0)
+    dropout: float = setting(
+        0.0,
+        "share of the numbers that are dropped at random, the others made larger, in each step of training: of the "
+        "embeddings, of attention's probabilities, and of what each block adds",
+        least=0,
+        below=1,
+    )
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or every one", choices=("matrices", "all"))
 
 

@@ -34,6 +34,7 @@ _NAMES = {
     "validation-batches": "eval-iters eval-batches val-batches eval-steps val-max-steps",
     "validation-fraction": "val-fraction val-split validation-split test-split val-ratio",
     "weight-decay": "wd l2 decay-rate",
+    "dropout": "drop p-dropout dropout-rate attn-dropout resid-dropout embd-dropout attn-pdrop resid-pdrop embd-pdrop",
     "eps": "epsilon adam-eps adam-epsilon",
     "clip": "grad-clip clip-grad clip-grad-norm gradient-clipping max-norm max-grad-norm",
     "beta1": "adam-beta1 b1",
@@ -56,7 +57,6 @@ _NAMES = {
 SYNONYMS = {synonym: name for name, synonyms in _NAMES.items() for synonym in synonyms.split()}
 
 _CPUS = "Everything runs on CPUs: --scheduler and --threads say where."
-_DROPOUT = "There is no dropout here: --weight-decay is what restrains a model."
 _EPOCHS = "A run is counted in --steps, --tokens or --minutes, and batches are drawn at random."
 _CHECKPOINTS = "Checkpoints are always written: --save-every and --save-minutes say when, --keep how many stay."
 _COMPILING = "Kernels are always compiled, at the first start on a machine."
@@ -68,7 +68,6 @@ MISSING = {
     name: answer
     for names, answer in {
         "device gpu gpus cuda accelerator": _CPUS,
-        "dropout attn-dropout resid-dropout": _DROPOUT,
         "epochs epoch num-epochs num-train-epochs n-epochs": _EPOCHS,
         "always-save-checkpoint save-checkpoint": _CHECKPOINTS,
         "compile jit": _COMPILING,

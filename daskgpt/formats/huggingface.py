@@ -238,7 +238,7 @@ def write_huggingface(
 def _fields(config: GPT2Config) -> dict[str, Any]:
     sizes = {name: getattr(config, own) for name, own in SIZES.items()}
     meant = {name: values[0] for name, values in MEANT.items() if values[0] not in ({}, None)}
-    # This program trains without dropout, and its initial values have this standard deviation.
+    # Dropout belongs to a run, not to its model; initial values have this standard deviation.
     others = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02, "n_inner": None}
     names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "torch_dtype": "float32"}
     return names | sizes | meant | others | {"use_cache": True, "daskgpt_version": __version__}

@@ -3,7 +3,7 @@
 Both walk over bands of query rows. A band's scores against all keys up to its diagonal are one matrix product, the
 mask is where the loops over a row end, and the scratch for a band of scores is all that is held beside the arrays:
 O(T), never (T, T). The forward keeps one number a row, the logarithm of the sum of exponentials, from which the
-backward computes the probabilities again.
+backward computes the probabilities again. So it does with what dropout drops of them.
 """
 
 import math
@@ -14,12 +14,18 @@ from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm, gemm_address
+from daskgpt.kernels.philox import factors_of_row, threshold_of
 from daskgpt.kernels.vectors.elementary import exp, log, maximum
 from daskgpt.kernels.vectors.operations import address_of
 from daskgpt.kernels.vectors.sums import dot, sum_of
 
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16
+
+# What kernels are told of dropout: the streams of the sequences, the number of the place, the word below which a
+# probability is dropped, and what the others are multiplied by.
+Dropped = tuple[np.ndarray, int, int, float]
+NOTHING: Dropped = (np.empty(0, np.int64), 0, 0, 1.0)
 
 
 @helper
@@ -47,8 +53,11 @@ def _softmax(scores, row, limit, last, scale):
     return top, sum_of(scores[row, :limit])
 
 
-@kernel("n r3 n w3 w3 w2 w2 w1")
-def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses):
+@kernel("n r3 n w3 w3 w2 w2 w1 l1 n n f w1")
+def _forward(
+    blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, place, threshold, kept, factors
+):  # fmt: skip
+    """The sum of a row's exponentials is that of all of them: dropout comes after it."""
     wide_vectors()
     real = y.dtype.type
     one, zero = real(1), real(0)
@@ -70,6 +79,13 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses):
                     top, total = _softmax(scores, i, first + i + 1, last, scale)
                     logsumexp[sequence, column // hs, first + i] = top + log(total)
                     inverses[i] = one / total
+                    if threshold > 0:
+                        row = first + i
+                        factors_of_row(
+                            streams[sequence], place, column // hs, row, threshold, kept, factors, row + 1
+                        )  # fmt: skip
+                        for j in range(row + 1):
+                            scores[i, j] *= factors[j]
                 out = address_of(y) + ((sequence * tokens + first) * channels + column) * size
                 gemm(blas, 0, 0, n, hs, last, s, lds, v, ld, zero, out, channels)
                 for i in range(n):
@@ -99,8 +115,11 @@ def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
         gradients[row, j] = 0
 
 
-@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2")
-def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed):
+@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n n f w1")
+def _backward(
+    blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, place, threshold,
+    kept, factors,
+):  # fmt: skip
     """The last band of queries comes first: it meets every key, so its products start the sums of dk and dv."""
     wide_vectors()
     real = dy.dtype.type
@@ -128,7 +147,16 @@ def _backward(blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transp
                 for i in range(n):
                     row = first + i
                     lse = logsumexp[sequence, column // hs, row]
+                    if threshold > 0:
+                        factors_of_row(
+                            streams[sequence], place, column // hs, row, threshold, kept, factors, row + 1
+                        )  # fmt: skip
+                        for j in range(row + 1):
+                            gradients[i, j] *= factors[j]
                     _score_gradients(scores, gradients, i, row + 1, last, scale, lse)
+                    if threshold > 0:
+                        for j in range(row + 1):
+                            scores[i, j] *= factors[j]
                 beta = zero if last == tokens else one
                 gemm(blas, 1, 0, last, hs, n, s, lds, d_out, channels, beta, dv, ld)
                 gemm(blas, 1, 0, last, hs, n, ds, lds, q + down, ld, beta, dk, ld)
@@ -166,6 +194,12 @@ def _scratch(rows: int, tokens: int, dtype: np.dtype) -> np.ndarray:
     return np.empty((rows, tokens + _GAP), dtype)
 
 
+def check_dropped(where: str, qkv: np.ndarray, streams: np.ndarray, place: int, rate: float) -> Dropped:
+    """What kernels are told of dropout; raises ValueError unless there is a stream for each sequence."""
+    check_shape(where, "streams", streams, qkv.shape[:1])
+    return np.ascontiguousarray(streams), place, threshold_of(rate), 1 / (1 - rate)
+
+
 def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     """Causal self-attention, scale 1 / sqrt(HS).
 
@@ -178,12 +212,33 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
     Errors   ValueError when the columns are not 3 heads HS
     """
-    channels = check_heads("attention.forward", qkv, heads)
+    return attend("attention.forward", qkv, heads, NOTHING)
+
+
+def forward_dropped(
+    qkv: np.ndarray, streams: np.ndarray, heads: int, place: int, rate: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """`forward` with a share of the probabilities set to 0 and the others divided by 1 - rate.
+
+    Which ones follows from the stream of the sequence, the place, the head, the query and the key alone.
+
+    Shapes   qkv (b, T, 3C), streams (b,) -> y (b, T, C), logsumexp (b, NH, T)
+    Dtype    float32 or float64; int64 streams
+    Errors   ValueError when the columns are not 3 heads HS, or there is not a stream for each sequence
+    """
+    where = "attention.forward_dropped"
+    return attend(where, qkv, heads, check_dropped(where, qkv, streams, place, rate))
+
+
+def attend(where: str, qkv: np.ndarray, heads: int, dropped: Dropped) -> tuple[np.ndarray, np.ndarray]:
+    """y and logsumexp, see `forward` and `forward_dropped`."""
+    channels = check_heads(where, qkv, heads)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), qkv.dtype), np.empty((sequences, heads, tokens), qkv.dtype)
     band, size = _band(tokens), channels // heads
     scratch = _scratch(band, tokens, qkv.dtype), _scratch(size, tokens, qkv.dtype), np.empty(band, qkv.dtype)
-    _forward(gemm_address(qkv.dtype), np.ascontiguousarray(qkv), heads, y, logsumexp, *scratch)
+    factors = np.empty(tokens + 3, qkv.dtype)
+    _forward(gemm_address(qkv.dtype), np.ascontiguousarray(qkv), heads, y, logsumexp, *scratch, *dropped, factors)
     return y, logsumexp
 
 
@@ -201,10 +256,47 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   ValueError when the shapes do not fit
     """
-    channels, tokens = check_backward("attention.backward", dy, qkv, y, logsumexp, heads), qkv.shape[1]
+    return differentiate("attention.backward", dy, qkv, y, logsumexp, heads, NOTHING)
+
+
+def backward_dropped(
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    streams: np.ndarray,
+    heads: int,
+    place: int,
+    rate: float,
+) -> np.ndarray:
+    """Gradient of `forward_dropped` with respect to q, k and v: what was dropped is found out again.
+
+    m = 0 or 1 / (1 - rate);  dp = m (dy vᵀ);  ds = p (dp - sum(p dp)) / sqrt(HS);  dv = (m p)ᵀ dy
+
+    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) -> dqkv (b, T, 3C)
+    Dtype    float32 or float64, one for all; int64 streams
+    Errors   ValueError when the shapes do not fit
+    """
+    where = "attention.backward_dropped"
+    dropped = check_dropped(where, qkv, streams, place, rate)
+    return differentiate(where, dy, qkv, y, logsumexp, heads, dropped)
+
+
+def differentiate(
+    where: str,
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    heads: int,
+    dropped: Dropped,
+) -> np.ndarray:
+    """dqkv, see `backward` and `backward_dropped`."""
+    channels, tokens = check_backward(where, dy, qkv, y, logsumexp, heads), qkv.shape[1]
     dqkv = np.empty(qkv.shape, qkv.dtype)
     dy, qkv, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, logsumexp))
     band, size = _band(tokens), channels // heads
     scratch = [_scratch(count, tokens, qkv.dtype) for count in (band, band, size, size)]
-    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch)
+    factors = np.empty(tokens + 3, qkv.dtype)
+    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch, *dropped, factors)
     return dqkv

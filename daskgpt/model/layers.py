@@ -18,6 +18,7 @@ from daskgpt.kernels import (
     add,
     attention,
     crossentropy,
+    dropout,
     embedding,
     gather,
     gelu,
@@ -119,12 +120,36 @@ ADD = Layer(
     backward={"x": PASS, "y": PASS},
 )
 
+# What is dropped is found out again in backward, not kept.
+DROPOUT = Layer(
+    name="dropout",
+    forward=Row(dropout.dropped, "btC, b, t -> btC", "x streams positions", "place rate"),
+    outputs="y",
+    backward={"x": Row(dropout.dropped, "btC, b, t -> btC", "dy streams positions", "place rate")},
+)
+
 ATTENTION = Layer(
     name="attention",
     forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads"),
     outputs="y logsumexp",
     backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads")},
     new_axes=lambda sizes, options: {"C": sizes["X"] // 3, "H": options["heads"]},
+)
+
+# The same of a model that drops some of the probabilities while it is trained.
+DROPPED_ATTENTION = Layer(
+    name="attention",
+    forward=Row(attention.forward_dropped, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
+    outputs="y logsumexp",
+    backward={
+        "qkv": Row(
+            attention.backward_dropped,
+            "bTC, bTX, bTC, bHT, b -> bTX",
+            "dy qkv y logsumexp streams",
+            "heads place rate",
+        )
+    },
+    new_axes=ATTENTION.new_axes,
 )
 
 GATHER = Layer(
@@ -176,7 +201,9 @@ LAYERS: tuple[Layer, ...] = (
     LINEAR,
     GELU,
     ADD,
+    DROPOUT,
     ATTENTION,
+    DROPPED_ATTENTION,
     GATHER,
     SPLIT,
     UNEMBEDDING,

@@ -117,6 +117,8 @@ BFLOAT16 = Precision(
         linear.forward_without_bias: rounded_layers.linear_without_bias,
         attention.forward: rounded_attention.forward,
         attention.backward: rounded_attention.backward,
+        attention.forward_dropped: rounded_attention.forward_dropped,
+        attention.backward_dropped: rounded_attention.backward_dropped,
         linear.backward_x: rounded_layers.linear_backward_x,
         linear.backward_weight: rounded_layers.linear_backward_weight,
         crossentropy.forward: rounded_layers.crossentropy_forward,

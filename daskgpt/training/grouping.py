@@ -10,7 +10,7 @@ from daskgpt.graph.grain import GroupOf, groups, in_order
 from daskgpt.graph.inplace import OfRows, RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.spreading import Join
-from daskgpt.model.layers import CROSSENTROPY, EMBEDDING
+from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
 from daskgpt.model.optimizer import SQUARES
 from daskgpt.model.origins import Origin
 
@@ -109,7 +109,8 @@ def update_group(origin: Origin, grain: str) -> Hashable:
 
 def stretch_of(origin: Origin) -> Hashable:
     """The block a task belongs to and whether forward or backward; the embedding goes with the first block."""
-    block = 0 if origin.layer == EMBEDDING.name else origin.block
+    before = origin.block is None and origin.layer in (EMBEDDING.name, DROPOUT.name)
+    block = 0 if before else origin.block
     return block, block is not None and origin.phase == "backward"
 
 

@@ -19,8 +19,6 @@ from daskgpt.model.precision import Precision, copy_of, values_of
 from daskgpt.training.inputs import Moment, input_values
 from daskgpt.training.step import Outcome
 
-Batch = tuple[np.ndarray, np.ndarray]
-
 
 class InnerSteps:
     """Some steps of one replica, which returns what they tell and how long they took; its weights; its moments.
@@ -35,17 +33,15 @@ class InnerSteps:
         self,
         step: Repeated,
         given: Layout,
-        batches: Sequence[Batch],
-        hypers: Sequence[np.ndarray],
+        moments: Sequence[Moment],
         *,
         copied: tuple[str, ...],
     ) -> None:
         """given     names of what the task is called with
-        batches   tokens and targets of each step, the replica's sequences only
-        hypers    what the optimizer is told in each
+        moments   what each step is given, of the replica's sequences only
         copied    kinds of arrays that it works on copies of
         """
-        self.step, self.given, self.batches, self.hypers, self.copied = step, given, batches, hypers, copied
+        self.step, self.given, self.moments, self.copied = step, given, moments, copied
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -59,8 +55,8 @@ class InnerSteps:
             copy_of(values[name]) if name.startswith(self.copied) else values[name] for name in self.step.names
         )
         outcomes = [
-            Outcome.of(self.step(state, input_values(Moment(*batch, hyper=hyper)), self.run + number))
-            for number, (batch, hyper) in enumerate(zip(self.batches, self.hypers))
+            Outcome.of(self.step(state, input_values(moment), self.run + number))
+            for number, moment in enumerate(self.moments)
         ]
         named = dict(zip(self.step.names, state))
         weights = tuple(value for name, value in named.items() if name.startswith("weight."))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import dask.array as da
 import numpy as np
@@ -18,11 +18,19 @@ class Moment:
 
     tokens, targets   (B, T) int32; targets are None where nothing needs them
     hyper             what the optimizer is told, float64 (S,)
+    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.philox`; None where there
+                      are none
     """
 
     tokens: np.ndarray
     targets: np.ndarray | None = None
     hyper: np.ndarray | None = None
+    streams: np.ndarray | None = None
+
+    def of(self, first: int, last: int) -> Moment:
+        """The same of some sequences."""
+        targets, streams = (None if each is None else each[first:last] for each in (self.targets, self.streams))
+        return replace(self, tokens=self.tokens[first:last], targets=targets, streams=streams)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ INPUTS: tuple[Input, ...] = (
     Input("targets", "bt", np.int32, lambda moment: moment.targets),
     # How a chunk knows where in the sequence it stands.
     Input("positions", "t", np.int32, lambda moment: np.arange(moment.tokens.shape[1], dtype=np.int32)),
+    Input("streams", "b", np.int64, lambda moment: moment.streams),
     Input("hyper", "S", np.float64, lambda moment: moment.hyper),
 )
 

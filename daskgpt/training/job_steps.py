@@ -31,6 +31,7 @@ def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, 
         groups=job.groups,
         parts=parts,
         accumulate=job.data.accumulate,
+        seed=job.run.seed,
     )
 
 

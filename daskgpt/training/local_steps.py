@@ -29,10 +29,11 @@ from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice
 from daskgpt.training.first_state import first_packs
-from daskgpt.training.inner_steps import Batch, InnerSteps, OuterStep, Shard
+from daskgpt.training.inner_steps import InnerSteps, OuterStep, Shard
+from daskgpt.training.inputs import Moment
 from daskgpt.training.job import OUTER, Job, of_replica
 from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, TrainingStep, held_weights
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep, held_weights, streams_of
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to see steps go on
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
@@ -188,8 +189,15 @@ class _Stretch:
         self.homes: dict[Key, int] = {}
         job, row = steps.job, steps.step.row
         length = job.horizon.at(state.step)
-        hypers = [hyper_of(job.optimizer, row, state.step + number, length) for number in range(len(batches))]
-        self.inner = [self._inner(replica, batches, hypers) for replica in range(steps.replicas)]
+        moments = [
+            Moment(
+                *batch,
+                hyper_of(job.optimizer, row, number, length),
+                streams_of(job.optimizer, job.run.seed, number, len(batch[0])),
+            )
+            for number, batch in enumerate(batches, state.step)
+        ]
+        self.inner = [self._inner(replica, moments) for replica in range(steps.replicas)]
 
     def told(self, replica: int) -> Key:
         """The task that returns losses and seconds of a replica."""
@@ -209,16 +217,15 @@ class _Stretch:
         weights = [self._add("outer.weights", itemgetter(0), [key], shard) for shard, key in enumerate(outer)]
         return weights + [self._add("outer.momentum", itemgetter(1), [key], s) for s, key in enumerate(outer)] + moments
 
-    def _inner(self, replica: int, batches: Sequence[Batch], hypers: Sequence[np.ndarray]) -> Key:
+    def _inner(self, replica: int, moments: Sequence[Moment]) -> Key:
         steps, shards = self.steps, len(self.steps.shards)
         size = steps.job.replica_shape[0]
-        own = slice(replica * size, (replica + 1) * size)
-        mine = [(tokens[own], targets[own]) for tokens, targets in batches]
+        mine = [moment.of(replica * size, (replica + 1) * size) for moment in moments]
         numbers = list(range(shards)) if self.begins else [2 * shards + steps.replicas + replica]
         weights = steps.layout.packs[:shards] if self.begins else (steps.weights,)
         copied = ("",) if not steps.scheduler.in_place else ("weight.",) if self.begins else ()
         given = Layout((*weights, steps.moments))
-        function = InnerSteps(steps.repeated, given, mine, hypers, copied=copied)
+        function = InnerSteps(steps.repeated, given, mine, copied=copied)
         needs = [(STATE, number) for number in [*numbers, 2 * shards + replica]]
         return self._add("inner.steps", function, needs, replica)
 

@@ -21,6 +21,7 @@ from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
 from daskgpt.graph.recording import Layout, Recorded
 from daskgpt.graph.repacking import repacked
 from daskgpt.kernels.norm import TOLD, squares
+from daskgpt.kernels.philox import streams
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Guarded, Optimizer, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.origins import Origin
@@ -111,16 +112,18 @@ class TrainingStep:
         groups: int = 1,
         parts: int = 1,
         accumulate: int = 1,
+        seed: int = 0,
     ) -> None:
         """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
         in_place  whether the state's arrays are written over: for schedulers that never compute a task again
         groups    into how many groups of sequences sums over the batch are divided
         parts     over how many workers the sequences are spread, out of place
         accumulate  into how many micro-batches the sequences are divided, that are worked on one after the other
+        seed      of what dropout drops
         """
         self.config, self.optimizer, self.precision, self.barrier = config, optimizer, precision, barrier
         self.in_place, self.groups, self.parts = in_place, groups, 1 if in_place else parts
-        self.accumulate = accumulate
+        self.accumulate, self.seed = accumulate, seed
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
@@ -141,7 +144,7 @@ class TrainingStep:
         weights = parameter_leaves(tape, config, precision)
         state = {f"weight.{name}": leaf for name, leaf in weights.items()}
         state |= _leaves(tape, self.row.state(tensors(config)), precision)
-        loss = mean_loss(tape, config, weights, inputs)
+        loss = mean_loss(tape, config, weights, inputs, optimizer.dropout)
         gradients = gradients_of(tape, weights, loss)
         told, outputs = inputs["hyper"], {"loss": loss}
         if guards(optimizer):
@@ -277,7 +280,13 @@ class TrainingStep:
         return Outcome.of(self.runnable.output(scheduler.fetch(handles)))
 
     def _values(self, batch: Batch, step: int, steps: int, limits: Limits = NO_LIMITS) -> Mapping[str, np.ndarray]:
-        return input_values(Moment(*batch, hyper=hyper_of(self.optimizer, self.row, step, steps, limits)))
+        hyper = hyper_of(self.optimizer, self.row, step, steps, limits)
+        return input_values(Moment(*batch, hyper, streams_of(self.optimizer, self.seed, step, len(batch[0]))))
+
+
+def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:
+    """The keys of the random numbers of each sequence of a step, int64 (sequences,); None where it needs none."""
+    return streams(seed, step, sequences) if optimizer.dropout else None
 
 
 def repacked_state(scheduler: Scheduler, step: TrainingStep, state: State) -> State:

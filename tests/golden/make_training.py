@@ -1,4 +1,4 @@
-"""Write training.json: what PyTorch says of learning rates over the steps, and of clipped gradients.
+"""Write training.json: what PyTorch says of learning rates over the steps, clipped gradients, and dropout's scale.
 
 python tests/golden/make_training.py        (needs PyTorch)
 """
@@ -57,6 +57,25 @@ def clipped(clip: float, shapes: dict[str, tuple[int, ...]], steps: int) -> dict
     return {"norms": norms, "sums": sums}
 
 
+def kept(rate: float, dtype: torch.dtype) -> dict[str, float]:
+    """What dropout makes of a 1 that is not dropped: its value, its gradient, and as the probability of the one token
+    that attention may look at."""
+    x = torch.ones(2000, dtype=dtype, requires_grad=True)
+    y = torch.nn.functional.dropout(x, rate)
+    y.sum().backward()
+    one = torch.ones(2000, 1, 1, 1, dtype=dtype)
+    attended = torch.nn.functional.scaled_dot_product_attention(one, one, one, is_causal=True, dropout_p=rate)
+    assert x.grad is not None
+    return {"value": the_other(y), "gradient": the_other(x.grad), "attention": the_other(attended)}
+
+
+def the_other(values: torch.Tensor) -> float:
+    """Of numbers that are 0 or another one, that other one."""
+    zero, other = values.detach().double().unique().tolist()
+    assert zero == 0
+    return other
+
+
 def made_up(step: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Numbers between -0.5 and 0.5, from a stream that no version of NumPy changes."""
     raw = np.random.Philox(1000 * step + len(name)).random_raw(int(np.prod(shape))) >> np.uint64(40)
@@ -65,11 +84,15 @@ def made_up(step: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 SHAPES = {"a": (130, 33), "bb": (33,), "ccc": (1, 7)}
 CLIPS = (0.5, 19.0, 1000.0)
+RATES = (0.1, 0.2, 0.5, 0.9)
 
 if __name__ == "__main__":
     numbers = {
         "torch": torch.__version__,
         "schedules": {name: rates(name) for name in ("constant", "linear", "cosine", "wsd")},
         "clipping": {str(clip): clipped(clip, SHAPES, 4) for clip in CLIPS},
+        "dropout": {
+            str(rate): {kind: kept(rate, getattr(torch, kind)) for kind in ("float32", "float64")} for rate in RATES
+        },
     }
     (Path(__file__).parent / "training.json").write_text(json.dumps(numbers, indent=1) + "\n")

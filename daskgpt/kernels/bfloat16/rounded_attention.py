@@ -4,16 +4,23 @@ All products are patches of 32 x 32 sums. The forward walks over 32 queries at a
 keys up to the diagonal. The backward walks over 32 keys at a time and computes the scores transposed, a row a key:
 rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q as they stand,
 and with the rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once a head. What lies beyond the
-tokens or the head is zero in the panels; what lies beyond the diagonal is left out of sums and is zero in operands.
+tokens or the head is zero in the panels; what lies beyond the diagonal is left out of sums and is zero in operands. So
+are the probabilities that dropout drops, and what it leaves is made larger after the sums.
 """
 
 import math
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from daskgpt.kernels import attention
+from daskgpt.kernels.bfloat16.attention_lanes import (
+    exponentials,
+    largest,
+    raise_columns,
+    score_gradients,
+    sum_of_lanes,
+)
+from daskgpt.kernels.bfloat16.dropping import drop_halves, factors_of_patch, multiply_reals
 from daskgpt.kernels.bfloat16.operands import FLOAT32, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
 from daskgpt.kernels.bfloat16.rounding import rounded
@@ -22,7 +29,6 @@ from daskgpt.kernels.bfloat16.tiles import (
     PATCH,
     ROW,
     STEP,
-    TILE,
     ZEROS,
     close_unit,
     multiply_patch,
@@ -31,125 +37,23 @@ from daskgpt.kernels.bfloat16.tiles import (
 from daskgpt.kernels.bfloat16.units import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.weight_gradient import sum_rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.philox import factors_of_row
 from daskgpt.kernels.vectors.elementary import log
 from daskgpt.kernels.vectors.lanes import (
-    F32,
-    LANES,
-    REALS,
     VECTOR,
-    below,
-    call,
-    constant,
-    exp,
-    fma,
-    load,
-    round_to_bfloat16,
-    splat,
-    store,
-    whole,
 )
 from daskgpt.kernels.vectors.operations import (
-    PARTS,
     address_of,
     copy_row,
-    operation,
     read_real,
-    store_pairs,
     transpose_tile,
     write_real,
 )
-from daskgpt.kernels.vectors.sums import dot_at, folded
+from daskgpt.kernels.vectors.sums import dot_at
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 # Queries that two keys before the diagonal's patch must not be seen by: none.
 _NONE = -2
-
-
-@intrinsic
-def _raise_columns(typing_context, tops, scores, count):
-    """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
-
-    def build(builder, tops, scores, count):
-        top = load(builder, tops)
-        for first in PARTS:
-            score = load(builder, scores, first * 4)
-            above = builder.and_(builder.fcmp_ordered(">", score, top), below(builder, count, first))
-            top = builder.select(above, score, top)
-        store(builder, top, tops)
-
-    return operation(build, 3)
-
-
-@intrinsic
-def _maximum(typing_context, address):
-    """The largest of 16 float32 numbers."""
-
-    def generate(context, builder, signature, values):
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [load(builder, values[0])])
-
-    return types.float32(types.int64), generate
-
-
-@intrinsic
-def _sum(typing_context, address):
-    """The sum of 16 float32 numbers."""
-
-    def generate(context, builder, signature, values):
-        return folded(builder, load(builder, values[0]))
-
-    return types.float32(types.int64), generate
-
-
-@intrinsic
-def _exponentials(typing_context, scores, target, totals, count, scale, top):
-    """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
-
-    def build(builder, scores, target, totals, count, scale, top):
-        scale, negative_top = splat(builder, scale), splat(builder, builder.fneg(top))
-        total = load(builder, totals)
-        for first in PARTS:
-            p = exp(builder, fma(builder, load(builder, scores, first * 4), scale, negative_top))
-            p = builder.select(below(builder, count, first), p, constant(REALS, 0.0))
-            total = builder.fadd(total, p)
-            store(builder, round_to_bfloat16(builder, p), target, first * 2)
-        store(builder, total, totals)
-
-    return operation(build, 4, 2)
-
-
-def _key_gradients(builder, place, first, hidden, scale):
-    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
-    scores, gradients, logsumexp, deltas = (load(builder, address, first * 4) for address in place)
-    score = builder.fmul(scores, scale)
-    p = exp(builder, builder.fsub(score, logsumexp))
-    centred = builder.fsub(gradients, deltas)
-    gradient = builder.fmul(builder.fmul(p, scale), centred)
-    mask, zero = below(builder, hidden, first), constant(REALS, 0.0)
-    return [round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
-
-
-@intrinsic
-def _score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
-    """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
-
-    p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
-    """
-
-    def build(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
-        scale = splat(builder, scale)
-        for first in PARTS:
-            both = []
-            for row in (0, 1):
-                down, across = whole(row * ROW), row * 64 + first * 2
-                place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
-                limit = builder.add(hidden, whole(row))
-                probability, gradient = _key_gradients(builder, place, first, limit, scale)
-                store(builder, probability, p, across)
-                store(builder, gradient, ds, across)
-                both.append(gradient)
-            store_pairs(builder, both[0], both[1], builder.add(pairs, whole(first // LANES * TILE)))
-
-    return operation(build, 8, 1)
 
 
 @helper
@@ -161,7 +65,7 @@ def _score_queries(unit, q, keys, steps, patch, zeros, scores, tops):
         place = scores + j * PATCH
         multiply_patch(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
         for row in range(32):
-            _raise_columns(tops + row * VECTOR, place + row * ROW, row + 1 if j == patch else 32)
+            raise_columns(tops + row * VECTOR, place + row * ROW, row + 1 if j == patch else 32)
 
 
 @helper
@@ -170,32 +74,41 @@ def _softmax(scores, patch, scale, tops, totals, p):
     for i in range(512):
         write_real(totals, i, _ZERO)
     for row in range(32):
-        write_real(tops, row * 16, scale * _maximum(tops + row * VECTOR))
+        write_real(tops, row * 16, scale * largest(tops + row * VECTOR))
     for j in range(patch + 1):
         for row in range(32):
-            _exponentials(
+            exponentials(
                 scores + j * PATCH + row * ROW, p + j * STEP + row * 64, totals + row * VECTOR,
                 row + 1 if j == patch else 32, scale, read_real(tops, row * 16),
             )  # fmt: skip
     for row in range(32):
-        write_real(totals, row * 16, _sum(totals + row * VECTOR))
+        write_real(totals, row * 16, sum_of_lanes(totals + row * VECTOR))
 
 
 @helper
-def _store_output(sums, totals, rows, size, target, target_step):
-    """Rows of y = sums / total."""
+def _drop_queries(p, patch, stream, place, head, threshold, kept, factors):
+    """Zeros for what is dropped of a left panel of 32 queries' probabilities."""
+    for row in range(32):
+        factors_of_row(stream, place, head, patch * 32 + row, threshold, kept, factors, (patch + 1) * 32)
+        for j in range(patch + 1):
+            drop_halves(p + j * STEP + row * 64, address_of(factors) + j * ROW)
+
+
+@helper
+def _store_output(sums, totals, rows, size, kept, target, target_step):
+    """Rows of y = kept sums / total."""
     width = (size + 31) // 32 * 32
     for row in range(rows):
-        inverse = _ONE / read_real(totals, row * 16)
+        inverse = kept / read_real(totals, row * 16)
         for c in range(width):
             write_real(sums, row * width + c, read_real(sums, row * width + c) * inverse)
         copy_row(sums + row * width * 4, target + row * target_step, size)
 
 
-@kernel("h1 H1 H1 h1 n n n n n n n n n n n n n n n")
+@kernel("h1 H1 H1 h1 n n n n n n n n n n n n n n n l1 n n s1 S1")
 def _forward(
     qkv, y, logsumexp, zeros, unit, configuration, sequences, tokens, heads, size, q, keys, values, scores, p, sums,
-    tops, totals, patch_steps,
+    tops, totals, patch_steps, streams, place, threshold, kept, factors,
 ):  # fmt: skip
     """patch_steps: steps of the summed axis of q kᵀ, ceil(HS / 32)."""
     wide_vectors()
@@ -217,10 +130,12 @@ def _forward(
             for row in range(rows):
                 value = read_real(tops, row * 16) + log(read_real(totals, row * 16))
                 write_real(address_of(logsumexp), head * tokens + first + row, value)
+            if threshold > 0:
+                _drop_queries(p, patch, streams[sequence], place, head % heads, threshold, kept[0], factors)
             width = patch_steps * ROW
             sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
             target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
-            _store_output(sums, totals, rows, size, target, channels * 4)
+            _store_output(sums, totals, rows, size, kept[0], target, channels * 4)
     close_unit(unit)
 
 
@@ -263,22 +178,33 @@ def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, pa
 
 
 @helper
-def _differentiate_patch(unit, left, right, v, dy, steps, zeros, work, offsets, deltas, p, ds, diagonal, scale):
-    """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two patches at `work`."""
+def _differentiate_patch(
+    unit, left, right, v, dy, steps, zeros, work, offsets, deltas, p, ds, diagonal, scale, factors
+):  # fmt: skip
+    """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two patches at `work`.
+
+    factors   of dropout, a patch like the scores; 0 where there is none
+    """
     multiply_patch(unit, left, right, steps, zeros, 0, work, ROW)
     multiply_patch(unit, v, dy, steps, zeros, 0, work + PATCH, ROW)
+    if factors != 0:
+        for row in range(32):
+            multiply_reals(work + PATCH + row * ROW, factors + row * ROW)
     for row in range(0, 32, 2):
         place = work + row * ROW
-        _score_gradients(
+        score_gradients(
             place, place + PATCH, offsets, deltas, p + row * 64, ds + row * 64, work + 2 * PATCH + row * 32,
             row if diagonal else _NONE, scale,
         )  # fmt: skip
+    if factors != 0:
+        for row in range(32):
+            drop_halves(p + row * 64, factors + row * ROW)
 
 
-@kernel("h1 h1 h1 h1 H1 h1 n n n n n n n n n n n n n n")
+@kernel("h1 h1 h1 h1 H1 h1 n n n n n n n n n n n n n n n l1 n n s1")
 def _backward(
     dy, qkv, y, logsumexp, dqkv, zeros, unit, configuration, sequences, tokens, heads, size, rows, pairs, work, offsets,
-    deltas, lefts, sums, dq,
+    deltas, lefts, sums, dq, factors, streams, place, threshold, kept,
 ):  # fmt: skip
     wide_vectors()
     open_unit(unit, configuration)
@@ -288,20 +214,25 @@ def _backward(
     each, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
     for head in range(sequences * heads):
         sequence, column = head // heads, head % heads * size
-        place = (sequence * tokens * channels + column) * 4
-        place3 = (sequence * tokens * 3 * channels + column) * 4
-        q, d_out, dq_out = address_of(qkv) + place3, address_of(dy) + place, address_of(dqkv) + place3
+        start = (sequence * tokens * channels + column) * 4
+        start3 = (sequence * tokens * 3 * channels + column) * 4
+        q, d_out, dq_out = address_of(qkv) + start3, address_of(dy) + start, address_of(dqkv) + start3
         _pack_head(q, d_out, row_bytes, channels * 4, channels * 4, tokens, size, rows, pairs, panel, long_panel)
         _prepare_queries(
-            d_out, address_of(y) + place, address_of(logsumexp) + head * tokens * 4, channels, tokens, size, offsets,
+            d_out, address_of(y) + start, address_of(logsumexp) + head * tokens * 4, channels, tokens, size, offsets,
             deltas,
         )  # fmt: skip
         for j in range(patches):
             for i in range(j, patches):
                 key, query = rows + j * panel, rows + 2 * each + i * panel
+                if threshold > 0:
+                    factors_of_patch(
+                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept[0], factors
+                    )  # fmt: skip
                 _differentiate_patch(
                     unit, key, query, key + each, query + each, steps, nothing, work, offsets + i * ROW,
                     deltas + i * ROW, p + (i - j) * STEP, ds + (i - j) * STEP, i == j, scale,
+                    factors if threshold > 0 else 0,
                 )  # fmt: skip
                 for c in range(steps):
                     patch = dq + (i * steps + c) * PATCH
@@ -313,6 +244,9 @@ def _backward(
                 sum_rows(
                     unit, left, right + j * STEP, long_panel, patches - j, steps * 32, nothing, 0, sums, steps * ROW
                 )
+                if which and threshold > 0:
+                    for n in range(32 * steps * 32):
+                        write_real(sums, n, read_real(sums, n) * kept[0])
                 target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
                 for row in range(min(32, tokens - j * 32)):
                     copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
@@ -341,11 +275,27 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
     Errors   TypeError when qkv is not float32; ValueError when the columns are not 3 heads HS
     """
-    where = "rounded_attention.forward"
+    return _attend("rounded_attention.forward", qkv, heads, attention.NOTHING)
+
+
+def forward_dropped(
+    qkv: np.ndarray, streams: np.ndarray, heads: int, place: int, rate: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """`forward` with a share of the probabilities set to 0 and the others divided by 1 - rate: those of `attention`.
+
+    Shapes   qkv (b, T, 3C), streams (b,) -> y (b, T, C), logsumexp (b, NH, T)
+    Dtype    float32, int64 streams
+    Errors   TypeError when qkv is not float32; ValueError when the shapes do not fit
+    """
+    where = "rounded_attention.forward_dropped"
+    return _attend(where, qkv, heads, attention.check_dropped(where, qkv, streams, place, rate))
+
+
+def _attend(where: str, qkv: np.ndarray, heads: int, dropped: attention.Dropped) -> tuple[np.ndarray, np.ndarray]:
     channels = attention.check_heads(where, qkv, heads)
     check_float32(where, qkv=qkv)
     if unit() is Unit.PORTABLE:
-        return attention.forward(rounded(qkv), heads)
+        return attention.attend(where, rounded(qkv), heads, dropped)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
     size = channels // heads
@@ -356,9 +306,15 @@ def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
     )
     _forward(
         words(qkv), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size,
-        *addresses, steps,
+        *addresses, steps, *_told(dropped), np.empty(patches * 32, FLOAT32),
     )  # fmt: skip
     return y, logsumexp
+
+
+def _told(dropped: attention.Dropped) -> tuple[np.ndarray, int, int, np.ndarray]:
+    """The same with its float as an array: a kernel without arrays of floats has no type for one."""
+    streams, place, threshold, kept = dropped
+    return streams, place, threshold, np.array([kept], FLOAT32)
 
 
 def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int) -> np.ndarray:
@@ -375,17 +331,51 @@ def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarr
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
     """
-    where = "rounded_attention.backward"
+    return _differentiate("rounded_attention.backward", dy, qkv, y, logsumexp, heads, attention.NOTHING)
+
+
+def backward_dropped(
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    streams: np.ndarray,
+    heads: int,
+    place: int,
+    rate: float,
+) -> np.ndarray:
+    """Gradient of `forward_dropped` with respect to q, k and v, see `attention.backward_dropped`.
+
+    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) -> dqkv (b, T, 3C)
+    Dtype    float32, int64 streams
+    Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
+    """
+    where = "rounded_attention.backward_dropped"
+    dropped = attention.check_dropped(where, qkv, streams, place, rate)
+    return _differentiate(where, dy, qkv, y, logsumexp, heads, dropped)
+
+
+def _differentiate(
+    where: str,
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    heads: int,
+    dropped: attention.Dropped,
+) -> np.ndarray:
     channels, (sequences, tokens) = attention.check_backward(where, dy, qkv, y, logsumexp, heads), qkv.shape[:2]
     check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
     if unit() is Unit.PORTABLE:
-        return attention.backward(rounded(dy), rounded(qkv), y, logsumexp, heads)
+        return attention.differentiate(where, rounded(dy), rounded(qkv), y, logsumexp, heads, dropped)
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels, line = steps * patches * STEP, patches * ROW
     addresses = scratch(
-        4 * panels, 3 * panels, 2 * PATCH + STEP, line, line, 2 * patches * STEP, steps * PATCH, steps * patches * PATCH
-    )
+        4 * panels, 3 * panels, 2 * PATCH + STEP, line, line, 2 * patches * STEP, steps * PATCH,
+        steps * patches * PATCH, PATCH,
+    )  # fmt: skip
     arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
-    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size, *addresses)
+    sizes = sequences, tokens, heads, size
+    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, *sizes, *addresses, *_told(dropped))
     return dqkv
