@@ -53,7 +53,8 @@ def parser() -> Parser:
     flags.add_argument(
         "--timelines",
         action="store_true",
-        help="write a timeline of each barrier instead, and one page of all, in chunks of a quarter of the sequences",
+        help="write a timeline of each barrier instead, and pages and a picture of them all, in chunks of a quarter "
+        "of the sequences; of --repetitions recordings of each barrier the shortest is kept",
     )
     flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
     lists = flags.add_argument_group("Values to combine, with commas between them")

@@ -375,7 +375,13 @@ def test_the_page_holds_every_figure_and_asks_for_nothing(finished):
 def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys):
     assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0
     pages = {f"{name}.html" for name in (*BARRIERS, "barriers")}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == pages | {f"{name}.json" for name in BARRIERS}
+    traces = {f"{name}.json" for name in BARRIERS}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == pages | traces | {"fork_join.svg"}
+    picture = ElementTree.fromstring((tmp_path / "out" / "fork_join.svg").read_text())
+    texts = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    (fork_join, free) = [text for text in texts if " ms a step" in text]
+    assert fork_join.startswith("barrier layer (fork-join): ")
+    assert free.startswith("barrier none (barrier-free): ")
     text = (tmp_path / "out" / "barriers.html").read_text()
     assert "<title>2 steps of a GPT-2 with 1 block of 32 channels (15,328 parameters), 4 x 16 tokens a step<" in text
     for look in BARRIERS.values():

@@ -4,7 +4,13 @@ from daskgpt.instruments.timeline.events import Event, Timeline, Window
 from daskgpt.instruments.timeline.recorder import StepRecorder
 from daskgpt.instruments.timeline.summary import Summary, describe_summary, summarise
 from daskgpt.instruments.timeline.watcher import TimelineConfig, TimelineWatcher
-from daskgpt.instruments.timeline.writing import check_timeline_path, timeline_paths, write_side_by_side, write_timeline
+from daskgpt.instruments.timeline.writing import (
+    check_timeline_path,
+    timeline_paths,
+    write_picture,
+    write_side_by_side,
+    write_timeline,
+)
 
 __all__ = [
     "Event",
@@ -18,6 +24,7 @@ __all__ = [
     "describe_summary",
     "summarise",
     "timeline_paths",
+    "write_picture",
     "write_side_by_side",
     "write_timeline",
 ]

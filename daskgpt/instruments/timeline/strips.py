@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
 from daskgpt.instruments.timeline.colours import colour_of
 from daskgpt.instruments.timeline.events import Timeline
+from daskgpt.instruments.timeline.summary import summarise
 
-COLUMNS, LANE, GAP, LETTERS = 700, 22, 4, 110  # pixels
+COLUMNS, LANE, GAP, LETTERS, LINE = 700, 22, 4, 110, 24  # pixels
 
 
 def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> str:
@@ -33,6 +35,29 @@ def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> s
     size = f'viewBox="0 0 {left + COLUMNS} {height}" width="{left + COLUMNS}" height="{height}"'
     style = 'style="max-width: 100%; height: auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+
+
+def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
+    """Several timelines by name as a picture of its own, strips on one time scale, with a legend: what is longer looks
+    longer.
+    """
+    end = max(window.end for timeline in timelines.values() for window in timeline.windows)
+    parts, top = ['<rect width="100%" height="100%" fill="white"/>'], LINE
+    for name, timeline in timelines.items():
+        found = summarise(timeline)
+        told = f"{name}: {found.wall * 1e3 / found.steps:,.1f} ms a step"
+        parts.append(f'<text x="0" y="{top}" font-size="14" font-weight="bold">{escape(told)}</text>')
+        parts.append(f'<g transform="translate(0, {top + 2 * GAP})">{svg_strips(timeline, end=end)}</g>')
+        top += len(timeline.lanes) * (LANE + GAP) + 3 * GAP + LINE
+    x = 0
+    for layer in sorted({event.layer for timeline in timelines.values() for event in timeline.events}):
+        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{colour_of(layer, False)}"/>')
+        parts.append(f'<text x="{x + 15}" y="{top}" font-size="12">{escape(layer)}</text>')
+        x += 30 + 7 * len(layer)
+    parts.append(f'<text x="{x}" y="{top}" font-size="12">dark: backward</text>')
+    width, height = LETTERS + COLUMNS, top + 2 * GAP
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
 
 
 def svg_legend(timeline: Timeline) -> str:

@@ -62,3 +62,12 @@ def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str
     with replacing(page, "timelines") as file:
         file.write(page_of_several(timelines, title).encode())
     return page
+
+
+def write_picture(timelines: Mapping[str, Timeline], path: Path) -> Path:
+    """Write several timelines, by name, as one SVG, on one time scale; return its path."""
+    from daskgpt.instruments.timeline.strips import svg_one_under_the_other
+
+    with replacing(path, "timelines") as file:
+        file.write(svg_one_under_the_other(timelines).encode())
+    return path
