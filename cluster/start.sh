@@ -139,7 +139,7 @@ check_running() {
 
 start_scheduler() {
     start scheduler "$python" -m dask scheduler --host "$host" --port "$port" --dashboard-address "$dashboard" \
-        --scheduler-file "$file"
+        --scheduler-file "$file" --preload daskgpt.instruments.dashboard
     until [[ -s $file ]]; do
         check_running
         sleep 0.1

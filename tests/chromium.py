@@ -36,7 +36,7 @@ class Visit:
 
 
 def visit(
-    page: Path,
+    page: Path | str,
     folder: Path,
     ready: str,
     expressions: tuple[str, ...] = (),
@@ -46,6 +46,7 @@ def visit(
 ):
     """Open a page, wait until `ready` is true in it, evaluate expressions, point somewhere, take a picture.
 
+    page    a file, or an address
     phone   lay the page out for exactly `size`, which may be narrower than any window
     """
     flags = (
@@ -99,7 +100,7 @@ async def _visit(page, folder, ready, expressions, mouse, phone):
     if phone:
         screen = {"width": phone[0], "height": phone[1], "deviceScaleFactor": 1, "mobile": True}
         await call("Emulation.setDeviceMetricsOverride", **screen)
-    await call("Page.navigate", url=page.absolute().as_uri())
+    await call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
     end = time.monotonic() + PATIENCE
     while not await value(ready):
         assert time.monotonic() < end, f"the page never became ready; {found}"

@@ -33,6 +33,11 @@ class Call:
     ended: tuple[int, ...]
     flat: bool
 
+    @property
+    def kind(self) -> str:
+        """Layer and pass, as its key begins."""
+        return str(self.key[0]).partition("-")[0]
+
 
 class Values:
     """The results of a task that others read one by one: each is dropped when its last reader has taken it.
@@ -97,18 +102,24 @@ class Program:
                 slots[slot] = result
             else:
                 slots[slot] = result.take(number) if isinstance(result, Values) else result[number]
-        spans, thread = RECORDER.spans, get_ident()
+        spans, meter, thread = RECORDER.spans, RECORDER.meter, get_ident()
+        timed, seconds = spans is not None or meter is not None, dict[str, float]()
         run = RECORDER.first_run + self.run
         for call in self.calls:
-            start = perf_counter() if spans is not None else 0.0
+            start = perf_counter() if timed else 0.0
             if call.flat:
                 slots[call.slot] = call.function(*[slots[slot] for slot in call.arguments])
             else:
                 slots[call.slot] = call.function(*_filled(call.arguments, slots))
-            if spans is not None:
-                spans.append(Span(call.key, thread, start, perf_counter(), bytes_of(slots[call.slot]), run))
+            if timed:
+                end, kind = perf_counter(), call.kind
+                seconds[kind] = seconds.get(kind, 0.0) + end - start
+                if spans is not None:
+                    spans.append(Span(call.key, thread, start, end, bytes_of(slots[call.slot]), run))
             for slot in call.ended:
                 slots[slot] = None
+        if meter is not None:
+            meter(seconds)
         if len(self.outputs) == 1 and not self.packed:
             return slots[self.outputs[0]]
         values = tuple(slots[slot] for slot in self.outputs)

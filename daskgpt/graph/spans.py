@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,12 +26,14 @@ class Span(NamedTuple):
 class Recorder:
     """Holds the spans while recording; `spans` is None when nobody asks.
 
+    meter       is told seconds of the kernels that a merged task has run, by layer and pass; None when nobody asks
     first_run   number of the run that a graph begins with, where the scheduler of this process runs it; programs that
                 a cluster sends know their own
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] | None = None
+        self.meter: Callable[[Mapping[str, float]], None] | None = None
         self.first_run = 0
 
 

@@ -25,7 +25,7 @@ from daskgpt.schedulers.admission import admit_equals
 from daskgpt.schedulers.durations import TypicalDurations
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, ForgetOrigins, span_annotation
 from daskgpt.schedulers.leaving import TakeBack, take_back
-from daskgpt.schedulers.losses import copies_apart, loss, present, running, telling_losses
+from daskgpt.schedulers.losses import LostResults, copies_apart, loss, present, running, telling_losses
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
 from daskgpt.schedulers.silence import leave_silent, left
@@ -36,6 +36,7 @@ from daskgpt.schedulers.usage import METRIC
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; one that only begins need not be waited for
+PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.instruments.dashboard"  # by its name: it stands above
 LOOKING = 2  # seconds between two looks whether there is a worker at all, while results are waited for
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
@@ -133,6 +134,10 @@ class ClusterScheduler:
             workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
         return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
 
+    def tell(self, topic: str, message: Any) -> None:
+        with suppress(LostResults), telling_losses(self.client):  # whoever asks for results next is told of a loss
+            self.client.log_event(topic, message)
+
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
@@ -216,7 +221,7 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
         raise SystemExit(1)
     resource_tracker.ensure_running()  # else a worker's start does it, and that lets interrupts through again
     try:
-        with delayed_interrupts():
+        with delayed_interrupts(), dask.config.set({PRELOAD: [*dask.config.get(PRELOAD), PAGE]}):
             return LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
@@ -298,14 +303,17 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """Keep Dask's client from writing a traceback when it loses its scheduler: the run says it in one line."""
-    logger = logging.getLogger("distributed.client")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Keep Dask's client from writing a traceback when it loses its scheduler, as it waits for it or just as it sends
+    it something: the run says it in one line.
+    """
+    levels = {name: logging.getLogger(name).level for name in ("distributed.client", "distributed.batched")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _scheduler_file(address: str) -> str:

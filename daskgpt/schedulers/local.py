@@ -65,6 +65,9 @@ class LocalScheduler:
     def told(self, name: str) -> dict[str, Any]:
         return {}
 
+    def tell(self, topic: str, message: Any) -> None:
+        pass
+
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:

@@ -118,6 +118,10 @@ class Scheduler(Protocol):
         """
         ...
 
+    def tell(self, topic: str, message: Any) -> None:
+        """Tell who coordinates the processes something, for whoever looks on there; nobody waits for it here."""
+        ...
+
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:

@@ -18,7 +18,8 @@ from daskgpt.schedulers.protocol import Scheduler
 METRIC = "daskgpt"  # among those that a worker sends with its heartbeats
 EVERY = 10.0  # seconds between two looks; one asks the scheduler, and nobody waits for a worker
 HEARTBEATS = 1.5  # seconds in which every worker of a small cluster has sent some
-BUSY = ("thread-cpu", "thread-noncpu")  # what Dask's workers call the time in which a thread runs a task
+BUSY = ("thread-cpu", "thread-noncpu")  # what Dask's workers call the time in which a thread runs a task, but for
+KERNEL = "kernel "  # before layer and pass: what we call the time of its kernels, which Dask takes off from it
 SHOWN = 8  # workers at the end of a run
 
 
@@ -100,8 +101,12 @@ class Count:
     def _sums(worker: Any) -> tuple[float, float, float]:
         """Tasks, busy seconds and sent bytes since the worker began."""
         sums = worker.digests_total.items()
-        busy = sum(seconds for key, seconds in sums if key[0] == "execute" and key[-2] in BUSY)
+        busy = sum(seconds for key, seconds in sums if key[0] == "execute" and _in_task(key[-2]))
         return worker.state.executed_count, busy, worker.transfer_outgoing_bytes_total
+
+
+def _in_task(label: Any) -> bool:
+    return label in BUSY or str(label).startswith(KERNEL)
 
 
 def imbalance(uses: Mapping[str, Use]) -> float:

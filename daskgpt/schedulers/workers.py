@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 from distributed import WorkerPlugin
+from distributed.metrics import context_meter
 from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.spans import RECORDER, Span
@@ -14,7 +16,7 @@ from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.allocator import keep_memory
 from daskgpt.schedulers.leaving import named
 from daskgpt.schedulers.protocol import Receipt, clock_offset
-from daskgpt.schedulers.usage import METRIC, Count
+from daskgpt.schedulers.usage import KERNEL, METRIC, Count
 
 
 class PrepareWorker(WorkerPlugin):
@@ -36,6 +38,7 @@ class PrepareWorker(WorkerPlugin):
         self.users.update((None, worker.id))
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
+        RECORDER.meter = meter_kernels
         if METRIC not in worker.metrics:
             worker.metrics[METRIC] = Count(worker)
         if worker.periodic_callbacks["heartbeat"].is_running():  # else it only begins, and will send one
@@ -48,6 +51,13 @@ class PrepareWorker(WorkerPlugin):
             del self.users[worker.id]
         if not self.users[None]:
             PrepareWorker.limits.restore_original_limits()
+            RECORDER.meter = None
+
+
+def meter_kernels(seconds: Mapping[str, float]) -> None:
+    """Add the kernels of a merged task to Dask's fine performance metrics, which know tasks only."""
+    for kind, own in seconds.items():
+        context_meter.digest_metric(f"{KERNEL}{kind}", own, "seconds")
 
 
 class RecordSpans(WorkerPlugin):

@@ -23,6 +23,7 @@ from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.cluster import client_address
 from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.telling import Telling
 from daskgpt.schedulers.usage import Usage
 from daskgpt.training.checkpoints import checkpoints, step_folder
 from daskgpt.training.finite import Finite
@@ -200,7 +201,7 @@ class _Loop:
         self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
         self.finite = Finite(job, self.losses, self.wait)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.usage = Usage(scheduler)
+        self.usage, self.telling = Usage(scheduler), Telling(scheduler)
         self.told = StepMetrics(job, self.usage, self.steps, lambda: self.seconds)
         self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
         self.enough = False  # whether `on_step` has asked to stop
@@ -258,6 +259,7 @@ class _Loop:
 
     def _result(self, state: State, stopped: bool) -> Result:
         """What the run led to, saved."""
+        self.telling.flush()
         seconds, step = time.perf_counter() - self.start, max(state.step - 1, 0)
         checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
         if checkpoint and not self.scheduler.in_place:
@@ -339,8 +341,10 @@ class _Loop:
         self.losses.append(metrics["loss"])
         self.validation = metrics.get("validation_loss", self.validation)
         self.progress.step(metrics)
+        metrics = {**metrics, **recovery.news()}
+        self.telling.note(metrics)
         if self.saver:
-            self._log({**metrics, **self.saver.news(), **recovery.news(), **self.usage.news()})
+            self._log({**metrics, **self.saver.news(), **self.usage.news()})
         if on_step and on_step(metrics["step"], metrics) is True:
             self.enough = True
 

@@ -1,0 +1,155 @@
+"""The page: loss and speed by step, who ran what in the last seconds, kernels by layer, and some numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bokeh.layouts import column as below
+from bokeh.layouts import row
+from bokeh.models import ColumnDataSource, Div, FactorRange, HoverTool, NumeralTickFormatter
+from bokeh.plotting import figure
+from distributed.dashboard.components.scheduler import BOKEH_THEME, env
+from tqdm import tqdm
+
+from daskgpt.instruments.dashboard.collected import Collected, column, idle_share, overlap_share
+from daskgpt.instruments.timeline.colours import OTHER_COLOUR, colour_of
+
+EVERY = 500  # milliseconds between two looks
+KERNELS = 12  # bars at most
+# Tasks of several kernels, by what `training.grouping.title` calls them.
+TASKS = {"tokens.forward": "#4269d0", "tokens.backward": "#2a4380", "tokens.head": "#ff8ab7", "update": "#7f8c99"}
+WAITING = "No run has told of a step yet: <code>python -m daskgpt.train --scheduler ...</code>"
+
+
+def show(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
+    """Dask calls it for each browser that opens the page."""
+    page = _Page(scheduler)
+    page.update()
+    doc.title = "daskgpt"
+    doc.add_root(page.root)
+    doc.template = env.get_template("simple.html")
+    doc.template_variables["active_page"] = "daskgpt"
+    doc.template_variables.update(extra)
+    doc.theme = BOKEH_THEME
+    doc.add_periodic_callback(page.update, EVERY)
+
+
+class _Page:
+    """What one browser sees."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
+        self.loss, self.validation, self.speed = (ColumnDataSource({"x": [], "y": []}) for _ in range(3))
+        self.calls = ColumnDataSource({"left": [], "right": [], "worker": [], "name": [], "color": [], "ms": []})
+        self.kernels = ColumnDataSource({"name": [], "seconds": [], "color": []})
+        self.lanes, self.bars = self._lanes(), self._bars()
+        curves = row(self._losses(), self._speeds(), sizing_mode="stretch_width")
+        self.root = below(self.numbers, curves, self.lanes, self.bars, sizing_mode="stretch_width", name="daskgpt")
+
+    def update(self) -> None:
+        """Look at what has been collected."""
+        found = self.scheduler.plugins.get(Collected.name)
+        if found is None:
+            self.numbers.text = "The scheduler must be started with --preload daskgpt.instruments.dashboard."
+            return
+        steps = list(found.steps)
+        for source, name in ((self.loss, "loss"), (self.validation, "validation_loss"), (self.speed, "tokens_per_s")):
+            x, y = column(steps, name)
+            source.data = {"x": x, "y": y}
+        self._show_calls(found)
+        self._show_kernels(found)
+        if steps:
+            self.numbers.text = self._described(found, steps)
+
+    def _described(self, found: Collected, steps: list[dict[str, Any]]) -> str:
+        latest, calls = steps[-1], found.latest
+        _, validation = column(steps, "validation_loss")
+        size = tqdm.format_sizeof(found.bytes_a_step(), "B")
+        parts = [
+            f"step <b>{latest['step'] + 1:,}</b>",
+            f"loss <b>{latest['loss']:.3f}</b>",
+            *([f"validation <b>{validation[-1]:.3f}</b>"] if validation else []),
+            f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
+            f"idle <b>{idle_share(calls, self.scheduler.total_nthreads):.0%}</b>",
+            f"overlap of layers <b>{overlap_share(calls):.0%}</b>",
+            f"between workers <b>{size}</b> a step",
+            f"recoveries <b>{found.recoveries}</b>",
+        ]
+        return f"<div style='font-size: 15px'>{' &nbsp; '.join(parts)}</div>"
+
+    def _show_calls(self, found: Collected) -> None:
+        calls = found.latest
+        end = max((call.end for call in calls), default=0.0)
+        names = {address: str(worker.name) for address, worker in self.scheduler.workers.items()}
+        calls = [call for call in calls if call.worker in names]
+        self.lanes.y_range.factors = sorted(set(names.values()), reverse=True)
+        self.calls.data = {
+            "left": [call.start - end for call in calls],
+            "right": [call.end - end for call in calls],
+            "worker": [names[call.worker] for call in calls],
+            "name": [call.name for call in calls],
+            "color": [_colour(call.name) for call in calls],
+            "ms": [(call.end - call.start) * 1e3 for call in calls],
+        }
+
+    def _show_kernels(self, found: Collected) -> None:
+        most = sorted(found.kernel_seconds().items(), key=lambda item: -item[1])[:KERNELS]
+        self.bars.y_range.factors = [name for name, _ in reversed(most)]
+        self.kernels.data = {
+            "name": [name for name, _ in most],
+            "seconds": [seconds for _, seconds in most],
+            "color": [_colour(name) for name, _ in most],
+        }
+
+    def _losses(self) -> Any:
+        plot = _figure("Loss [nats a token] by step")
+        plot.line("x", "y", source=self.loss, color="#4269d0", legend_label="of the step")
+        plot.scatter("x", "y", source=self.validation, color="#ff725c", size=7, legend_label="validation")
+        plot.legend.background_fill_alpha = 0.6
+        return plot
+
+    def _speeds(self) -> Any:
+        plot = _figure("Tokens a second by step")
+        plot.line("x", "y", source=self.speed, color="#3ca951")
+        plot.y_range.start = 0
+        plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
+        return plot
+
+    def _lanes(self) -> Any:
+        plot = figure(
+            height=240,
+            sizing_mode="stretch_width",
+            title="Tasks of each worker in the last seconds",
+            y_range=FactorRange(factors=[]),
+            tools="xpan,xwheel_zoom,reset",
+        )
+        plot.hbar("worker", left="left", right="right", height=0.7, color="color", source=self.calls, line_width=0)
+        plot.add_tools(HoverTool(tooltips=[("", "@name, @ms{0.0} ms")]))
+        plot.toolbar.logo, plot.xaxis.axis_label = None, "s"
+        return plot
+
+    def _bars(self) -> Any:
+        plot = figure(
+            height=260,
+            sizing_mode="stretch_width",
+            title="Kernels by layer and pass, seconds of all workers",
+            y_range=FactorRange(factors=[]),
+            tools="",
+        )
+        plot.hbar("name", right="seconds", height=0.7, color="color", source=self.kernels)
+        plot.toolbar.logo = None
+        return plot
+
+
+def _figure(title: str) -> Any:
+    plot = figure(height=240, sizing_mode="stretch_width", title=title, tools="pan,wheel_zoom,reset", min_width=240)
+    plot.toolbar.logo = None
+    return plot
+
+
+def _colour(name: str) -> str:
+    """Of a kernel by its layer, of a task of several by its part of the step."""
+    layer, _, way = name.partition(".")
+    found = colour_of(layer, way.startswith("backward"))
+    return TASKS.get(name, found) if colour_of(layer, False) == OTHER_COLOUR else found
