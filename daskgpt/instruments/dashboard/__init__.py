@@ -35,7 +35,7 @@ def _add_page() -> None:
     try:
         from distributed.dashboard.scheduler import applications
 
-        from daskgpt.instruments.dashboard.page import show
+        from daskgpt.instruments.dashboard.dashboard_page import show
     except ImportError:  # Dask itself says what it needs for a dashboard
         return
     applications[f"/{PAGE}"] = show
