@@ -23,6 +23,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -39,6 +40,8 @@ PAGE = """<!DOCTYPE html>
 body {{ max-width: 52rem; margin: auto; padding: 0 12px 3rem; font: 16px/1.5 system-ui, sans-serif }}
 body {{ background: white; color: #1b1b1b }}
 pre, .highlight {{ font: 13px/1.4 ui-monospace, monospace; overflow-x: auto; margin: 0 }}
+.input pre {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+.output pre {{ padding-bottom: 8px }}
 .input .highlight {{ background: #f6f7f9; border-left: 3px solid #b9c4d6 }}
 .input .highlight {{ padding: 8px 10px; margin: 12px 0 6px }}
 .output {{ margin: 0 0 16px }}
@@ -110,7 +113,10 @@ def execute(notebook, folder: Path):
 
 def page(notebook, title: str) -> str:
     """What a notebook shows, as a page of one file, which needs no network."""
-    body, resources = HTMLExporter(template_name="basic").from_notebook_node(notebook)
+    exporter = HTMLExporter(template_name="basic")
+    # Else each state of a progress line would be shown, one below the other.
+    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
+    body, resources = exporter.from_notebook_node(notebook)
     return PAGE.format(title=title, body=body, highlight="\n".join(resources["inlining"]["css"]))
 
 

@@ -56,6 +56,7 @@ def test_an_edge_can_be_taken_away():
     other = block.without(edge)
     assert set(block.edges) - set(other.edges) == {edge}
     assert "gather attn.qkv[0, all]" not in other.before("attention attn[0, all]")
+    assert other.levels == block.depths() != other.depths()
     with pytest.raises(ValueError, match="Dataflow.without: the graph must have the edge; got edge="):
         other.without(edge)
     with pytest.raises(ValueError, match="Dataflow: the task must be one of it; got task=attention"):

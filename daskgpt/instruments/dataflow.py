@@ -49,12 +49,14 @@ class Dataflow:
     tasks   name -> task, every one after those that it needs
     needs   name -> names of the tasks that it waits for
     peak    bytes of all arrays when there are most of them, of the whole step
+    levels  name -> where it is drawn, the top being 0; None = as deep as it lies
     """
 
     title: str
     tasks: Mapping[str, DataflowTask]
     needs: Mapping[str, frozenset[str]]
     peak: int
+    levels: Mapping[str, int] | None = None
 
     @property
     def edges(self) -> list[tuple[str, str]]:
@@ -115,13 +117,14 @@ class Dataflow:
         return Dataflow(f"block {block}, {phase}: {self.title}", tasks, needs, self.peak)
 
     def without(self, edge: tuple[str, str]) -> Dataflow:
-        """The same without one of its edges.
+        """The same without one of its edges, drawn as if it had it.
 
         Errors   ValueError where it has no such edge
         """
         require(edge in self.edges, "Dataflow.without", "the graph must have the edge", {"edge": edge}, "See edges.")
         earlier, later = edge
-        return replace(self, needs={**self.needs, later: self.needs[later] - {earlier}})
+        needs = {**self.needs, later: self.needs[later] - {earlier}}
+        return replace(self, needs=needs, levels=self.levels or self.depths())
 
     def picture(self, marked: Iterable[str] = ()) -> Picture:
         """A drawing with some tasks, and the edges between them, in red."""
@@ -175,8 +178,9 @@ class Picture:
     def _repr_html_(self) -> str:
         from daskgpt.instruments.dataflow_drawing import svg_dataflow  # which knows dataflows
 
+        rows = [] if self.marked else self.dataflow.rows()
         drawn = svg_dataflow(self.dataflow, self.marked) if len(self.dataflow.tasks) <= DRAWN else ""
-        return html_table(self.dataflow.title, self.dataflow.rows()) + drawn
+        return html_table(self.dataflow.title, rows) + drawn
 
 
 def dataflow(

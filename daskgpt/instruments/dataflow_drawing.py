@@ -17,21 +17,24 @@ class Layout:
     """Where each task stands."""
 
     def __init__(self, flow: Dataflow) -> None:
-        self.flow, self.depths = flow, flow.depths()
+        self.flow, depths = flow, flow.levels or flow.depths()
         chunks = [task.chunk for task in flow.tasks.values() if task.chunk is not None]
         cut = sorted({(b or 0, t) for b, t in chunks if t is not None}) or sorted({(b or 0, 0) for b, _ in chunks})
         self.columns = cut or [(0, 0)]
         self.wide = max(NARROWEST, COLUMNS / len(self.columns))
         self.width = LABELS + self.wide * len(self.columns) + BOWS
-        rows = [[task for name, task in flow.tasks.items() if self.depths[name] == row] for row in self._depths()]
+        # A row for each kind of task at a depth, so that none stands over another one.
+        kinds = sorted({(depths[name], title_of(task)) for name, task in flow.tasks.items()})
+        number = {kind: row for row, kind in enumerate(kinds)}
+        self.row = {name: number[depths[name], title_of(task)] for name, task in flow.tasks.items()}
+        rows: list[list[DataflowTask]] = [[] for _ in kinds]
+        for name, task in flow.tasks.items():
+            rows[self.row[name]].append(task)
         self.rows, self.tops, top = rows, list[float](), float(TOP)
         for row in rows:
             self.tops.append(top)
             top += max(map(height_of, row)) + GAP
         self.height = top
-
-    def _depths(self) -> range:
-        return range(1 + max(self.depths.values(), default=0))
 
     def span(self, task: DataflowTask) -> tuple[float, float]:
         """Left and right end of a task: its column, those of all its tokens, or all."""
@@ -46,9 +49,14 @@ class Layout:
 
     def box(self, name: str) -> tuple[float, float, float, float]:
         """Left, top, right and bottom."""
-        task, top = self.flow.tasks[name], self.tops[self.depths[name]]
+        task, top = self.flow.tasks[name], self.tops[self.row[name]]
         left, right = self.span(task)
         return left, top, right, top + height_of(task)
+
+
+def title_of(task: DataflowTask) -> str:
+    """Its name without the chunk."""
+    return task.name.partition("[")[0]
 
 
 def height_of(task: DataflowTask) -> float:
@@ -89,7 +97,7 @@ def _edge(at: Layout, earlier: str, later: str, marked: Collection[str]) -> str:
     left, _, right, foot = at.box(earlier)
     other_left, head, other_right, _ = at.box(later)
     x, other_x = (left + right) / 2, (other_left + other_right) / 2
-    if at.depths[later] - at.depths[earlier] > 1:
+    if at.row[later] - at.row[earlier] > 1:
         x, other_x = right - 5, other_right - 5
         bow = max(right, other_right) + at.wide * 0.22
         path = f"M{x:.1f},{foot:.1f} C{bow:.1f},{foot + 14:.1f} {bow:.1f},{head - 14:.1f} {other_x:.1f},{head:.1f}"
@@ -102,13 +110,11 @@ def _edge(at: Layout, earlier: str, later: str, marked: Collection[str]) -> str:
 def _label(at: Layout, row: int) -> str:
     """What stands at the left of a row: the layer and where it is, of several kernels how many."""
     task, y = at.rows[row][0], at.tops[row]
-    title = task.name.partition("[")[0]
-    kind, _, place = title.partition(" ")
-    several = f"{len(task.calls)} kernels" if len(task.calls) > 1 else place
-    lines = [kind if len(task.calls) == 1 else f"{kind} {place}".strip(), several]
+    kind, _, place = title_of(task).partition(" ")
+    lines = [kind, place, *([f"{len(task.calls)} kernels"] if len(task.calls) > 1 else [])]
     texts = [
         f'<text x="0" y="{y + 8 + 10 * number:.0f}" font-size="{10.5 if number == 0 else 9}" '
-        f'fill="{"#111" if number == 0 else "#666"}">{escape(line[:24])}</text>'
+        f'fill="{"#111" if number == 0 else "#666"}">{escape(line[:21])}</text>'
         for number, line in enumerate(lines)
     ]
     return "".join(texts)

@@ -23,6 +23,7 @@ from daskgpt.training.job import Job, compile_kernels
 
 WARMUP = 4  # steps before the first turn
 HEAD = ("", "ms a step", "speedup", "efficiency", "overlap", "idle")
+NARROW = ("", "ms", "speedup", "effic.", "overlap", "idle")  # of a phone
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Executions(Mapping[str, Execution]):
         return [
             [
                 name,
-                Spread.of(1e3 * value for value in run.seconds.values).text(unit="", digits=1),
+                _milliseconds(run.seconds),
                 f"{self.speedup(name):.2f}",
                 f"{self.efficiency(name):.0%}",
                 f"{run.overlap:.0%}",
@@ -106,16 +107,21 @@ class Executions(Mapping[str, Execution]):
         """The table, and the timelines one below the other on one time scale: a strip a thread."""
         runs = list(self.found.values())
         turns = "s" * (runs[0].seconds.n != 1)
-        title = f"{runs[0].seconds.n} turn{turns}: median and middle half; speedup over {next(iter(self.found))}"
+        title = f"{runs[0].seconds.n} turn{turns}: medians a step (and middle halves), speedup over {next(iter(self))}"
         end = max(window.end for run in runs for window in run.timeline.windows)
         lanes = "".join(
-            f'<div style="margin-top: 8px">{escape(name)}, {len(run.timeline.steps)} steps in '
-            f"{run.summary.wall * 1e3:,.0f} ms</div>{svg_strips(run.timeline, end=end, named=False)}"
+            f'<div style="margin-top: 8px">{escape(name)}: {_milliseconds(run.seconds)} ms a step</div>'
+            f"{svg_strips(run.timeline, end=end, named=False)}"
             for name, run in self.found.items()
         )
         longest = max(runs, key=lambda run: len({event.layer for event in run.timeline.events}))
         legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(longest.timeline)}</div>'
-        return html_table(title, self.rows(), head=HEAD, numbers=True) + lanes + legend
+        rows = [[row[0], row[1].partition(" ")[0], *row[2:]] for row in self.rows()]
+        return html_table(title, rows, head=NARROW, numbers=True) + lanes + legend
+
+
+def _milliseconds(seconds: Spread) -> str:
+    return Spread.of(1e3 * value for value in seconds.values).text(unit="", digits=1)
 
 
 def measure(
