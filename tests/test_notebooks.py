@@ -7,6 +7,7 @@ import sys
 import nbformat
 import pytest
 from chromium import PATH, visit
+from machines import Machines
 from run_notebooks import NOTEBOOKS, answered, execute, page, puzzles, solutions
 
 import daskgpt
@@ -62,6 +63,23 @@ def test_checks_know_right_answers_from_wrong_ones_and_from_none(executed):
     told = {cell.id: text(cell).strip() for cell in cells if cell.id.partition("-")[0] in begins}
     assert [(name, told[name]) for name, begin in tried if not told[name].startswith(begin)] == []
     assert sum(name.startswith("right") for name, _ in tried) == len(solutions(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem[0] in "45"], ids=by_name)
+def test_notebook_uses_a_cluster_that_runs_already(path, tmp_path, monkeypatch):
+    machines, place = tmp_path / "machines", tmp_path / "place"
+    machines.mkdir()
+    place.mkdir()
+    with Machines(machines, 2) as cluster:
+        cluster.have(2)
+        monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", cluster.address)
+        cells = execute(nbformat.read(path, as_version=4), place).cells
+        assert [output for output in outputs(cells) if output.output_type == "error"] == []
+        shown = "".join(text(cell) for cell in cells if cell.cell_type == "code")
+        assert f"scheduler  cluster at {cluster.address}, 2 workers" in shown
+        assert "LocalCluster" not in shown
+        assert cluster.processes["scheduler"].poll() is None
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
