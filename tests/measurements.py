@@ -6,6 +6,7 @@ The data are the records of `docs/measurements/*.jsonl`, a line each, which `--r
     <!-- measured: NAME -->       the table of this name, one of TABLES here; `facts FILE` is a plain one of any file
     <!-- end -->
 
+The picture of fork-join beside barrier-free is drawn as well, from what `tests/timeline_picture.py` has kept.
 Without --write this says which pages disagree with the data, and ends with 1 if one does.
 """
 
@@ -15,6 +16,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from timeline_picture import PICTURE, picture
 
 from daskgpt.instruments.records import Figure, Record, read_records
 
@@ -268,10 +271,9 @@ def rendered(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     stale = []
-    for page in pages():
-        text = page.read_text()
-        new = rendered(text)
-        if new != text:
+    made = [(page, rendered(page.read_text())) for page in pages()]
+    for page, new in [*made, (PICTURE, picture())]:
+        if not page.exists() or page.read_text() != new:
             stale.append(page)
             if "--write" in arguments:
                 page.write_text(new)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from measurements import DATA, PLACE, ROOT, number, pages, rendered, spread
+from timeline_picture import PICTURE, kept, picture, timeline
 
+from daskgpt import study
 from daskgpt.instruments.records import Figure, read_records
+from daskgpt.instruments.timeline.strips import svg_strips
 
 FILES = sorted(DATA.glob("*.jsonl"))
 
@@ -27,6 +30,20 @@ def test_all_data_are_shown():
         found["name"].partition(" ")[2] for found in PLACE.finditer((ROOT / "docs" / "measurements.md").read_text())
     ]
     assert {path.stem for path in FILES} <= set(shown)
+
+
+def test_the_picture_is_that_of_the_recorded_calls():
+    assert PICTURE.read_text() == picture(), "draw it anew with: python tests/measurements.py --write"
+
+
+def test_what_a_picture_needs_of_a_trace_is_kept(tmp_path):
+    """Of what a study writes: what is kept of its trace draws the picture that it drew itself."""
+    assert study.main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path)]) == 0
+    own = timeline(kept(tmp_path / "none.json"))
+    assert len(own.lanes) >= 1
+    assert own.steps == [2, 3]
+    drawn = [svg_strips(own), (tmp_path / "fork_join.svg").read_text()]
+    assert all(text.count('fill="#eef0f3"') for text in drawn)
 
 
 def test_another_figure_makes_another_page():
