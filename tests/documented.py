@@ -35,6 +35,7 @@ NOT_RUN = {
     r"scancel ": "needs Slurm: tests/test_slurm.py runs it where that is installed",
     r"(mpirun |kill %1)": "needs MPI: cluster/README.md says when it was tried",
     r"python tests/(\w+)\.py": "a tool of the tests, for minutes or hours: tests of its own run it, shorter",
+    r"python -m daskgpt\.train --steps 8 .*--sample-tokens 0": "tests/test_docs.py runs it as it stands",
     r"python -m daskgpt\.\w+ .*--against torch\b": "needs PyTorch: tests/test_bench.py runs it where that is installed",
 }
 

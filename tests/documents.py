@@ -1,0 +1,94 @@
+"""The repository's Markdown as its tests read it: links, headings, tables and code, by the parser that renders it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("cluster/*.md"), *ROOT.glob("tests/golden/*.md")]
+)
+SOURCE = re.compile(r'\b(?:src|href)="([^"]+)"')
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: the heading above it, its head, and the text of its cells."""
+
+    heading: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def tokens(page: Path) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+
+
+def links(page: Path) -> list[str]:
+    """Where links and pictures of a page lead."""
+    found = []
+    for block in tokens(page):
+        for token in [block, *(block.children or [])]:
+            if token.type == "link_open":
+                found.append(str(token.attrs["href"]))
+            elif token.type == "image":
+                found.append(str(token.attrs["src"]))
+            elif token.type in ("html_inline", "html_block"):
+                found += SOURCE.findall(token.content)
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which a page's headings are reached, as GitHub and MyST make them."""
+    found: set[str] = set()
+    for name in (slug(heading) for heading in headings(page)):
+        number, own = 0, name
+        while own in found:
+            number += 1
+            own = f"{name}-{number}"
+        found.add(own)
+    return found
+
+
+def headings(page: Path) -> list[str]:
+    parsed = tokens(page)
+    return [_text(parsed[n + 1]) for n, token in enumerate(parsed) if token.type == "heading_open"]
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def tables(page: Path) -> list[Table]:
+    """Every table of a page; of code and links only the text."""
+    found: list[Table] = []
+    parsed, heading = tokens(page), ""
+    for number, token in enumerate(parsed):
+        if token.type == "heading_open":
+            heading = _text(parsed[number + 1])
+        elif token.type == "table_open":
+            found.append(Table(heading, [], []))
+        elif token.type == "tr_open" and found[-1].head:
+            found[-1].rows.append([])
+        elif token.type == "inline" and parsed[number - 1].type == "th_open":
+            found[-1].head.append(_text(token))
+        elif token.type == "inline" and parsed[number - 1].type == "td_open":
+            found[-1].rows[-1].append(_text(token))
+    return found
+
+
+def code(page: Path, language: str) -> str:
+    """All code of a language on a page, as one text."""
+    return "\n".join(
+        token.content for token in tokens(page) if token.type == "fence" and token.info.strip() == language
+    )
+
+
+def _text(inline: Token) -> str:
+    children = inline.children or []
+    return "".join(token.content for token in children if token.type in ("text", "code_inline", "softbreak"))
