@@ -26,6 +26,7 @@ from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.instruments.timeline.watcher import require_shared_steps
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.checkpoints import BEST, step_of
 from daskgpt.training.horizon import one_horizon
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.loop import run_job
@@ -170,6 +171,9 @@ def report(job: Job, result: Result, seconds: float) -> None:
     if result.checkpoint:
         folder = str(result.checkpoint.parent)
         print(f"run written to {folder}")
+        best = result.checkpoint.parent / BEST
+        if best.is_symlink() and (step := step_of(best.readlink())) != step_of(result.checkpoint):
+            print(f"the lowest validation loss was after {step:,} steps: {best}")
         if result.stopped:
             print(f"go on with: python -m daskgpt.train --resume {shlex.quote(folder)}")
             return

@@ -20,7 +20,7 @@ from pathlib import Path
 from command_lines import PATIENCE, run, write_text
 from small_runs import FLAGS, losses_of, steps_in, tensors_of
 
-from daskgpt.training.checkpoints import STATE, checked_state, checkpoints, newest_good
+from daskgpt.training.checkpoints import STATE, checked_state, checkpoints, newest_good, step_folder
 
 STEPS = 400
 LIVES = ("--scheduler threads --threads 2", "--scheduler sync --batch-chunk 2", "--barrier none --window 3")
@@ -33,6 +33,7 @@ def kill_and_resume(folder: Path, kills: int, seed: int, steps: int = STEPS) -> 
     """
     text, draw = write_text(folder), random.Random(seed)
     common = ["--data", text, *FLAGS.split(), "--steps", steps, "--save-every", 1]
+    common += ["--validate-every", 3]
     whole, out = folder / "whole", folder / "run"
     done = run("train", *common, "--out", whole)
     assert done.returncode == 0, done.stderr
@@ -53,6 +54,7 @@ def kill_and_resume(folder: Path, kills: int, seed: int, steps: int = STEPS) -> 
     assert last.returncode == 0, f"seed={seed}: {last.stderr}"
     assert tensors_of(out) == tensors_of(whole), f"seed={seed}: other bits"
     assert losses_of(out) == losses_of(whole), f"seed={seed}: other losses"
+    assert os.readlink(out / "best") == os.readlink(whole / "best"), f"seed={seed}: another best checkpoint"
     assert not list(out.glob(".*.tmp")), f"seed={seed}: leftovers"
     return (
         f"{killed} kills (seed {seed}), after steps {', '.join(map(str, at))}; begun {started_anew} times; "
@@ -97,6 +99,9 @@ def _check(out: Path, where: str) -> int:
     # It follows the newest one, which a kill may prevent.
     assert not latest.is_symlink() or (latest / STATE).is_file(), where
     assert os.path.lexists(latest) or len(found) == 1, where
+    if best := newest[1].get("best"):  # it is there, although its name may be that of the one before
+        assert checked_state(step_folder(out, best["step"]))["step"] == best["step"], where
+    assert not (out / "best").is_symlink() or (out / "best" / STATE).is_file(), where
     return int(newest[1]["step"])
 
 

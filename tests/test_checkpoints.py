@@ -38,7 +38,7 @@ def saved(text, tmp_path_factory):
 def test_a_checkpoint_has_the_model_the_moments_and_the_state(saved):
     out, result = saved
     assert {path.name for path in out.iterdir()} == {
-        *(".lock", "config.toml", "metrics.jsonl", "latest"),
+        *(".lock", "config.toml", "metrics.jsonl", "latest", "best"),
         *("step-00000005", "step-00000010", "step-00000012"),
     }
     assert os.readlink(out / "latest") == "step-00000012"

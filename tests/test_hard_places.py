@@ -150,6 +150,7 @@ def test_of_three_runs_into_one_folder_one_has_it(text, tmp_path, expected):
     assert (out / MODEL).read_bytes() == expected
     assert sorted(path.name for path in out.iterdir()) == [
         ".lock",
+        "best",
         "config.toml",
         "latest",
         "metrics.jsonl",

@@ -20,7 +20,9 @@ import daskgpt
 from daskgpt.training.progress import Progress
 
 RUN = [*SMALL, *["--steps", "60", "--validate-every", "20", "--sample-tokens", "3"]]
-KEPT = re.compile(r"step (20|40|60)/60  loss \d\.\d{3}, validation \d\.\d{3}, [\d,]+ tokens/s, after \d\d:\d\d")
+KEPT = re.compile(
+    r"step (20|40|60)/60  loss \d\.\d{3}, validation \d\.\d{3}( \(best\))?, [\d,]+ tokens/s, after \d\d:\d\d"
+)
 HEADER = ["model", "data", "batch", "chunks", "precision", "scheduler", "grain"]
 
 

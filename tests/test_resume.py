@@ -224,7 +224,7 @@ LIST = (
     "May change: --learning-rate, --schedule, --warmup, --cooldown, --final-learning-rate, --clip, --skip-outliers, "
     "--scheduler, --threads, --batch-chunk, --sequence-chunk, --grain, --barrier, --window, --steps, --tokens, "
     "--minutes, --validate-every, --validation-batches, --sample-tokens, --sample-every, --save-every, --save-minutes, "
-    "--keep, --keep-every, --snapshot-every, --worker-minutes, --worker-seconds, --log."
+    "--keep, --keep-best, --keep-every, --snapshot-every, --worker-minutes, --worker-seconds, --log."
 )
 
 

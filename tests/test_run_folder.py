@@ -34,7 +34,7 @@ def test_a_folder_that_is_named_is_written_and_none_otherwise(text, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
     result = fit(text, out="named")
     assert result.checkpoint == Path("named/step-00000003")
-    names = {".lock", "config.toml", "metrics.jsonl", "latest", "step-00000003"}
+    names = {".lock", "config.toml", "metrics.jsonl", "latest", "best", "step-00000003"}
     assert {path.name for path in Path("named").iterdir()} == names
     with pytest.raises(FileExistsError, match="RunFolder: the folder must not hold a run already; got out=named"):
         fit(text, out="named")

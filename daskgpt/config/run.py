@@ -219,6 +219,13 @@ class RunConfig(Checked):
         10.0, "write a checkpoint each so many minutes, and at the end; 0 = at the end only", unit="minutes", least=0
     )
     keep: int = setting(3, "how many of the newest checkpoints stay", least=1)
+    keep_best: int = setting(
+        1,
+        "write a checkpoint at each validation whose loss is the lowest so far, which stays until there is a better "
+        "one: RUN/best; 0 = none",
+        least=0,
+        below=2,
+    )
     keep_every: int = setting(
         0, "write a checkpoint each so many steps that is never deleted, 0 = none", unit="steps", least=0
     )

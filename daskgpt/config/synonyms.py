@@ -51,6 +51,7 @@ _NAMES = {
     "resume": "resume-from resume-from-checkpoint continue continue-from restart",
     "save-every": "save-interval checkpoint-every checkpoint-interval save-steps",
     "keep": "save-total-limit keep-last max-checkpoints max-to-keep",
+    "keep-best": "save-best save-best-only best-checkpoint load-best-model-at-end",
     "timeline": "profile trace",
     "plan": "dry-run",
 }

@@ -4,6 +4,7 @@
                       optimizer.safetensors  the moments, under `m.NAME` and so on, in the parameters' own shapes
                       state.json             step, seed, data, configuration, versions, SHA-256 of each file
     RUN/latest -> step-00001000
+    RUN/best -> step-00000500                see `training/best_checkpoint`
 
 It is written under a temporary name, brought to the disk and renamed: a kill at any moment leaves the one before.
 """
@@ -41,7 +42,7 @@ from daskgpt.formats.safetensors_files import (
 )
 from daskgpt.model.parameters import Tensor, tensors
 
-STATE, LATEST, MODEL, OPTIMIZER = "state.json", "latest", "model", "optimizer"
+STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
 VERSION = 1
 DIGEST = "sha256"  # of state.json's other entries, in state.json
 STEP = re.compile(r"step-(\d{8,})")
@@ -72,7 +73,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint: its folder under whatever name, or `latest`."""
+    """Whether a path is a checkpoint: its folder under whatever name, `latest` or `best`."""
     return (path / STATE).is_file()
 
 
@@ -116,7 +117,7 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before: Callable[[], Non
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(run)
-    _point(run / LATEST, target.name)
+    point(run / LATEST, target.name)
     return target
 
 
@@ -143,7 +144,8 @@ def _set_aside(target: Path, what: str) -> None:
             os.rename(target, aside)
 
 
-def _point(link: Path, name: str) -> None:
+def point(link: Path, name: str) -> None:
+    """Let a link in a run folder mean a checkpoint from now on: at any moment it means this one or the one before."""
     temporary = link.with_name(f".{link.name}.{_unique()}.tmp")
     os.symlink(name, temporary)
     if link.is_dir() and not link.is_symlink():  # the run folder was copied by what follows links
@@ -169,14 +171,16 @@ def remove_leftovers(run: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def prune(run: Path, keep: int, keep_every: int, spared: frozenset[Path] = frozenset()) -> None:
-    """Delete all but the newest checkpoints of a run, and those of each so many steps.
+def prune(run: Path, keep: int, keep_every: int, best: int = -1, spared: frozenset[Path] = frozenset()) -> None:
+    """Delete all but the newest checkpoints of a run, those of each so many steps, and the best one.
 
+    best     its step
     spared   checkpoints that are not deleted and do not count: damaged ones
     """
     good = [path for path in checkpoints(run) if path not in spared]
     for path in good[:-keep]:
-        if not (keep_every and step_of(path) % keep_every == 0):
+        step = step_of(path)
+        if step != best and not (keep_every and step % keep_every == 0):
             gone = run / f".{path.name}.{_unique()}.tmp"  # whole, or no checkpoint at all
             os.rename(path, gone)
             shutil.rmtree(gone, ignore_errors=True)

@@ -197,13 +197,15 @@ class _Loop:
         self.job, self.scheduler, self.beginning, self.folder = job, scheduler, beginning, folder
         self.progress = progress
         self.losses, self.validation = list(beginning.losses), beginning.validation
+        self.validated: dict[int, float] = {}  # loss on the held-out text after so many steps, of this process
         self.steps = steps_of(job, scheduler, progress.say)
         self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
         self.finite = Finite(job, self.losses, self.wait)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.usage, self.telling = Usage(scheduler), Telling(scheduler)
         self.told = StepMetrics(job, self.usage, self.steps, lambda: self.seconds)
-        self.saver = Saver(job, folder, scheduler, progress.say, beginning.step, beginning.spared) if folder else None
+        known = beginning.step, beginning.spared, beginning.best
+        self.saver = Saver(job, folder, scheduler, progress.say, *known) if folder else None
         self.enough = False  # whether `on_step` has asked to stop
 
     @property
@@ -222,6 +224,8 @@ class _Loop:
         if self.folder:
             sections = job.resolved(self.scheduler, steps.chunk, steps.grain)
             self.folder.begin(sections, self.beginning.step, job.sinks)
+        if self.saver:
+            self.saver.begin()
         for line in (describe(job, self.scheduler, steps.described_chunks), *self.beginning.said):
             progress.say(line)
         if steps.described_tasks:  # else it is said when it is known
@@ -274,7 +278,7 @@ class _Loop:
             self.progress.say(line)
         del self.losses[state.step :]  # of steps that a loss has taken back
         if self.saver and self.folder:
-            self.saver.save(state, self._facts(state), last=True)
+            self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
             if self.job.run.minutes:  # the number of steps is known now
                 self.folder.configure(self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain))
             self.folder.logs.write()
@@ -330,16 +334,20 @@ class _Loop:
                 self.progress.show(self.sampler(state.parameters(self.scheduler), state.step))
             if self.saver:
                 self.saver.prepare(state)
-            if self.saver and self.saver.due(state.step):
+            loss = self.validated.get(state.step)
+            if self.saver and self.saver.due(state.step, loss):
                 if "validation_loss" not in metrics:  # else they were looked at
                     self.finite.require_state(self.scheduler, state, metrics["step"])
-                self.saver.save(state, self._facts(state))
+                self.saver.save(state, self._facts(state), loss)
         return state, False
 
     def _note(self, metrics: Mapping[str, Any], recovery: Recovery, on_step: Any) -> None:
         """Keep and show what a step has brought."""
         self.losses.append(metrics["loss"])
-        self.validation = metrics.get("validation_loss", self.validation)
+        if "validation_loss" in metrics:
+            self.validation = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
+            if self.saver and self.saver.better(self.validation):
+                metrics = {**metrics, "best": True}
         self.progress.step(metrics)
         metrics = {**metrics, **recovery.news()}
         self.telling.note(metrics)

@@ -83,7 +83,7 @@ class Progress:
         if not self.quiet and (validated or (not self.live and now - self.last_line >= self.plain_every)):
             self.last_line = now
             room = columns(self.stream) - 1 if self.stream.isatty() else sys.maxsize
-            self._keep(self.kept(validated, room), self.stream)
+            self._keep(self.kept(validated, room, best=metrics.get("best", False)), self.stream)
         if self.line is not None:
             self.line.update()
 
@@ -98,12 +98,15 @@ class Progress:
         if self.line is not None:
             self.line.close()
 
-    def kept(self, validated: bool, room: int) -> str:
-        """The line of a step that stays: with the time since the start after a validation, else with what is left."""
+    def kept(self, validated: bool, room: int, *, best: bool = False) -> str:
+        """The line of a step that stays: with the time since the start after a validation, else with what is left.
+
+        best   whether the validation loss is the lowest so far
+        """
         head = f"step {self.count}  "
         passed = tqdm.format_interval(time.perf_counter() - self.start)
         time_told = f"after {passed}" if validated else self.left
-        shown = self.validation if validated else ""
+        shown = self.validation + " (best)" * best if validated else ""
         return head + self._words(shown, f"{self.rate():,.0f} tokens/s", time_told, room - len(head))
 
     def live_words(self, room: int) -> str:

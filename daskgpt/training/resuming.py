@@ -23,6 +23,7 @@ from daskgpt.formats.safetensors_files import short
 from daskgpt.kernels.bfloat16 import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.best_checkpoint import NONE, Best, best_of
 from daskgpt.training.checkpoints import Checkpoint, checkpoints, is_checkpoint, newest_good, read_checkpoint, step_of
 from daskgpt.training.horizon import HORIZONS, one_horizon
 from daskgpt.training.job import Job, from_root
@@ -43,7 +44,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "window"),
     "run": (
         *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
-        *("save_every", "save_minutes", "keep", "keep_every", "snapshot_every", "worker_minutes"),
+        *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every", "worker_minutes"),
         *("worker_seconds", "log"),
     ),
 }
@@ -67,6 +68,7 @@ class Beginning:
     spared      damaged checkpoints, which are never deleted
     seconds     how long earlier processes have trained
     outliers    see `outliers.Outliers.facts`
+    best        which checkpoint of these is the best one
     """
 
     parameters: Mapping[str, np.ndarray]
@@ -78,6 +80,7 @@ class Beginning:
     spared: frozenset[Path] = frozenset()
     seconds: float = 0.0
     outliers: Sequence[Sequence[Any]] = ()
+    best: Best = NONE
 
 
 def facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:
@@ -240,6 +243,7 @@ class Resumed:
             self.spared,
             self.state.get("horizon", {}).get("seconds", 0.0),
             self.state.get("outliers", ()),
+            best_of(self.folder.path, self.state),
         )
 
 

@@ -23,6 +23,7 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.best_checkpoint import NONE, Best, point_best
 from daskgpt.training.checkpoints import Checkpoint, prune, step_folder, write_checkpoint
 from daskgpt.training.fetched_state import FetchedState
 from daskgpt.training.job import Job
@@ -40,6 +41,7 @@ class _Save:
     """One save, on its way or done."""
 
     step: int
+    best: Best  # as soon as it is written
     waited: float  # seconds that training has waited for it
     seconds: float = 0.0
     error: Exception | None = None
@@ -61,15 +63,17 @@ class Saver:
         say: Callable[[str], None],
         newest: int = 0,
         spared: frozenset[Path] = frozenset(),
+        best: Best = NONE,
     ) -> None:
         """newest   the step of the checkpoint that is gone on from, 0 where there is none
         spared   damaged checkpoints, which are not deleted
+        best     the best checkpoint of earlier processes
         """
         self.job, self.folder, self.scheduler, self.say, self.spared = job, folder, scheduler, say, spared
         self.since = time.monotonic()
         self.thread: threading.Thread | None = None
         self.current: _Save | None = None
-        self.saved = newest
+        self.saved, self.best = newest, best
         self.told_of_memory = False
         self.room: dict[str, np.ndarray] = {}  # what the state is copied into, made once
         self.room_maker: threading.Thread | None = None
@@ -81,14 +85,29 @@ class Saver:
         ends = [(done // every + 1) * every for every in (run.save_every, run.keep_every) if every]
         return min(ends, default=None)
 
-    def due(self, done: int) -> bool:
+    def begin(self) -> None:
+        """Let `best` mean what it should: a killed process may not have come to that, and the best one may be gone."""
+        self.best = self.best if self.job.run.keep_best else NONE
+        point_best(self.folder.path, self.best)
+
+    def better(self, loss: float | None) -> bool:
+        """Whether a state of this validation loss, None where nobody has measured it, is to be the best checkpoint."""
+        save = self.current
+        known = save.best if save and not save.error else self.best
+        return bool(self.job.run.keep_best) and loss is not None and loss < known.loss
+
+    def due(self, done: int, loss: float | None = None) -> bool:
         """Whether a checkpoint is due after so many steps. One by time waits until the one before is written.
+
+        loss   on the held-out text, where it was measured
 
         None is of steps that are made again after a loss, unless the loss has cost it.
         """
         run = self.job.run
         if done <= (self.current.step if self.current and not self.current.error else self.saved):
             return False
+        if self.better(loss):
+            return True
         # Of replicas on their own there is no checkpoint: it waits until they meet.
         before = self.job.round_begin(done - 1)
         if any(every and done // every > before // every for every in (run.save_every, run.keep_every)):
@@ -118,8 +137,9 @@ class Saver:
 
     def _will_save(self) -> bool:
         """Whether there will be a checkpoint beside steps: of those by time the run must have made half of the way."""
-        first, minutes = self.next_fixed(0), self.job.run.save_minutes
-        by_steps = first is not None and first < self.job.steps
+        run, minutes = self.job.run, self.job.run.save_minutes
+        ends = self.next_fixed(0), run.validate_every if run.keep_best else None
+        by_steps = any(end and end < self.job.steps for end in ends)
         return by_steps or (bool(minutes) and time.monotonic() - self.since >= 30 * minutes)
 
     def _make_room(self, values: Mapping[str, np.ndarray]) -> None:
@@ -129,10 +149,11 @@ class Saver:
             array.fill(0)
         self.room = room
 
-    def save(self, state: State, facts: Mapping[str, Any], *, last: bool = False) -> None:
+    def save(self, state: State, facts: Mapping[str, Any], loss: float | None = None, *, last: bool = False) -> None:
         """Begin to save a state; an earlier save is waited for.
 
         facts   see `Checkpoint`
+        loss    on the held-out text, where it was measured
         last    whether nothing is computed meanwhile: then it is written from where it is, and waited for
 
         Errors  OSError where the last one cannot be written, with what stays
@@ -144,9 +165,10 @@ class Saver:
             return
         self.since = time.monotonic()
         take, wait = self._taken(state, copied=not last)
-        save = self.current = _Save(state.step, time.perf_counter() - start)
+        best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
+        save = self.current = _Save(state.step, best, time.perf_counter() - start)
         # Nobody waits for a daemon as the process ends: what it has not finished is a leftover under its own name.
-        arguments = (save, take, facts, wait or last)
+        arguments = (save, take, {**facts, **best.facts()}, wait or last)
         self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self.thread.start()
         if wait or last:
@@ -217,7 +239,10 @@ class Saver:
             checkpoint = Checkpoint(save.step, model, moments, facts)
             written = write_checkpoint(self.folder.path, checkpoint, before=self.folder.logs.sync)
             self.saved, self.spared = save.step, self.spared - {written}
-            prune(self.folder.path, job.run.keep, job.run.keep_every, self.spared)
+            if save.best != self.best:
+                point_best(self.folder.path, save.best)
+                self.best = save.best
+            prune(self.folder.path, job.run.keep, job.run.keep_every, self.best.step, self.spared)
         except Exception as error:  # of whatever kind: it must not end the run, and `news` tells it
             save.error = error
         save.seconds = time.perf_counter() - start
