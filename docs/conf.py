@@ -31,7 +31,6 @@ suppress_warnings = ["toc.not_included"]  # README and the like are reached by l
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-add_module_names = False
 python_maximum_signature_line_length = 80
 
 html_theme = "furo"
