@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from threading import Thread
 
 import pytest
 from command_lines import PATIENCE, SMALL, refused, run, write_text
@@ -18,6 +19,7 @@ import daskgpt
 from daskgpt.model.step_operations import step_operations
 from daskgpt.training import logs
 from daskgpt.training.logs import SINKS, Logs, chosen_sinks
+from daskgpt.training.record_file import RecordFile
 from daskgpt.training.tensorboard_file import tagged
 
 TOKENS = 4 * 16  # of a step of the smallest run
@@ -157,3 +159,36 @@ def test_logs_that_cannot_be_are_refused_before_anything_runs(text, tmp_path, mo
     with pytest.raises(RuntimeError, match=rule):
         chosen_sinks("tensorboard", "out")
     assert chosen_sinks("", "") == ("metrics",)
+
+
+class Slowly:
+    """A file that is asked whether all is on the disk while it is being written to."""
+
+    def __init__(self, file, ask):
+        self.file, self.ask = file, ask
+
+    def write(self, content):
+        self.asking = Thread(target=self.ask)
+        self.asking.start()
+        self.asking.join(0.2)
+        return self.file.write(content)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_a_record_on_its_way_is_not_one_without_room(tmp_path):
+    """A checkpoint, which waits for the records so far, would not be written."""
+    file, heard = RecordFile(tmp_path / "records", lambda record: f"{record}\n".encode(), new=True), []
+
+    def ask():
+        try:
+            heard.append(file.sync())
+        except OSError as error:
+            heard.append(error)
+
+    file.file = Slowly(file.file, ask)
+    file.log({"step": 0})
+    file.file.asking.join()
+    file.close()
+    assert heard == [None]

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from daskgpt.config.files import not_written
@@ -14,7 +15,7 @@ Encode = Callable[[Mapping[str, Any]], bytes]
 
 
 class RecordFile:
-    """Takes records of a run and appends them, in one form.
+    """Takes records of a run and appends them, in one form. One thread does; others may wait for the disk.
 
     encode    the bytes of a record
     unwritten   those for which there was no room
@@ -29,20 +30,27 @@ class RecordFile:
         self.path, self.encode = path, encode
         self.file = path.open("xb" if new else "ab", buffering=0)
         self.unwritten = [header] if header else []
+        self.writing = Lock()  # a record on its way is not one without room
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record.
 
         Errors   OSError where there is no room for all of it: it is kept, and written once there is
         """
-        self.unwritten.append(self.encode(record))
-        self.write()
+        encoded = self.encode(record)
+        with self.writing:
+            self.unwritten.append(encoded)
+            self._write()
 
     def write(self) -> None:
         """Write what is not written yet.
 
         Errors   OSError where there is no room for it: only whole records are in the file then
         """
+        with self.writing:
+            self._write()
+
+    def _write(self) -> None:
         while self.unwritten:
             rest, before = self.unwritten[0], self.file.tell()
             try:
@@ -61,7 +69,9 @@ class RecordFile:
         """
         if not self.file.closed:
             os.fsync(self.file.fileno())
-        if self.unwritten:
+        with self.writing:
+            waits = bool(self.unwritten)
+        if waits:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
