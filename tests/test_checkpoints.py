@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 from command_lines import PATIENCE, run, write_text
+from machines import wait_until
 from safetensors.numpy import load_file
 from small_runs import FLAGS, MODEL, STEPS, fit, losses_of, steps_in, stopping_at, tensors_of
 
@@ -220,14 +220,19 @@ def little_disk(tmp_path):
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(text, little_disk, saved):
     """Checkpoints that are never deleted fill it; then somebody makes room, and the last ones are written."""
-    out, said = little_disk / "run", []
+    out, said, tried, write = little_disk / "run", [], [], saving.write_checkpoint
     filled = little_disk / "filled"
     filled.write_bytes(b"0" * 200_000)
 
+    def tell(run, checkpoint, before):
+        try:
+            return write(run, checkpoint, before)
+        finally:
+            tried.append(checkpoint.step)
+
     def on_step(step, metrics):
         if step == 9:
-            while list(out.glob(".step-*.tmp")):  # the one of step 8 must have failed by then
-                time.sleep(0.01)
+            wait_until(lambda: 8 in tried, "the checkpoint of step 8, which has no room")
             filled.unlink()
 
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
@@ -235,6 +240,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(text, little_disk, saved)
         steps=STEPS, validation_batches=1, save_every=2, save_minutes=0, keep=2, keep_every=2, out=out
     )
     monkey = pytest.MonkeyPatch()
+    monkey.setattr(saving, "write_checkpoint", tell)
     monkey.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
     with monkey.context():
         daskgpt.fit(MODEL, data, daskgpt.OptimizerConfig(warmup=3), run=settings, on_step=on_step)
