@@ -218,7 +218,7 @@ def little_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(text, little_disk, saved):
+def test_a_full_disk_costs_checkpoints_and_not_the_run(text, little_disk, saved, monkeypatch):
     """Checkpoints that are never deleted fill it; then somebody makes room, and the last ones are written."""
     out, said, tried, write = little_disk / "run", [], [], saving.write_checkpoint
     filled = little_disk / "filled"
@@ -239,12 +239,10 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(text, little_disk, saved)
     settings = daskgpt.RunConfig(
         steps=STEPS, validation_batches=1, save_every=2, save_minutes=0, keep=2, keep_every=2, out=out
     )
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(saving, "write_checkpoint", tell)
-    monkey.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
-    with monkey.context():
-        daskgpt.fit(MODEL, data, daskgpt.OptimizerConfig(warmup=3), run=settings, on_step=on_step)
-    monkey.undo()
+    monkeypatch.setattr(saving, "write_checkpoint", tell)
+    monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
+    daskgpt.fit(MODEL, data, daskgpt.OptimizerConfig(warmup=3), run=settings, on_step=on_step)
+    monkeypatch.undo()
     lines = [line for line in said if line.startswith("checkpoint")]
     assert "checkpoint step 6 is not saved: No space left on device; training goes on, step 4 stays" in lines
     assert "checkpoint step 8 is not saved: No space left on device; training goes on, step 4 stays" in lines

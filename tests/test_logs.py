@@ -81,7 +81,7 @@ def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
     expected = {}
     for record in metrics(logged):
         for tag, value in tagged(record):
-            expected.setdefault(tag, []).append((record["step"], pytest.approx(value, rel=1e-6)))
+            expected.setdefault(tag, []).append((record["step"], pytest.approx(float(value), rel=1e-6)))
     assert {"loss/loss", "loss/validation_loss", "speed/tokens_per_s", "phases/forward_s"} <= expected.keys()
     assert len(list(logged.glob("events.out.tfevents.*"))) == 2, "one file a process of the run"
     assert events(logged) == expected
