@@ -148,6 +148,8 @@ start_scheduler() {
 }
 
 start_workers() {
+    # One heap that keeps its memory: see daskgpt/schedulers/allocator.py.
+    export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
     local name command
     local worker=("$python" -m dask worker "$address" --nthreads 1 --nworkers "$workers"
         --no-dashboard --dashboard-address 127.0.0.1:0)

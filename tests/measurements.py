@@ -126,9 +126,7 @@ def torch_ddp() -> list[str]:
 def workers_time() -> list[str]:
     def row(one: Record) -> tuple[str, ...]:
         known = one.figures
-        shares = (
-            percent(known[f"workers_{name}"]) for name in ("kernels", "transfers", "client_and_scheduler", "idle")
-        )
+        shares = (percent(known[f"workers_{name}"]) for name in ("kernels", "transfer", "scheduler", "idle"))
         peaks = (known.get(f"{name}_peak") for name in ("cluster", "threads", "theirs"))
         told = " / ".join("?" if peak is None else spread(peak) for peak in peaks)
         return one.settings["precision"], *shares, number(known["cluster_longest"].median), f"{told} GB"

@@ -22,6 +22,7 @@ from daskgpt.graph.nodes import Key, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.admission import admit_equals
+from daskgpt.schedulers.allocator import ENVIRONMENT
 from daskgpt.schedulers.durations import TypicalDurations
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, ForgetOrigins, span_annotation
 from daskgpt.schedulers.leaving import TakeBack, take_back
@@ -37,6 +38,7 @@ CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; one that only begins need not be waited for
 PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.instruments.dashboard"  # by its name: it stands above
+SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 LOOKING = 2  # seconds between two looks whether there is a worker at all, while results are waited for
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
@@ -221,7 +223,11 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
         raise SystemExit(1)
     resource_tracker.ensure_running()  # else a worker's start does it, and that lets interrupts through again
     try:
-        with delayed_interrupts(), dask.config.set({PRELOAD: [*dask.config.get(PRELOAD), PAGE]}):
+        settings = {
+            PRELOAD: [*dask.config.get(PRELOAD), PAGE],
+            SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT},
+        }
+        with delayed_interrupts(), dask.config.set(settings):
             return LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
