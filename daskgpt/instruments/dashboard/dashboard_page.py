@@ -117,29 +117,24 @@ class _Page:
         return plot
 
     def _lanes(self) -> Any:
-        plot = figure(
-            height=240,
-            sizing_mode="stretch_width",
-            title="Tasks of each worker in the last seconds",
-            y_range=FactorRange(factors=[]),
-            tools="xpan,xwheel_zoom,reset",
-        )
+        plot = _rows("Tasks of each worker in the last seconds", 240, "xpan,xwheel_zoom,reset")
         plot.hbar("worker", left="left", right="right", height=0.7, color="color", source=self.calls, line_width=0)
         plot.add_tools(HoverTool(tooltips=[("", "@name, @ms{0.0} ms")]))
-        plot.toolbar.logo, plot.xaxis.axis_label = None, "s"
+        plot.xaxis.axis_label = "s"
         return plot
 
     def _bars(self) -> Any:
-        plot = figure(
-            height=260,
-            sizing_mode="stretch_width",
-            title="Kernels by layer and pass, seconds of all workers",
-            y_range=FactorRange(factors=[]),
-            tools="",
-        )
+        plot = _rows("Kernels by layer and pass, seconds of all workers", 260)
         plot.hbar("name", right="seconds", height=0.7, color="color", source=self.kernels)
-        plot.toolbar.logo = None
         return plot
+
+
+def _rows(title: str, height: int, tools: str = "") -> Any:
+    """A figure with a row for each of some names."""
+    names = FactorRange(factors=[])
+    plot = figure(height=height, sizing_mode="stretch_width", title=title, y_range=names, tools=tools)
+    plot.toolbar.logo = None
+    return plot
 
 
 def _figure(title: str) -> Any:
