@@ -112,8 +112,9 @@ class Program:
             else:
                 slots[call.slot] = call.function(*_filled(call.arguments, slots))
             if timed:
-                end, kind = perf_counter(), call.kind
-                seconds[kind] = seconds.get(kind, 0.0) + end - start
+                end = perf_counter()
+                if meter is not None:
+                    seconds[call.kind] = seconds.get(call.kind, 0.0) + end - start
                 if spans is not None:
                     spans.append(Span(call.key, thread, start, end, bytes_of(slots[call.slot]), run))
             for slot in call.ended:
