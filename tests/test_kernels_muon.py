@@ -8,7 +8,9 @@ from product_cases import UNITS, using
 from tolerances import TOLERANCES
 
 from daskgpt.kernels.bfloat16 import rounded_muon
-from daskgpt.kernels.muon import muon, muon_inplace, orthogonalised
+from daskgpt.kernels.float32.blas import matmul, one_order
+from daskgpt.kernels.muon import muon, muon_inplace
+from daskgpt.kernels.orthogonal import A, iteration, orthogonalised, polynomial
 
 OPTIONS = {"beta": 0.95, "scale": 0.2, "weight_decay": 0.1, "maps": 1}
 SHAPES = [(21, 21), (12, 40), (40, 12), (1, 9), (64, 33)]
@@ -34,6 +36,17 @@ def test_singular_values_go_through_the_polynomial(dtype, shape, random):
     found = orthogonalised(x.copy())
     assert found.dtype == np.dtype(dtype)
     np.testing.assert_allclose(found, by_singular_values(x), **TOLERANCES[f"orthogonalised {dtype}"])
+
+
+@pytest.mark.skipif(not one_order(np.dtype("float32")), reason="a library's sums have orders of their own")
+@pytest.mark.parametrize("shape", [*SHAPES, (128, 128), (130, 515)])
+def test_half_of_a_symmetric_product_is_all_of_it(shape, random):
+    x = (random.normal(size=shape) / np.sqrt(np.prod(shape))).astype(np.float32)
+    gram, square = (np.empty((len(x), len(x)), np.float32) for _ in range(2))
+    matmul(x, x, gram, transpose_b=True)
+    matmul(gram, gram, square)
+    expected = matmul(polynomial(gram, square), x, np.float32(A) * x, accumulate=True)
+    np.testing.assert_array_equal(iteration(x), expected)
 
 
 @pytest.mark.parametrize("unit", UNITS)
