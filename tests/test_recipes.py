@@ -18,6 +18,7 @@ def test_a_recipe_is_flags_that_are_known(name):
 
 
 def test_what_is_given_beside_a_recipe_comes_after_it(tmp_path):
+    pytest.importorskip("tokenizers")
     out = tmp_path / "run"
     flags = ("--validation-batches", 2, "--steps", 3, "--warmup", 1, "--sample-tokens", 0, "--out", out)
     result = run("train", "--preset", "speedrun", "--data", write_text(tmp_path), *flags)
@@ -26,6 +27,7 @@ def test_what_is_given_beside_a_recipe_comes_after_it(tmp_path):
     assert (written["data"]["held_out"], written["optimizer"]["optimizer"]) == ("end", "muon")
     assert (written["run"]["steps"], written["run"]["validation_batches"]) == (3, 2)
     assert (written["model"]["blocks"], written["model"]["channels"]) == (4, 128)
+    assert written["data"]["encoding"].startswith("learned-")
     assert refused(run("train", "--resume", out, "--preset", "speedrun")).startswith(
         "train: --resume keeps the run's own settings; got "
     )

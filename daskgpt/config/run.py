@@ -22,8 +22,9 @@ class DataConfig(Checked):
     )
     encoding: str = setting(
         "auto",
-        "text to token ids: bytes, gpt2, or the file of a learned vocabulary; auto = what prepared tokens were made "
-        "with, gpt2 for other token files and for models of its vocabulary, else bytes",
+        "text to token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024, one of so many ids learned "
+        "from the text that is trained on; auto = what prepared tokens were made with, gpt2 for other token files and "
+        "for models of its vocabulary, else bytes",
     )
     order: str = setting(
         "auto",

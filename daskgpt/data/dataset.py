@@ -12,6 +12,7 @@ import tiktoken
 from daskgpt.config.errors import require
 from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
 from daskgpt.data.order import shuffled
+from daskgpt.data.own_vocabulary import check_wanted, is_to_be_learned, learned_encoding
 from daskgpt.data.split import SPANS, split_text, split_tokens
 from daskgpt.data.text import STANDARD_LIBRARY, read_text
 from daskgpt.data.tokens import Tokens
@@ -44,6 +45,7 @@ class _Part:
     training: np.ndarray
     validation: np.ndarray
     origin: str
+    encoding: str
 
 
 def is_token_source(source: str) -> bool:
@@ -62,8 +64,9 @@ def load_dataset(
 ) -> Dataset:
     """Read a source, encode it, and hold a part out (`data/split.py`); or take that part from a source of its own.
 
-    Without an encoding, token files are taken for GPT-2's and text for bytes. Every document begins with end-of-text,
-    and so does every piece of one that was cut for validation.
+    Without an encoding, token files are taken for GPT-2's and text for bytes; learn:1024 is a vocabulary of so many ids
+    that is learned from the training part. Every document begins with end-of-text, and so does every piece of one that
+    was cut for validation.
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    uint16
@@ -72,15 +75,18 @@ def load_dataset(
              FileNotFoundError where a source or GPT-2's vocabulary is missing
     """
     name = encoding or ("gpt2" if is_token_source(source) else "bytes")
-    vocabulary = vocabulary_size(name)
     where = "load_dataset"
+    _check_encoding(where, source, name)
     got: dict[str, object] = {"validation_fraction": validation_fraction}
     require(0 < validation_fraction < 1, where, "validation_fraction must lie between 0 and 1", got, "Try 0.1.")
     if validation_source is None:
         part = _load(source, name, validation_fraction, held_out)
         training, validation, origin = part.training, part.validation, part.origin
+        name = part.encoding
     else:
-        part, other = _load(source, name), _load(validation_source, name)
+        part = _load(source, name)
+        name = part.encoding
+        other = _load(validation_source, name)
         training, validation = part.training, other.training
         origin = f"{part.origin}, validation {other.origin}"
     for kind, tokens, of in (("training", training, source), ("validation", validation, validation_source or source)):
@@ -88,7 +94,17 @@ def load_dataset(
         got = {"source": of, "tokens": tokens.size}
         require(tokens.size > sequence_length, where, rule, got, "Give more text or a smaller sequence_length.")
     sizes = f"{training.size:,} training and {validation.size:,} validation tokens"
-    return Dataset(training, validation, vocabulary, name, f"{origin}: {sizes} ({name})")
+    return Dataset(training, validation, vocabulary_size(name), name, f"{origin}: {sizes} ({name})")
+
+
+def _check_encoding(where: str, source: str, name: str) -> None:
+    """Nothing is read to find out."""
+    if not is_to_be_learned(name):
+        vocabulary_size(name)
+        return
+    check_wanted(name)
+    rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source}
+    require(not is_token_source(source), where, rule, got, "Name the encoding of these tokens.")
 
 
 def whole_source(source: str, name: str) -> np.ndarray:
@@ -105,16 +121,19 @@ def _load(source: str, name: str, fraction: float = 0.0, held_out: str = SPANS) 
         tokens = read_tokens(source)
         check_tokens(tokens, vocabulary_size(name))
         if fraction == 0:
-            return _Part(tokens, tokens[:0], source)
-        training, validation = split_tokens(tokens, fraction, held_out)
-        return _Part(_join(training, vocabulary_size(name) - 1), _join(validation, vocabulary_size(name) - 1), source)
+            return _Part(tokens, tokens[:0], source, name)
+        end_of_text = vocabulary_size(name) - 1
+        training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
+        return _Part(training, validation, source, name)
     documents = read_text(source)
     files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
     library = f"standard library of Python {platform.python_version()}"
     origin = f"{library if source == STANDARD_LIBRARY else source} ({files})"
-    codec = get_encoding(name)
     training_text, validation_text = split_text(documents, fraction, held_out)
-    return _Part(_encode_all(training_text, codec), _encode_all(validation_text, codec), origin)
+    if is_to_be_learned(name):
+        name = learned_encoding(name, training_text)
+    codec = get_encoding(name)
+    return _Part(_encode_all(training_text, codec), _encode_all(validation_text, codec), origin, name)
 
 
 def _encode_all(texts: list[str], codec: tiktoken.Encoding) -> np.ndarray:

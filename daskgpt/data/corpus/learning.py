@@ -16,12 +16,12 @@ LEARNT_BYTES = 100_000_000  # of text that a vocabulary is learned from, spread 
 SMALLEST, LARGEST = 258, 65536
 
 
-def check_learnable(size: int) -> None:
+def check_learnable(size: int, where: str = WHERE, name: str = "learn_vocabulary") -> None:
     """Errors   ValueError for a size that is none, or where the library is not installed"""
-    rule = f"learn_vocabulary must lie between {SMALLEST} and {LARGEST}"
-    require(SMALLEST <= size <= LARGEST, WHERE, rule, {"learn_vocabulary": size}, "Try 4096.")
+    rule = f"{name} must lie between {SMALLEST} and {LARGEST}"
+    require(SMALLEST <= size <= LARGEST, where, rule, {name: size}, "Try 4096.")
     rule, advice = "learning a vocabulary needs the library tokenizers", 'Run pip install "daskgpt[prepare]".'
-    require(find_spec("tokenizers") is not None, WHERE, rule, {"learn_vocabulary": size}, advice)
+    require(find_spec("tokenizers") is not None, where, rule, {name: size}, advice)
 
 
 def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
