@@ -31,6 +31,7 @@ class Collected(SchedulerPlugin):
 
     calls     as they end
     steps     records of steps, see `schedulers.telling`, with `received_bytes`: of all workers until then
+    runs      how many runs have told of steps: those of the latest one are kept
     recoveries  how many of them tell of a loss that was made up for
     """
 
@@ -40,7 +41,7 @@ class Collected(SchedulerPlugin):
         self.scheduler = scheduler
         self.calls: deque[Call] = deque(maxlen=CALLS)
         self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
-        self.recoveries = 0
+        self.runs = self.recoveries = 0
 
     def transition(
         self, key: Any, start: str, finish: str, *_: Any, startstops: Sequence[Any] = (), worker: str = "", **__: Any
@@ -54,8 +55,9 @@ class Collected(SchedulerPlugin):
             return
         received = sum(self._use(worker, "received") for worker in self.scheduler.workers.values())
         for record in msg:
-            if self.steps and record["step"] <= self.steps[-1]["step"]:
-                self.steps.clear()  # another run
+            if not self.steps or record["step"] <= self.steps[-1]["step"]:
+                self.steps.clear()
+                self.runs += 1
             self.steps.append({**record, "received_bytes": received})
             self.recoveries += "lost_steps" in record
 
@@ -101,9 +103,11 @@ def overlap_share(calls: Iterable[Call]) -> float:
     edges = sorted((time, change, call.name) for call in calls for time, change in ((call.start, 1), (call.end, -1)))
     running: dict[str, int] = {}
     some = several = 0.0
+    different = 0  # names that run
     for (time, change, name), (after, *_) in pairwise(edges):
-        running[name] = running.get(name, 0) + change
-        different = sum(count > 0 for count in running.values())
+        before = running.get(name, 0)
+        running[name] = before + change
+        different += (before + change > 0) - (before > 0)
         some += (after - time) * (different > 0)
         several += (after - time) * (different > 1)
     return several / some if some else 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
 from bokeh.layouts import column as below
 from bokeh.layouts import row
 from bokeh.models import ColumnDataSource, Div, FactorRange, HoverTool, NumeralTickFormatter
@@ -11,10 +13,10 @@ from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from tqdm import tqdm
 
-from daskgpt.instruments.dashboard.collected import Collected, column, idle_share, overlap_share
+from daskgpt.instruments.dashboard.collected import STEPS, Call, Collected, column, idle_share, overlap_share
 from daskgpt.instruments.timeline.colours import OTHER_COLOUR, colour_of
 
-EVERY = 500  # milliseconds between two looks
+EVERY = 1000  # milliseconds between two looks
 KERNELS = 12  # bars at most
 # Tasks of several kernels, by what `training.grouping.title` calls them.
 TASKS = {"tokens.forward": "#4269d0", "tokens.backward": "#2a4380", "tokens.head": "#ff8ab7", "update": "#7f8c99"}
@@ -35,10 +37,14 @@ def show(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
 
 
 class _Page:
-    """What one browser sees."""
+    """What one browser sees.
+
+    shown  the run whose steps its curves have, and the number of the latest one: only later ones are sent
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
+        self.shown = 0, -1
         self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
         self.loss, self.validation, self.speed = (ColumnDataSource({"x": [], "y": []}) for _ in range(3))
         self.calls = ColumnDataSource({"left": [], "right": [], "worker": [], "name": [], "color": [], "ms": []})
@@ -53,23 +59,35 @@ class _Page:
         if found is None:
             self.numbers.text = "The scheduler must be started with --preload daskgpt.instruments.dashboard."
             return
-        steps = list(found.steps)
-        for source, name in ((self.loss, "loss"), (self.validation, "validation_loss"), (self.speed, "tokens_per_s")):
-            x, y = column(steps, name)
-            source.data = {"x": x, "y": y}
-        self._show_calls(found)
+        calls = found.latest
+        self._show_steps(found)
+        self._show_calls(calls)
         self._show_kernels(found)
-        if steps:
-            self.numbers.text = self._described(found, steps)
+        if found.steps:
+            self.numbers.text = self._described(found, calls)
 
-    def _described(self, found: Collected, steps: list[dict[str, Any]]) -> str:
-        latest, calls = steps[-1], found.latest
-        _, validation = column(steps, "validation_loss")
+    def _show_steps(self, found: Collected) -> None:
+        """Send the steps that are new: all of them, several times a second, would cost more than anything else here."""
+        run, latest = self.shown
+        if run != found.runs:
+            latest = -1
+        new = list(takewhile(lambda record: record["step"] > latest, reversed(found.steps)))[::-1]
+        for source, name in ((self.loss, "loss"), (self.validation, "validation_loss"), (self.speed, "tokens_per_s")):
+            x, y = column(new, name)
+            points = {"x": np.array(x, np.int32), "y": np.array(y, np.float32)}
+            if run != found.runs:
+                source.data = points
+            elif x:
+                source.stream(points, rollover=STEPS)
+        self.shown = found.runs, new[-1]["step"] if new else latest
+
+    def _described(self, found: Collected, calls: list[Call]) -> str:
+        latest, validation = found.steps[-1], self.validation.data["y"]
         size = tqdm.format_sizeof(found.bytes_a_step(), "B")
         parts = [
             f"step <b>{latest['step'] + 1:,}</b>",
             f"loss <b>{latest['loss']:.3f}</b>",
-            *([f"validation <b>{validation[-1]:.3f}</b>"] if validation else []),
+            *([f"validation <b>{validation[-1]:.3f}</b>"] if len(validation) else []),
             f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
             f"idle <b>{idle_share(calls, self.scheduler.total_nthreads):.0%}</b>",
             f"overlap of layers <b>{overlap_share(calls):.0%}</b>",
@@ -78,19 +96,18 @@ class _Page:
         ]
         return f"<div style='font-size: 15px'>{' &nbsp; '.join(parts)}</div>"
 
-    def _show_calls(self, found: Collected) -> None:
-        calls = found.latest
+    def _show_calls(self, calls: list[Call]) -> None:
         end = max((call.end for call in calls), default=0.0)
         names = {address: str(worker.name) for address, worker in self.scheduler.workers.items()}
         calls = [call for call in calls if call.worker in names]
         self.lanes.y_range.factors = sorted(set(names.values()), reverse=True)
         self.calls.data = {
-            "left": [call.start - end for call in calls],
-            "right": [call.end - end for call in calls],
+            "left": np.array([call.start - end for call in calls], np.float32),
+            "right": np.array([call.end - end for call in calls], np.float32),
             "worker": [names[call.worker] for call in calls],
             "name": [call.name for call in calls],
             "color": [_colour(call.name) for call in calls],
-            "ms": [(call.end - call.start) * 1e3 for call in calls],
+            "ms": np.array([(call.end - call.start) * 1e3 for call in calls], np.float32),
         }
 
     def _show_kernels(self, found: Collected) -> None:
