@@ -18,7 +18,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments import machine, scaling
 from daskgpt.instruments.compare.llmc_program import compare_llmc
 from daskgpt.instruments.compare.messages import TorchOptions
-from daskgpt.instruments.compare.torch_ddp import WORKERS, Programs, compare_ddp
+from daskgpt.instruments.compare.torch_ddp import WORKERS, Programs, compare_ddp, compare_ddp_apart
 from daskgpt.instruments.compare.torch_process import compare_torch, require_torch
 from daskgpt.instruments.compare.turns import PairedTurns
 from daskgpt.instruments.measure import Measurement, Steps, measure
@@ -50,7 +50,8 @@ memory      most bytes that were in memory in the timed steps: this process, and
 --against torch runs the same model, tokens and optimizer in PyTorch, in a process of its own, the two taking turns.
 --against torch-ddp takes turns of three: a cluster of workers of one thread each (--scheduler, or as many processes
 here as --threads says, 2 otherwise), as many threads here, and as many processes of PyTorch here, each with an equal
-part of the batch, in DistributedDataParallel over gloo; and says where the workers' time goes.
+part of the batch, in DistributedDataParallel over gloo; and says where the workers' time goes. With --apart one of
+them is in memory at a time: each is started for each of its turns, takes --warmup steps, and then those that count.
 --scaling times 1, 2, 4 ... threads (up to --threads, or to the cores), each in a process of its own on as many cores:
 speedup is the time on one thread over the time on so many, efficiency speedup over threads. Chunks and grain are
 chosen anew for each number of threads unless they are given.
@@ -96,6 +97,7 @@ def parser() -> Parser:
     )
     flags.add_argument("--scaling", action="store_true", help="time 1, 2, 4 ... threads: speedup and efficiency")
     flags.add_argument("--generation", action="store_true", help="time how the model writes, a token at a time")
+    flags.add_argument("--apart", action="store_true", help="with --against torch-ddp: one program in memory at a time")
     flags.add_argument("--torch-compile", action="store_true", help="with torch or torch-ddp: torch.compile the model")
     flags.add_argument("--torch-bf16", action="store_true", help="with torch or torch-ddp: bfloat16 autocast")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
@@ -122,6 +124,8 @@ def main(arguments: list[str]) -> int:
     named = opponent[0] or "none"
     rule = "--torch-compile and --torch-bf16 must come with --against torch or torch-ddp"
     require(named.startswith("torch") or options == TorchOptions(), "bench", rule, {"against": named}, "Add it.")
+    rule = "--apart must come with --against torch-ddp"
+    require(not values.apart or named == "torch-ddp", "bench", rule, {"against": named}, "Add it.")
     rule, got = "--scaling must come without --plan and --against", {"plan": values.plan, "against": named}
     require(not (values.scaling and (values.plan or values.against)), "bench", rule, got, "Leave one out.")
     check_workers(values.workers, plan=values.plan)
@@ -135,7 +139,7 @@ def main(arguments: list[str]) -> int:
         others = machine.busy_cores()
         if others and others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
-        found, chunks = run(job, asked, opponent, options)
+        found, chunks = run(job, asked, opponent, options, apart=values.apart)
     facts = {"preset": values.preset, "others_cores": others} | setup(job, chunks)
     take(found.figures(), facts | turns_of(found), getattr(found, "name", ""))
     if isinstance(found, PairedTurns | Programs):
@@ -247,15 +251,18 @@ def dataflow_of(dataflow: DataflowConfig, opponent: str) -> DataflowConfig:
 
 
 def run(
-    job: Job, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions
+    job: Job, asked: BenchConfig, opponent: tuple[str, Path | None], options: TorchOptions, *, apart: bool
 ) -> tuple[Measurement | PairedTurns | Programs, Chunks]:
     """The measurement of a job, alone or against somebody, and the chunks of its steps."""
     name, path = opponent
+    turns = asked.warmup, asked.steps, asked.recorded
     compile_kernels(job.precision)
+    if apart:
+        compared, steps = compare_ddp_apart(job, asked.seed, options, turns)
+        return compared, Chunks(steps.step.chunk, steps.steps.described_chunks)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         found: Measurement | PairedTurns | Programs
         if name == "torch-ddp":
-            turns = asked.warmup, asked.steps, asked.recorded
             found, steps = compare_ddp(job, scheduler, asked.seed, options, turns)
             return found, Chunks(steps.step.chunk, steps.steps.described_chunks)
         steps = Steps(job, scheduler, asked.seed)

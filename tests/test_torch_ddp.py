@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tolerances import TOLERANCES
 
 from daskgpt import bench
 from daskgpt.config.run import DataflowConfig
+from daskgpt.instruments.compare.apart import Apart
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_ddp import Programs
 from daskgpt.instruments.compare.torch_process import Place, TorchSide
@@ -98,10 +100,11 @@ def test_threads_are_no_cluster():
 
 @needs_torch
 @pytest.mark.slow
-def test_three_programs_in_turns(capsys, monkeypatch):
+@pytest.mark.parametrize("apart", [False, True])
+def test_three_programs_in_turns(capsys, monkeypatch, apart):
     monkeypatch.setattr("daskgpt.instruments.compare.turns.DISTURBED", float("inf"))
     monkeypatch.setattr("daskgpt.instruments.compare.turns.LONGEST_TURN", 1.0)
-    flags = ["--steps", "2", "--warmup", "1", "--recorded", "1", "--json"]
+    flags = ["--steps", "2", "--warmup", "1", "--recorded", "1", "--json", *["--apart"] * apart]
     assert bench.main(["--against", "torch-ddp", *MODEL, *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     for name in ("cluster", "threads", "theirs"):
@@ -143,6 +146,12 @@ def test_ctrl_c_leaves_no_process():
         time.sleep(0.1)
 
 
+def test_apart_from_whom():
+    with pytest.raises(ValueError) as error:
+        bench.main(["--apart"])
+    assert str(error.value) == "bench: --apart must come with --against torch-ddp; got against=none. Add it."
+
+
 # The arithmetic.
 
 
@@ -177,6 +186,50 @@ def test_three_take_turns_and_are_compared_within_one(monkeypatch):
     rows = {line[:18].strip(): line[18:].split() for line in lines[3:8]}
     assert rows["daskgpt, cluster"] == ["3,333.3", "3,333.3", "..", "3,333.3", "3.00", "3.00", "5.50000"]
     assert rows["cluster / DDP"][0] == rows["cluster / threads"][0] == "0.500"
+
+
+def test_of_programs_apart_one_is_open_at_a_time(monkeypatch):
+    monkeypatch.setattr("daskgpt.instruments.compare.turns.DISTURBED", float("inf"))
+    opened = []
+
+    class Program:
+        def __init__(self, name):
+            self.name, self.losses, self.ran = name, [], []
+
+        def __enter__(self):
+            assert opened == [], "another one is in memory"
+            opened.append(self.name)
+            return self
+
+        def __exit__(self, *_):
+            opened.remove(self.name)
+
+        def run(self, count):
+            self.ran.append(count)
+            self.losses += [float(len(self.losses) + number) for number in range(count)]
+            return [0.5] * count
+
+        def reset_peak(self):
+            self.ran.append("peaks count from here")
+
+        def peak(self):
+            return len(self.losses)
+
+        def cpu(self):
+            return {("here", ord(self.name) + len(ran)): 1.0}
+
+    ran = []
+
+    def open_one(name):
+        ran.append(Program(name))
+        return ran[-1]
+
+    sides = [Apart(partial(open_one, name), 3) for name in "ab"]
+    turns = take_turns(sides, 2, 4)
+    assert [program.name for program in ran] == ["a", "b", "b", "a"]
+    assert all(program.ran == [3, "peaks count from here", 4] for program in ran)
+    assert [turn.seconds for turn in turns] == [((0.5,) * 4,) * 2] * 2
+    assert (sides[0].losses, sides[0].peak(), len(sides[0].cpu())) == ([float(n) for n in range(7)], 7, 2)
 
 
 def test_turns_that_others_disturbed_are_told():

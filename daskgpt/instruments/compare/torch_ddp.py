@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.instruments import machine
+from daskgpt.instruments.compare.apart import Apart
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import Place, TorchSide, check_losses, described, require_torch
 from daskgpt.instruments.compare.turns import (
@@ -30,6 +34,7 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 
 WORKERS = 2  # of a local cluster, unless --threads says otherwise
+STEPS_APART = 4  # of a turn of programs that are opened for it
 CLUSTER, THREADS, THEIRS = range(3)
 NAMES = ("cluster", "threads", "theirs")
 LABELS = ("daskgpt, cluster", "daskgpt, threads")
@@ -130,6 +135,13 @@ def fields(spread: Spread, name: str, factor: float, digits: int) -> dict[str, f
     return spread.fields(name, factor, digits) | {f"{name}_q1": low, f"{name}_q3": high}
 
 
+class OnWorkers(Steps):
+    """Steps on a cluster, of whose memory that of its workers counts."""
+
+    def peak(self) -> int:
+        return sum(self.scheduler.everywhere(machine.peak_memory))
+
+
 def compare_ddp(
     job: Job,
     scheduler: Scheduler,
@@ -147,29 +159,85 @@ def compare_ddp(
     Errors   RuntimeError where PyTorch is not installed, a process fails, or the losses differ; ValueError for a batch
              without equal parts, or workers with more threads than one
     """
+    workers = checked_workers(job, scheduler)
+    warmup, count, recorded = turns
+    own = places or [Place()] * workers
+    with open_scheduler("threads", workers) as here, TorchSide(job, seed, 1, options, own) as torch:
+        cluster, with_threads = OnWorkers(job, scheduler, seed), Steps(on_threads(job, workers), here, seed)
+        sides = (cluster, with_threads, torch)
+        for side in sides:
+            side.run(1)
+        check_first(sides, job, options)
+        steps = warm_up(sides, warmup)
+        found = take_turns(sides, count, steps)
+        name = described(torch.version, options, f"{workers} processes")
+        return _programs(name, workers, found, count, sides, recorded_time(cluster, recorded)), cluster
+
+
+def compare_ddp_apart(
+    job: Job, seed: int, options: TorchOptions, turns: tuple[int, int, int]
+) -> tuple[Programs, Steps]:
+    """The same with one program in memory at a time: each is opened for each of its turns, and warms up in it.
+
+    Errors   as of `compare_ddp`
+    """
+    warmup, count, recorded = turns
+    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        workers = checked_workers(job, scheduler)
+
+    @contextmanager
+    def with_threads() -> Iterator[Side]:
+        with open_scheduler("threads", workers) as here:
+            yield Steps(on_threads(job, workers), here, seed)
+
+    def with_torch() -> AbstractContextManager[Side]:
+        return TorchSide(job, seed, 1, options, [Place()] * workers)
+
+    opened = (partial(_on_cluster, job, seed), with_threads, with_torch)
+    sides = (Apart(opened[0], warmup), Apart(opened[1], warmup), Apart(opened[2], warmup))
+    found = take_turns(sides, count, STEPS_APART)
+    check_first(sides, job, options)
+    name = described(version("torch"), options, f"{workers} processes")
+    with _on_cluster(job, seed) as cluster:
+        cluster.run(warmup)
+        return _programs(name, workers, found, count, sides, recorded_time(cluster, recorded)), cluster
+
+
+@contextmanager
+def _on_cluster(job: Job, seed: int) -> Iterator[OnWorkers]:
+    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        yield OnWorkers(job, scheduler, seed)
+
+
+def checked_workers(job: Job, scheduler: Scheduler) -> int:
+    """How many workers there are. Errors as of `compare_ddp`."""
     require_torch("torch-ddp")
     require_published_model(job)
-    warmup, count, recorded = turns
     workers, threads = len(scheduler.addresses()), scheduler.threads
     rule, got = "the workers must have one thread each, as PyTorch's processes", {"workers": workers}
     require(threads == workers, "bench", rule, got | {"threads": threads}, "Start them with --nthreads 1.")
-    alone = replace(job, dataflow=replace(job.dataflow, scheduler="threads", threads=workers))
-    own = places or [Place()] * workers
-    with open_scheduler("threads", workers) as here, TorchSide(job, seed, 1, options, own) as torch:
-        cluster, with_threads = Steps(job, scheduler, seed), Steps(alone, here, seed)
-        sides: tuple[Side, Side, Side] = (cluster, with_threads, torch)
-        for side in sides:
-            side.run(1)
-        losses = (cluster.losses[0], with_threads.losses[0], torch.losses[0])
-        precision = "bfloat16" if options.bf16 else job.precision.name
-        check_losses((losses[CLUSTER], losses[THEIRS]), precision)
-        steps = warm_up(sides, warmup)
-        found = take_turns(sides, count, steps)
-        peaks = sum(scheduler.everywhere(machine.peak_memory)), machine.peak_memory(), torch.peak()
-        name = described(torch.version, options, f"{workers} processes")
-        used = undisturbed(found, count)
-        shares = recorded_time(cluster, recorded)
-    return Programs(name, workers, used, len(found), peaks, losses, shares), cluster
+    return workers
+
+
+def on_threads(job: Job, threads: int) -> Job:
+    """The same job in this process."""
+    return replace(job, dataflow=replace(job.dataflow, scheduler="threads", threads=threads))
+
+
+def check_first(sides: Sequence[Side], job: Job, options: TorchOptions) -> None:
+    """Errors   RuntimeError where the first losses on the cluster and of PyTorch differ"""
+    precision = "bfloat16" if options.bf16 else job.precision.name
+    check_losses((sides[CLUSTER].losses[0], sides[THEIRS].losses[0]), precision)
+
+
+def _programs(
+    name: str, workers: int, found: Sequence[Turn], wanted: int, sides: Sequence[Side], shares: WorkerTime
+) -> Programs:
+    """What turns have told."""
+    cluster, with_threads, theirs = sides
+    peaks = cluster.peak(), with_threads.peak(), theirs.peak()
+    losses = cluster.losses[0], with_threads.losses[0], theirs.losses[0]
+    return Programs(name, workers, undisturbed(found, wanted), len(found), peaks, losses, shares)
 
 
 def recorded_time(steps: Steps, count: int) -> WorkerTime:
