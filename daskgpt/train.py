@@ -6,11 +6,8 @@ import math
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-
-import numpy as np
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
@@ -20,12 +17,14 @@ from daskgpt.config.stopping import STOPPED
 from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.generation.readable import readable
-from daskgpt.generation.sampling import sample
+from daskgpt.generation.sampling import sampled
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
 from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.instruments.timeline.watcher import require_shared_steps
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.asked import asked
 from daskgpt.training.checkpoints import BEST, step_of
 from daskgpt.training.horizon import one_horizon
 from daskgpt.training.job import Job, compile_kernels
@@ -34,6 +33,7 @@ from daskgpt.training.result import Result
 from daskgpt.training.resuming import SECTIONS, Beginning, Resumed, changeable, may_not_change
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import Start, open_dataset, start_values
+from daskgpt.training.step import State
 from daskgpt.training.watching import Watcher
 
 DEFAULT = "tiny"  # the preset
@@ -159,12 +159,13 @@ def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabular
 
 
 def report(job: Job, result: Result, seconds: float) -> None:
-    """A sample of text, the time, the losses and where the run was written."""
-    if job.run.sample_tokens and not result.stopped:  # whoever stops it does not want to wait
-        print(f"\n{shown_sample(job, result.parameters)}")
+    """The time, the losses and where the run was written."""
     first, last = result.losses[0], result.losses[-1]
     validation = "" if math.isnan(result.validation_loss) else f", validation {result.validation_loss:.3f}"
     print(f"loss {first:.3f} -> {last:.3f}{validation} nats a token")
+    bits = result.bits_a_byte
+    if job.tokens.encoding_name != "bytes" and not math.isnan(bits):
+        print(f"validation by the text: {bits * math.log(2):.3f} nats a byte, {bits:.3f} bits")
     steps = len(result.losses) - result.first
     of = f" of {len(result.losses)}" if result.first else ""
     print(f"{steps}{of} steps in {result.seconds:.1f} s, {seconds:.1f} s in all")
@@ -181,25 +182,21 @@ def report(job: Job, result: Result, seconds: float) -> None:
         print(f'go on with: python -m daskgpt.generate {shlex.quote(folder)} --prompt "{prompt}"')
 
 
-def shown_sample(job: Job, parameters: Mapping[str, np.ndarray], step: int | None = None) -> str:
-    """A sample between two lines, of which the first says after how many steps."""
-    head = "--- sample " + (f"after {step:,} steps " if step else "")
-    return f"{head:-<71}\n{sample_text(job, parameters)}\n{'-' * 71}"
-
-
-def sample_text(job: Job, parameters: Mapping[str, np.ndarray]) -> str:
-    """Text that a model writes."""
-    encoding = get_encoding(job.tokens.encoding_name)
-    tokens = sample(
+def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
+    """Text that a model writes, between two lines of which the first says after how many steps."""
+    encoding, steps = get_encoding(job.tokens.encoding_name), state.step
+    writing = partial(
+        sampled,
         job.config,
-        parameters,
-        encoding.encode("\n"),
-        job.run.sample_tokens,
+        prompt=encoding.encode("\n"),
+        count=job.run.sample_tokens,
         context=job.data.sequence_length,
         temperature=0.8,
         seed=job.run.seed,
+        threads=0 if scheduler.in_place else 1,
     )
-    return "".join(readable(encoding, tokens))
+    text = "".join(readable(encoding, asked(scheduler, state, writing)))
+    return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"
 
 
 if __name__ == "__main__":

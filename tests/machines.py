@@ -17,7 +17,7 @@ from command_lines import PATIENCE
 from distributed import Client, WorkerPlugin
 from namespaces import Hosts
 
-from daskgpt.schedulers.losses import running
+from daskgpt.schedulers.members import running
 from daskgpt.training.fetched_state import FETCHED
 
 ROOT = Path(__file__).parents[1]
@@ -149,6 +149,18 @@ class KillItself(WorkerPlugin):
             self.left -= 1
             if self.left <= 0:
                 kill_once(self.once)
+
+
+class KillAsItStarts(WorkerPlugin):
+    """Kills one worker with SIGKILL as it gets this."""
+
+    name = "kill-itself"
+
+    def __init__(self, once: Path) -> None:
+        self.once = once
+
+    def setup(self, worker: Any) -> None:
+        kill_once(self.once)
 
 
 class KillAsItSends(WorkerPlugin):

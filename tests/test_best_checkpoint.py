@@ -156,10 +156,10 @@ def test_one_that_does_not_fit_on_the_disk_is_not_the_best(text, steep, tmp_path
     """Then the one before stays, and the next one is the best of those that there are."""
     best, out, write = best_in(steep), tmp_path / "run", saving.write_checkpoint
 
-    def full(run, checkpoint, before):
+    def full(run, checkpoint, *arguments, **options):
         if checkpoint.step == best:
             raise OSError(28, "No space left on device")
-        return write(run, checkpoint, before)
+        return write(run, checkpoint, *arguments, **options)
 
     monkeypatch.setattr(saving, "write_checkpoint", full)
     fit(text, out, keep=1, **EACH)

@@ -224,9 +224,9 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(text, little_disk, saved,
     filled = little_disk / "filled"
     filled.write_bytes(b"0" * 200_000)
 
-    def tell(run, checkpoint, before):
+    def tell(run, checkpoint, *arguments, **options):
         try:
-            return write(run, checkpoint, before)
+            return write(run, checkpoint, *arguments, **options)
         finally:
             tried.append(checkpoint.step)
 

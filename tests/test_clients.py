@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import dask
 import numpy as np
@@ -21,11 +23,13 @@ import daskgpt
 from daskgpt.graph.nodes import as_it_is
 from daskgpt.graph.recording import AHEAD
 from daskgpt.schedulers.addresses import chosen_address
-from daskgpt.schedulers.cluster import client_address
+from daskgpt.schedulers.cluster import SENT, client_address
 from daskgpt.schedulers.durations import TYPICAL, TypicalDurations
-from daskgpt.schedulers.forgetting import span_annotation
+from daskgpt.schedulers.forgetting import TAG, span_annotation
+from daskgpt.schedulers.members import running
 from daskgpt.schedulers.staying import StayAtHome
 from daskgpt.schedulers.usage import METRIC, Usage
+from daskgpt.schedulers.workers import take_spans
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
 DATA = {"batch_size": 4, "sequence_length": 16, "data": __file__}
@@ -227,6 +231,69 @@ def test_what_workers_did_is_told_of_each(cluster):
         assert lines[0] == "workers      tasks/s   idle  received/s    sent/s"
         assert [line.split()[-1] for line in lines[1:3]] == [name_of(client, giver), name_of(client, taker)]
         assert lines[3].strip() == f"the busiest was {news['imbalance']:.0%} busier than the mean"
+
+
+def test_workers_are_there_also_while_the_client_asks_for_an_answer_without_them(cluster):
+    with dask.config.set({"distributed.client.scheduler-info-interval": "1ms"}), Client(cluster) as client:
+        assert all(len(running(client)) == 2 for _ in range(300))
+
+
+def test_a_span_does_not_keep_a_word_of_each_step(cluster):
+    with Client(cluster) as client:
+        fit(client=client)
+        assert 0 < client.run_on_scheduler(graphs_told_of) <= 2
+
+
+def graphs_told_of(dask_scheduler):
+    """By the spans of ours, the most."""
+    told = [own.metadata for own in dask_scheduler.extensions["spans"].spans.values() if own.name[-1] == TAG]
+    return max(len(metadata["collections"]) for metadata in told if metadata)
+
+
+def test_waiting_for_a_long_step_keeps_nothing_of_it(cluster, monkeypatch):
+    monkeypatch.setattr("daskgpt.schedulers.cluster.LOOKING", 0.05)
+
+    def step(scheduler):
+        state = Witness()
+        scheduler.settle([scheduler.client.submit(time.sleep, 0.3, pure=False)])
+        return weakref.ref(state)
+
+    with Client(cluster) as client, daskgpt.open_scheduler(client=client) as scheduler:
+        gc.collect()
+        gc.disable()
+        try:
+            assert step(scheduler)() is None
+        finally:
+            gc.enable()
+
+
+class Witness:
+    """Something of a step."""
+
+
+def test_a_client_of_ours_keeps_few_of_the_graphs_that_it_has_sent():
+    with daskgpt.open_scheduler("local", 1) as scheduler:
+        for number in range(2 * SENT):
+            scheduler.client.submit(sum, [number], pure=False).result()
+        assert 0 < len(scheduler.client.scheduler_comm.recent_message_log) <= SENT
+
+
+def test_a_worker_that_leaves_while_it_is_asked_what_it_has_recorded_is_left_out(monkeypatch):
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        run, gone = client.run, sorted(client.nthreads())[0]
+
+        def leaving(function, **more):
+            found = run(function, **more)
+            if function is take_spans:
+                client.retire_workers([gone])
+            return found
+
+        with daskgpt.open_scheduler(client=client) as scheduler:
+            monkeypatch.setattr(client, "run", leaving)
+            with scheduler.record() as found:
+                pass
+    assert len(found) == 1
 
 
 def test_a_worker_that_stands_still_holds_up_nobody_who_asks_what_workers_do(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 import shutil
 import signal
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 from command_lines import write_text
 from distributed import Client
-from machines import ROOT, Machines, wait_until
+from machines import ROOT, KillAsItStarts, Machines, wait_until
+from short_lives import LEAST, MOST, short_lives
 from small_runs import MODEL, OPTIMIZER, losses_of, tensors_of
 
 import daskgpt
@@ -24,6 +27,8 @@ from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.leaving import give
+from daskgpt.schedulers.members import members
 from daskgpt.training.step import TrainingStep, repacked_state
 
 STEPS, JOINED, LEFT = 30, 10, 20
@@ -145,6 +150,54 @@ def test_a_worker_that_runs_out_of_memory_is_started_again_by_its_nanny(text, wh
         machines.processes.pop(nanny).wait()
     said = capsys.readouterr().out
     assert re.search(r"^(lost       worker|workers    gone:) tcp://", said, re.MULTILINE)
+
+
+def test_a_worker_that_dies_as_a_run_prepares_it_holds_up_nobody(tmp_path):
+    with Machines(tmp_path, 2) as machines:
+        machines.have(2)
+        with Client(machines.address) as client:
+            give(client, KillAsItStarts(tmp_path / "killed"))
+            assert (tmp_path / "killed").exists()
+            assert len(client.nthreads()) == 1
+
+
+@pytest.mark.slow
+def test_a_loss_names_who_was_lost_not_who_had_left_before(text, whole, tmp_path, capsys):
+    addresses = {}
+    with Machines(tmp_path, 3) as machines:
+        machines.have(3)
+        leaving, killed, _ = machines.alive()
+
+        def change(number, metrics):
+            if number + 1 == JOINED:
+                with Client(machines.address) as client:
+                    addresses.update({own["name"]: address for address, own in members(client).items()})
+                    client.retire_workers([addresses[leaving]], close_workers=True)
+            if number + 1 == LEFT:
+                machines.kill(killed)
+            if number + 1 >= JOINED:
+                time.sleep(MATTERS)
+
+        assert same(train(text, tmp_path / "run", machines.address, change), whole)
+    said = capsys.readouterr().out
+    assert f"gone: {addresses[leaving]}" in said
+    lost = [line for line in said.splitlines() if line.startswith("lost ")]
+    assert any(addresses[killed] in line for line in lost), said
+    assert not any(addresses[leaving] in line for line in lost), lost
+
+
+@pytest.mark.slow
+def test_on_workers_that_live_for_seconds_a_run_has_the_same_bits(tmp_path):
+    with (tmp_path / "short_lives.jsonl").open("w+") as log:
+        seed = random.SystemRandom().randrange(10**6)
+        coming, said = short_lives(tmp_path, log, seconds=90, life=20, stagger=5, seed=seed)
+        log.seek(0)
+        entries = [json.loads(line) for line in log]
+    assert coming.replaced >= 1, said
+    assert len(set(coming.numbers)) > 1, said
+    assert {entry["kind"] for entry in entries if "kind" in entry} == {"wanted", "came", "gone"}
+    assert all(LEAST <= entry["workers"] <= MOST for entry in entries if entry.get("kind") == "wanted")
+    assert [entry["step"] for entry in entries if "step" in entry][-1] > 0
 
 
 def take_memory():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import psutil
 import pytest
 from conftest import SMALL, random_batch, random_parameters
 from distributed.scheduler import TaskGroup
+from long_run import long_run, table
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
@@ -88,3 +90,17 @@ def test_a_thousand_steps_on_a_cluster_keep_tasks_and_memory_flat():
         assert memory - full[1][address][1] < 4_000_000
     # Groups of the tasks of 250 steps would be 7 MB.
     assert grown < 4_000_000
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cluster_of_processes_leaves_no_tasks_behind(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        entries = long_run(tmp_path, log, steps=400, every=10)
+    said = table(entries)
+    assert entries[-1]["step"] > 300, said
+    known = [entry["tasks"] for entry in entries]
+    half = len(known) // 2
+    # Medians: one look may fall on a recovery point, or on two steps. Of a task in four steps they would grow by half.
+    assert median(known[half:]) < 1.3 * median(known[:half]), said
+    assert said.splitlines()[0].startswith(f"{entries[-1]['step']} steps ")
+    assert [line.split()[0] for line in said.splitlines()[1:]] == ["tasks", "scheduler", "w0", "w1", "client"]

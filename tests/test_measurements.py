@@ -55,6 +55,14 @@ def test_another_figure_makes_another_page():
     assert rendered(new) == new
 
 
+def test_the_page_of_clusters_has_its_figures_from_the_data():
+    text = (ROOT / "cluster" / "README.md").read_text()
+    places = {found["name"]: found[0] for found in PLACE.finditer(text)}
+    assert "241 (143 .. 458) ms with two workers" in places["task costs"]
+    assert "| 32 | 57 | 5.2 GB | 30.9 GB |" in places["workers' traffic"]
+    assert rendered(text.replace("5.2 GB", "5.3 GB")) == text
+
+
 def test_an_unknown_place_is_an_error():
     with pytest.raises(KeyError):
         rendered("<!-- measured: nothing -->\n<!-- end -->")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,8 +29,10 @@ def spread_step(batch=(6, 12), chunk=(1, 12), parts=2, config=SMALL, **options):
 
 @needs_own_product
 @pytest.mark.parametrize("name", ["odd", "odd in 2 groups"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_no_number_of_workers_changes_a_bit(name, precision):
+@pytest.mark.parametrize(("precision", "large"), [("float32", 10**9), ("float32", 1), ("bfloat16", 10**9)])
+def test_no_number_of_workers_changes_a_bit(name, precision, large, monkeypatch):
+    """Nor whether tokens are looked up by the tables' owner."""
+    monkeypatch.setattr("daskgpt.training.step.LARGE_TABLE", large)
     wanted = bits_after_steps(MODELS[name], precision, Dials((6, 20)))
     ways = [((3, 20), 2), ((2, 20), 2), ((2, 20), 3), ((1, 10), 4), ((1, 20), 6), ((3, 4), 6)]
     for number, (chunk, parts) in enumerate(ways):
@@ -116,6 +119,19 @@ def test_state_is_shared_out_by_its_size():
     assert max(held) < 1.5 * min(held)
 
 
+def test_the_last_updates_are_shared_out():
+    """With two workers the tables are one's, and so would all blocks of the beginning be the other's, whose gradients
+    come last: the first blocks are in turns.
+    """
+    step = spread_step(
+        config=replace(SMALL, blocks=12, vocabulary=72 * SMALL.channels, padded_vocabulary=0), batch=(2, 12), parts=2
+    )
+    homes = {key: home for key, home in step.runnable.homes.items() if str(key[0]).startswith("adamw-h.")}
+    owners = [{home for key, home in homes.items() if f"-h.{block}." in str(key[0])} for block in range(12)]
+    assert all(len(own) == 1 for own in owners), owners
+    assert [own != after for own, after in pairwise(owners[:4])] == [True] * 3, owners
+
+
 def test_sums_follow_the_sequences():
     step = spread_step((48, 12), (16, 12), parts=3)
     graph = step.recorded.unmerged
@@ -123,7 +139,7 @@ def test_sums_follow_the_sequences():
         *((0, 0), (1, 1), (2, 2))
     }
     sizes = dict.fromkeys(random_parameters(SMALL, np.random.default_rng(0)), 1)
-    home_of = homes_of(graph, 3, 3, sizes, packed=False)
+    home_of = homes_of(graph, 3, 3, sizes, tables_stay=False)
     sums = {key: node.func for key, node in graph.items() if isinstance(getattr(node, "func", None), PartSum)}
     assert all(home_of(key) == function.share.part for key, function in sums.items())
 

@@ -86,6 +86,15 @@ def test_in_bfloat16_weights_pass_in_bfloat16():
     assert sum(own.sent["activations"] for own in by_name["bfloat16"]) == 32 * 12 * CONFIG.channels * 4
 
 
+def test_a_large_table_stays_where_it_is_until_it_multiplies(monkeypatch):
+    step = spread_step((64, 12), (32, 12), 2)
+    sent = [sum(own.sent["activations"] for own in loads(step))]
+    monkeypatch.setattr("daskgpt.training.step.LARGE_TABLE", 1)
+    step = spread_step((64, 12), (32, 12), 2)
+    sent.append(sum(own.sent["activations"] for own in loads(step)))
+    assert sent == [0, 32 * 12 * SMALL.channels * 4], "what the owner has found for the other's sequences"
+
+
 def test_memory_of_a_worker_is_its_part():
     alone = predict(job_of(1), 1).peak
     several = [own.memory for own in predict(job_of(4), 4).loads]

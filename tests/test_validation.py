@@ -8,10 +8,18 @@ import math
 import numpy as np
 import pytest
 from command_lines import run, write_text
-from small_runs import FLAGS, fit
+from small_runs import FLAGS, MODEL, OPTIMIZER, fit
 
+from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
 from daskgpt.data.dataset import validation_batches
+from daskgpt.model.parameters import initial_parameters
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.inference import Inference
+from daskgpt.training.job import Job
+from daskgpt.training.job_steps import training_step
 from daskgpt.training.resuming import Resumed
+from daskgpt.training.start import open_dataset
+from daskgpt.training.validation import TOGETHER, Validation
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +45,32 @@ def test_bits_a_byte_count_the_bytes_that_were_predicted(text, tmp_path):
         assert record["validation_bits_a_byte"] == pytest.approx(expected, rel=1e-12)
 
 
+def test_batches_that_are_validated_together_give_the_loss_of_each_alone(text):
+    """More of them than one graph has."""
+    data = DataConfig(data=str(text), batch_size=4, sequence_length=16)
+    job = Job(
+        MODEL,
+        data,
+        OPTIMIZER,
+        DataflowConfig(),
+        RunConfig(validation_batches=TOGETHER + 2),
+        open_dataset(data, MODEL.vocabulary),
+    )
+    with open_scheduler("threads", 2) as scheduler:
+        step = training_step(job, (2, 8), "block", in_place=True)
+        state = step.initial(initial_parameters(MODEL, seed=1))
+        alone = Inference(MODEL, (4, 16), (2, 8), state.layout, ("loss",), groups=job.groups)
+        batches = validation_batches(job.tokens.validation, batch_size=4, sequence_length=16, count=TOGETHER + 2)
+        losses = [float(alone(scheduler, state, *batch)["loss"]) for batch in batches]
+        assert len(set(losses)) > 1
+        assert Validation(job, scheduler).loss(state, (2, 8)) == sum(losses) / len(losses)
+
+
 @pytest.mark.parametrize("barrier", ["step", "none"])
 def test_samples_are_shown_while_a_run_goes_on(text, tmp_path, barrier):
     flags = [*FLAGS.split(), "--data", text, "--steps", 7, "--barrier", barrier, "--out", tmp_path / "run"]
     result = run("train", *flags, "--sample-tokens", 5, "--sample-every", 3)
     assert result.returncode == 0, result.stderr
     heads = [line for line in result.stdout.splitlines() if line.startswith("--- sample")]
-    assert [head.strip("- ") for head in heads] == ["sample after 3 steps", "sample after 6 steps", "sample"]
+    assert [head.strip("- ") for head in heads] == [f"sample after {steps} steps" for steps in (3, 6, 7)]
     assert {len(head) for head in heads} == {71}

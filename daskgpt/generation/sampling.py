@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,13 @@ def sample(
     require(precision in PRECISIONS, "sample", rule, {"precision": precision}, nearest(precision, list(PRECISIONS)))
     check_parameters(config, parameters)
     return _tokens(config, parameters, ids, count, context, choice, seed, precision, threads, end)
+
+
+def sampled(
+    config: GPT2Config, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
+) -> list[int]:
+    """All tokens of `sample` at once, which can be sent."""
+    return list(sample(config, parameters, prompt, count, **options))
 
 
 def _tokens(

@@ -18,7 +18,8 @@ import daskgpt
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.bfloat16.units import unit
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.schedulers.leaving import named
+from daskgpt.schedulers.leaving import give, named
+from daskgpt.schedulers.members import members
 
 PACKAGES = ("dask", "distributed", "numpy", "numba")
 
@@ -74,5 +75,5 @@ def admit_equals(client: Any, packed: bool) -> None:
 
     Errors   RuntimeError naming a worker that is there and what of it differs
     """
-    there = tuple(client.scheduler_info(n_workers=-1)["workers"])
-    client.register_plugin(Admission(named(client, "admission"), identity(packed), packed, there))
+    there = tuple(members(client))
+    give(client, Admission(named(client, "admission"), identity(packed), packed, there))

@@ -25,8 +25,9 @@ from daskgpt.schedulers.admission import admit_equals
 from daskgpt.schedulers.allocator import ENVIRONMENT
 from daskgpt.schedulers.durations import TypicalDurations
 from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, ForgetOrigins, span_annotation
-from daskgpt.schedulers.leaving import TakeBack, take_back
-from daskgpt.schedulers.losses import LostResults, copies_apart, loss, present, running, telling_losses
+from daskgpt.schedulers.leaving import TakeBack, give, take_back
+from daskgpt.schedulers.losses import LostResults, copies_apart, loss, present, telling_losses
+from daskgpt.schedulers.members import identity, members, running
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
 from daskgpt.schedulers.silence import leave_silent, left
@@ -39,6 +40,7 @@ DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; one that only begins need not be waited for
 PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.instruments.dashboard"  # by its name: it stands above
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
+LOGGED, SENT = "distributed.admin.low-level-log-length", 20  # messages
 LOOKING = 2  # seconds between two looks whether there is a worker at all, while results are waited for
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
@@ -89,13 +91,9 @@ class ClusterScheduler:
     def settle(self, handles: list[Any]) -> None:
         """Dask itself would wait for a worker for ever, where the last one is gone."""
         with telling_losses(self.client):
-            while True:
-                try:
-                    wait(handles, timeout=LOOKING)
-                    return
-                except TimeoutError:
-                    if self.client.status == "running" and not self.client.nthreads():
-                        raise loss(self.client, "no worker") from None
+            while not self.client.sync(_soon, handles):
+                if self.client.status == "running" and not self.client.nthreads():
+                    raise loss(self.client, "no worker")
 
     def settled(self, handles: list[Any]) -> bool:
         own = [handle.status for handle in handles if isinstance(handle, Future)]
@@ -133,7 +131,7 @@ class ClusterScheduler:
 
     def told(self, name: str) -> dict[str, Any]:
         with telling_losses(self.client):
-            workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
+            workers = members(self.client).values()
         return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
 
     def tell(self, topic: str, message: Any) -> None:
@@ -157,20 +155,21 @@ class ClusterScheduler:
 
         found: list[ProcessSpans] = []
         with telling_losses(self.client):
-            self.client.register_plugin(RecordSpans())
+            give(self.client, RecordSpans())
         try:
             yield found
         finally:
             with telling_losses(self.client):
-                taken, receipts = self.client.run(take_spans), self.client.run(received)
-                self.client.unregister_worker_plugin(RecordSpans.name)
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+                taken, receipts = (self.client.run(asked, on_error="ignore") for asked in (take_spans, received))
+                with suppress(OSError):  # of a worker that leaves: the others have been told as well
+                    self.client.unregister_worker_plugin(RecordSpans.name)
+            workers = members(self.client)
         names = {address: f"worker {worker['name']}" for address, worker in workers.items()}
-        threads = self.client.nthreads()
-        for address in sorted(taken, key=lambda address: names[address]):
+        stayed = taken.keys() & receipts.keys() & names.keys()  # one may leave at any moment
+        for address in sorted(stayed, key=lambda address: names[address]):
             own = [got._replace(sender=names.get(got.sender, got.sender)) for got in receipts[address]]
             offset, spans = taken[address]
-            found.append(ProcessSpans(names[address], threads[address], offset, spans, own))
+            found.append(ProcessSpans(names[address], workers[address]["nthreads"], offset, spans, own))
 
     def _addresses(self, count: int) -> list[str]:
         """The workers that so many numbers stand for. A number keeps its worker as long as that lives; one that has to
@@ -206,9 +205,22 @@ class ClusterScheduler:
                 raise loss(self.client, "a worker") from None
 
 
+async def _soon(handles: list[Any]) -> bool:
+    """Whether results are there within some seconds.
+
+    It is told without an error: one that comes through `Client.sync` makes a cycle of itself and the frames below it,
+    and what they know, such as the state of a step, would stay on the workers until Python looks for garbage.
+    """
+    try:
+        await wait(handles, timeout=LOOKING)
+    except TimeoutError:
+        return False
+    return True
+
+
 @contextmanager
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
-    with _cluster_of_processes(workers) as cluster, Client(cluster) as client:
+    with _cluster_of_processes(workers) as cluster, _keeping_little(address=cluster) as client:
         described = f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}"
         yield _ready(client, described, ends_with_it=True)
 
@@ -301,7 +313,7 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
         rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
         advice = f"Start one with `dask worker {address}`."
         raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
-    found = client.scheduler_info(n_workers=-1)
+    found = identity(client)
     warn_of_open([found["address"], *found["workers"]])
     at = f"{address} ({named})" if named else address
     return f"{kind} at {at}, {len(found['workers'])} workers, dashboard {client.dashboard_link}"
@@ -335,9 +347,17 @@ def _scheduler_file(address: str) -> str:
     return str(path)
 
 
+def _keeping_little(**arguments: Any) -> Client:
+    """A client that keeps few of the messages that it has sent, a thousand of which Dask keeps for its developers: a
+    graph of each step, with its batch.
+    """
+    with dask.config.set({LOGGED: SENT}):
+        return Client(**arguments)
+
+
 def _client(shown: str, **arguments: str) -> Client:
     try:
-        return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
+        return _keeping_little(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
     except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
         # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS;
         # ValueError: an address or a scheduler file that is none.
@@ -351,7 +371,7 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
 
     kinds: list[Any] = [TypicalDurations, StayAtHome, ForgetGroups, ForgetOrigins, ForgetDependencies, PrepareWorker]
     for kind in kinds if ends_with_it else [TakeBack, *kinds]:
-        client.register_plugin(kind(client))
+        give(client, kind(client))
     _await_heartbeats(client)
     return ClusterScheduler(client, description)
 

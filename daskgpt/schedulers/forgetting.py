@@ -43,6 +43,8 @@ class ForgetGroups(SchedulerPlugin):
             ran = [group for group in gone if group.start]
             kept = {min(ran, key=lambda group: group.start), max(ran, key=lambda group: group.stop)} if ran else set()
             own.groups -= gone - kept
+            if own.metadata:  # that each graph was one
+                del own.metadata["collections"][1:]
             for computation in scheduler.computations:
                 computation.groups -= gone
             for group in own.groups:

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import Any
 
 from distributed import SchedulerPlugin
 
+TRIES, PAUSE = 10, 0.2  # seconds between two
+
 
 def named(client: Any, name: str) -> str:
     """The name of a plugin that one run gives: two runs at once have one each, and the first to end takes its own."""
     return f"daskgpt-{name}-{client.id}"
+
+
+def give(client: Any, plugin: Any) -> None:
+    """Give a plugin to the scheduler, or to all workers; again where one of those leaves as it is told.
+
+    Errors   OSError where that happens again and again, or the scheduler is gone
+    """
+    for more in reversed(range(TRIES)):
+        try:
+            client.register_plugin(plugin)
+            return
+        except OSError:
+            if not more or client.status != "running":
+                raise
+            time.sleep(PAUSE)
 
 
 async def take_back(client: str, dask_scheduler: Any) -> None:

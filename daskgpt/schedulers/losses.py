@@ -15,6 +15,7 @@ from distributed.client import ClosedClientError
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, as_it_is, task
+from daskgpt.schedulers.members import running
 
 COPY = "recovery.copy"  # what Dask calls the tasks that copy
 # With what Dask's client says that results are gone: the first for those that nobody can compute again, the second for
@@ -68,15 +69,6 @@ def present(client: Any, handles: Sequence[Any]) -> list[bool]:
     keys = [handle.key for handle in handles if isinstance(handle, Future) and handle.status == "finished"]
     held = client.sync(client.scheduler.who_has, keys=keys) if keys else {}
     return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
-
-
-def running(client: Any, ready: str = "") -> list[str]:
-    """Addresses of the workers that take tasks: not of those that only begin, end, or have no memory left.
-
-    ready   what the heartbeats of a worker must tell of as well
-    """
-    workers = client.scheduler_info(n_workers=-1)["workers"].items()
-    return [a for a, worker in workers if worker["status"] == "running" and (not ready or ready in worker["metrics"])]
 
 
 def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[list[Future]]:

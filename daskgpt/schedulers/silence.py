@@ -15,7 +15,7 @@ from distributed.scheduler import heartbeat_interval
 from tornado.ioloop import PeriodicCallback
 
 from daskgpt.schedulers.forgetting import TAG
-from daskgpt.schedulers.leaving import named
+from daskgpt.schedulers.leaving import give, named
 from daskgpt.schedulers.usage import METRIC
 
 LOOKING = 0.25  # seconds between two looks
@@ -86,7 +86,7 @@ def _ours(tasks: Iterable[Any]) -> bool:
 def leave_silent(client: Any, seconds: float) -> None:
     """From here on a worker that says nothing for so long counts as gone; 0 = as long as Dask itself waits."""
     if seconds:
-        client.register_plugin(LeaveSilent(client, seconds))
+        give(client, LeaveSilent(client, seconds))
 
 
 def left(client: Any) -> set[str]:

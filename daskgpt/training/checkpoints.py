@@ -88,21 +88,27 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def write_checkpoint(run: Path, checkpoint: Checkpoint, before: Callable[[], None] = lambda: None) -> Path:
+def write_checkpoint(
+    run: Path, checkpoint: Checkpoint, before: Callable[[], None] = lambda: None, *, beside: bool = True
+) -> Path:
     """Write a checkpoint of a run, and let `latest` mean it.
 
     before   called once all of it is on the disk, before it gets its name
+    beside   write the model beside its moments: a SHA-256 is a chain, and one file alone slower than the disk
 
-    Cost     one tensor at a time
+    Cost     one tensor at a time, or one of each beside each other
     Errors   OSError where the system refuses, with the path and the reason; nothing of it is left then
     """
     target = step_folder(run, checkpoint.step)
     temporary = run / f".{target.name}.{_unique()}.tmp"
     temporary.mkdir()
     try:
-        with ThreadPoolExecutor(1) as beside:  # a SHA-256 is a chain: one file alone is slower than the disk
-            model = beside.submit(write_run_models, temporary, checkpoint.model)
-            digests = _write_moments(temporary, checkpoint) | model.result()
+        if beside:
+            with ThreadPoolExecutor(1) as pool:
+                model = pool.submit(write_run_models, temporary, checkpoint.model)
+                digests = _write_moments(temporary, checkpoint) | model.result()
+        else:
+            digests = write_run_models(temporary, checkpoint.model) | _write_moments(temporary, checkpoint)
         files = {
             name: {"bytes": (temporary / name).stat().st_size, "sha256": digest} for name, digest in digests.items()
         }

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from math import prod
-from threading import Lock
 from typing import Any
 from uuid import uuid4
 
@@ -28,10 +27,9 @@ TOGETHER = 2**25  # bytes of small arrays
 class FetchedState(Mapping[str, np.ndarray]):
     """The arrays of a state by their names there, in the order in which a checkpoint has them.
 
-    It holds the state where that is, but here only what was asked for last, of the weights and of the rest: a model is
-    written beside its moments.
+    It holds the state where that is, but here only what was asked for last.
 
-    Cost     the largest array, or some small ones, of each
+    Cost     the largest array, or some small ones
     Errors   schedulers.losses.LostResults where one is gone
     """
 
@@ -43,16 +41,13 @@ class FetchedState(Mapping[str, np.ndarray]):
             for place, name in enumerate(names)
         }
         self.groups = {name: group for group in _groups(self.places, config) for name in group}
-        self.latest: dict[bool, dict[str, np.ndarray]] = defaultdict(dict)
-        self.lock = Lock()
+        self.latest: dict[str, np.ndarray] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        weight = name.startswith("weight.")
-        with self.lock:
-            if name not in self.latest[weight]:
-                self.latest[weight] = {}  # before there are others
-                self.latest[weight] = self._fetched(self.groups[name])
-            return self.latest[weight][name]
+        if name not in self.latest:
+            self.latest = {}  # before there are others
+            self.latest = self._fetched(self.groups[name])
+        return self.latest[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import dask.array as da
 import numpy as np
@@ -17,7 +17,7 @@ from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, title
 from daskgpt.training.inputs import Moment, input_leaves, input_values
-from daskgpt.training.step import Lazy, State, gradients_of, parameter_leaves
+from daskgpt.training.step import Batch, Lazy, State, gradients_of, parameter_leaves
 
 
 class Inference:
@@ -61,6 +61,13 @@ class Inference:
         results = scheduler.run(self.runnable.submission(input_values(Moment(tokens, targets)), state.packs))
         handles, _ = self.runnable.split(results, state.packs)
         return self.runnable.output(scheduler.fetch(handles))
+
+    def of_all(self, scheduler: Scheduler, state: State, batches: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
+        """The same of several batches, as one graph: nobody waits for one batch before another one begins."""
+        values = [input_values(Moment(tokens, targets)) for tokens, targets in batches]
+        results = scheduler.run(self.runnable.window_submission(values, state.packs))
+        fetched = scheduler.fetch(results)
+        return [self.runnable.output(own) for own in self.runnable.split_window(fetched, len(batches))]
 
 
 def loss_and_gradients(

@@ -2,150 +2,44 @@
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.loading import BatchLoader
 from daskgpt.model.schedules import learning_rate
-from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.schedulers.cluster import client_address
 from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.telling import Telling
 from daskgpt.schedulers.usage import Usage
 from daskgpt.training.checkpoints import checkpoints, step_folder
 from daskgpt.training.finite import Finite
-from daskgpt.training.job import Job, compile_kernels, describe
+from daskgpt.training.job import Job, describe
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.local_steps import LocalSteps, steps_of
 from daskgpt.training.outliers import Outliers
 from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
-from daskgpt.training.resuming import Beginning, Resumed, facts
+from daskgpt.training.resuming import Beginning, facts
 from daskgpt.training.run_folder import RunFolder, load
 from daskgpt.training.saving import Saver, reason
-from daskgpt.training.start import Start, open_dataset, start_values
 from daskgpt.training.step import State
 from daskgpt.training.step_metrics import StepMetrics
 from daskgpt.training.validation import Validation
 from daskgpt.training.watching import Watcher
 
-Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 Steps = JobSteps | LocalSteps
-Sampler = Callable[[Mapping[str, np.ndarray], int], str]  # parameters after so many steps -> what is shown of them
+Sampler = Callable[[Scheduler, State], str]  # what is shown of a state
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
-
-
-def fit(
-    config: GPT2Config | None = None,
-    data: DataConfig | Changes | None = None,
-    optimizer: OptimizerConfig | Changes | None = None,
-    dataflow: DataflowConfig | Changes | None = None,
-    run: RunConfig | Changes | None = None,
-    *,
-    local: LocalConfig | Changes | None = None,
-    parameters: Mapping[str, np.ndarray] | None = None,
-    resume: str | os.PathLike[str] = "",
-    client: Any = None,
-    on_step: Any = None,
-    watchers: Sequence[Watcher] = (),
-    quiet: bool = False,
-) -> Result:
-    """Train a model; what `python -m daskgpt.train` does, from Python. A run is written where `run.out` names a folder.
-
-    local        replicas that make steps on their own, None for one model that makes all of them
-    parameters   initial values, None for those of `run.init` or random ones
-    resume       a run folder to go on with, from its newest good checkpoint. Everything is the run's own then, but for
-                 what is given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
-    client       the `distributed.Client` of a cluster that runs the tasks, in place of `dataflow.scheduler`; it stays
-                 open, and nothing of the run stays with it
-    on_step      called with (step, metrics) after each step, for a live plot; where it returns True the run ends as
-                 Ctrl-C ends it, with a checkpoint, and can be gone on with
-    watchers     instruments that look on, such as `daskgpt.TimelineWatcher`
-    quiet        whether nothing is printed: no header, no progress
-
-    Errors       ValueError where the configurations do not fit each other or what is given may not change,
-                 TypeError for a client that is none, FileNotFoundError for missing data or no run to go on with,
-                 FileExistsError where `run.out` holds a run already, RuntimeError where a loss or a parameter does not
-                 stay finite or another process trains the run, OSError where the last checkpoint cannot be written
-
-    >>> import daskgpt
-    >>> config = daskgpt.preset("tiny", blocks=1, channels=32, positions=32)
-    >>> data = {"data": daskgpt.__path__[0] + "/config/*.py", "sequence_length": 32}
-    >>> result = daskgpt.fit(config, data, run={"steps": 20, "validation_batches": 2}, quiet=True)
-    >>> len(result.losses), result.losses[-1] < result.losses[0]
-    (20, True)
-    """
-    given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": _on(client, dataflow), "run": run}
-    folder: RunFolder | None
-    if resume:
-        rule, advice = "a run that is gone on with has its own parameters", "Leave parameters out, or resume."
-        require(parameters is None, "fit", rule, {"resume": resume}, advice)
-        resumed = Resumed(os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in given.items()})
-        job, folder, beginning = resumed.job, resumed.folder, resumed.beginning()
-    else:
-        rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
-        require(config is not None, "fit", rule, {"config": config}, advice)
-        assert config is not None
-        job, beginning = _new_job(config, parameters, given)
-        folder = RunFolder(job.run.out) if job.run.out else None
-    try:
-        compile_kernels(job.precision)
-        with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
-            return run_job(job, scheduler, beginning, folder, on_step, watchers, quiet)
-    finally:
-        if folder:
-            folder.close()
-
-
-def _new_job(
-    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, given: Mapping[str, Any]
-) -> tuple[Job, Beginning]:
-    """The job of a new run, and with what it begins."""
-    data: DataConfig = _configuration(DataConfig, given["data"])
-    run: RunConfig = _configuration(RunConfig, given["run"])
-    optimizer: OptimizerConfig = _configuration(OptimizerConfig, given["optimizer"])
-    local: LocalConfig = _configuration(LocalConfig, given["local"])
-    dataflow: DataflowConfig = _configuration(DataflowConfig, given["dataflow"])
-    origin = Start.read(run.init) if run.init else None
-    if origin:
-        rule = "the model's numbers must be those of the model to start from"
-        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    job = Job(config, data, optimizer, dataflow, run, open_dataset(data, config.vocabulary, origin), local)
-    return job, Beginning(start_values(job, origin, parameters))
-
-
-def _configuration(kind: Any, given: Any) -> Any:
-    """A whole configuration from one, from some of its fields, or from nothing."""
-    return kind(**given) if isinstance(given, Mapping) else given or kind()
-
-
-def _on(client: Any, dataflow: DataflowConfig | Changes | None) -> DataflowConfig | Changes | None:
-    """What is said of the dataflow, with the address of the client's scheduler."""
-    if client is None:
-        return dataflow
-    address = client_address(client)
-    if isinstance(dataflow, DataflowConfig):
-        return replace(dataflow, scheduler=address)
-    return {**(dataflow or {}), "scheduler": address}
-
-
-def _changes(given: Any) -> Mapping[str, Any]:
-    """What a configuration or a mapping gives anew."""
-    return {} if given is None else given if isinstance(given, Mapping) else asdict(given)
 
 
 def run_job(
@@ -197,6 +91,7 @@ class _Loop:
         self.job, self.scheduler, self.beginning, self.folder = job, scheduler, beginning, folder
         self.progress = progress
         self.losses, self.validation = list(beginning.losses), beginning.validation
+        self.bits_a_byte = math.nan  # of the same text
         self.validated: dict[int, float] = {}  # loss on the held-out text after so many steps, of this process
         self.steps = steps_of(job, scheduler, progress.say)
         self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
@@ -245,6 +140,8 @@ class _Loop:
                     self._first_state(recovery, lost), watching, on_step, asked_to_stop, recovery
                 )
                 result = self._result(state, stopped)
+                if not stopped:  # whoever stops it does not want to wait
+                    self._show_sample(state)
             except LostCluster:
                 raise
             except LostResults as error:
@@ -283,7 +180,16 @@ class _Loop:
                 self.folder.configure(self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain))
             self.folder.logs.write()
         first = self.beginning.step
-        return Result(self.job.config, read, self.losses, self.validation, seconds, checkpoint, first, stopped)
+        told = self.losses, self.validation, seconds, checkpoint, first, stopped, self.bits_a_byte
+        return Result(self.job.config, read, *told, self.told.besides.seconds)
+
+    def _show_sample(self, state: State) -> None:
+        """At the end, where the model is safe by now."""
+        try:
+            if self.sampler:
+                self.progress.show(f"\n{self.sampler(self.scheduler, state)}")
+        except LostResults as error:
+            self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
 
     def ended_by(self, error: LostResults) -> RuntimeError:
         """The error that ends a run whose cluster is lost: whether there is a checkpoint to go on from."""
@@ -306,6 +212,7 @@ class _Loop:
         Steps that a loss has taken back are made again, and told to nobody a second time.
         """
         job, steps, known, settled = self.job, self.steps, len(self.losses), not self.steps.open
+        besides = self.told.besides.of
         for latest, metrics in _steps(
             job, self.scheduler, steps, state, watching, self.saver, known, self.told, self.outliers, self.loader
         ):
@@ -316,7 +223,8 @@ class _Loop:
                     self.folder.configure(job.resolved(self.scheduler, steps.chunk, steps.grain))
                     settled = not steps.open
                 self._note(metrics, recovery, on_step)
-                self.finite.require(self.scheduler, state, metrics)
+                with besides("validation" if "validation_loss" in metrics else "logs"):
+                    self.finite.require(self.scheduler, state, metrics)
             # Of steps that overlap there is a state after the last one only.
             if state.step != metrics["step"] + 1 or state.step == job.steps:
                 continue
@@ -326,33 +234,42 @@ class _Loop:
             if (self.enough or asked_to_stop()) and job.meets(state.step):
                 self.progress.say(f"stopped after {state.step} of {job.steps} steps")
                 return state, True
-            recovery.after(state)
+            with besides("recovery points"):
+                recovery.after(state)
             if not job.meets(state.step):  # replicas are on their own: there is no model to save
                 continue
             every, before = job.run.sample_every, job.round_begin(metrics["step"])
             if self.sampler and every and metrics["step"] >= known and state.step // every > before // every:
-                self.progress.show(self.sampler(state.parameters(self.scheduler), state.step))
+                with besides("samples"):
+                    self.progress.show(self.sampler(self.scheduler, state))
             if self.saver:
-                self.saver.prepare(state)
-            loss = self.validated.get(state.step)
-            if self.saver and self.saver.due(state.step, loss):
-                if "validation_loss" not in metrics:  # else they were looked at
-                    self.finite.require_state(self.scheduler, state, metrics["step"])
-                self.saver.save(state, self._facts(state), loss)
+                with besides("checkpoints"):
+                    self._save(self.saver, state, metrics)
         return state, False
+
+    def _save(self, saver: Saver, state: State, metrics: Mapping[str, Any]) -> None:
+        """Begin a checkpoint, if one is due."""
+        saver.prepare(state)
+        loss = self.validated.get(state.step)
+        if saver.due(state.step, loss):
+            if "validation_loss" not in metrics:  # else they were looked at
+                self.finite.require_state(self.scheduler, state, metrics["step"])
+            saver.save(state, self._facts(state), loss)
 
     def _note(self, metrics: Mapping[str, Any], recovery: Recovery, on_step: Any) -> None:
         """Keep and show what a step has brought."""
-        self.losses.append(metrics["loss"])
-        if "validation_loss" in metrics:
-            self.validation = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
-            if self.saver and self.saver.better(self.validation):
-                metrics = {**metrics, "best": True}
-        self.progress.step(metrics)
-        metrics = {**metrics, **recovery.news()}
-        self.telling.note(metrics)
-        if self.saver:
-            self._log({**metrics, **self.saver.news(), **self.usage.news()})
+        with self.told.besides.of("logs"):
+            self.losses.append(metrics["loss"])
+            if "validation_loss" in metrics:
+                self.validation = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
+                self.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
+                if self.saver and self.saver.better(self.validation):
+                    metrics = {**metrics, "best": True}
+            self.progress.step(metrics)
+            metrics = {**metrics, **recovery.news()}
+            self.telling.note(metrics)
+            if self.saver:
+                self._log({**metrics, **self.saver.news(), **self.usage.news()})
         if on_step and on_step(metrics["step"], metrics) is True:
             self.enough = True
 
@@ -403,16 +320,19 @@ def _steps(
                 looking.enter_context(nullcontext() if watching else told.watch())
             outcomes, state = steps.run(state, batches, outliers.limits(number))
         seconds = time.perf_counter() - start
-        recorded = told.of_all(len(outcomes), seconds)
+        with told.besides.of("logs"):
+            recorded = told.of_all(len(outcomes), seconds)
         for number, outcome in zip(numbers, outcomes):
-            metrics = {"step": number, "loss": outcome.loss, **told.of(number, seconds / len(outcomes))}
-            outliers.note(number, outcome)
-            metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
-            metrics |= {} if outcome.made else {"skipped": True}
-            metrics |= recorded if number == numbers[-1] else {}
-            metrics["learning_rate"] = learning_rate(job.optimizer, number, job.horizon.at(number))
+            with told.besides.of("logs"):
+                metrics = {"step": number, "loss": outcome.loss, **told.of(number, seconds / len(outcomes))}
+                outliers.note(number, outcome)
+                metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
+                metrics |= {} if outcome.made else {"skipped": True}
+                metrics |= recorded if number == numbers[-1] else {}
+                metrics["learning_rate"] = learning_rate(job.optimizer, number, job.horizon.at(number))
             if number >= known and number + 1 == _next_validation(job, number):
-                metrics |= validation.of(state, steps.chunk)
+                with told.besides.of("validation"):
+                    metrics |= validation.of(state, steps.chunk)
             yield state, metrics
         number += 1
 

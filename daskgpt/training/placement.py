@@ -56,14 +56,14 @@ def banded_updates(graph: Graph, parts: int, sizes: Mapping[str, int], rule_of: 
     )
 
 
-def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool) -> GroupOf:
+def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, tables_stay: bool) -> GroupOf:
     """The groups of a spread step: a block's sums of a part, its updates and its new weights are a task each.
 
     New weights go to every worker, moments to none: so they leave an update as results of their own.
 
-    group_of   of all other tasks
-    apart      whether there are barriers inside of the step, which a task must not lie across
-    packed     whether weights are sent as products take them: see `homes_of`
+    group_of     of all other tasks
+    apart        whether there are barriers inside of the step, which a task must not lie across
+    tables_stay  see `homes_of`
     """
     ready = {
         dependency: origin
@@ -82,7 +82,7 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool)
             return "sent", function.share, (group_of(source) or source) if apart else None
         if isinstance(function, PartTotal | PartSum):
             return "sum", function.share, stage
-        if packed and is_embedding(own):
+        if tables_stay and is_embedding(own):
             return None  # a task of its own
         if key in squared:
             return SQUARES, update_group(squared[key], MERGED), stage
@@ -94,12 +94,13 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, packed: bool)
     return spread_group
 
 
-def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *, packed: bool) -> Callable[[Key], int]:
+def homes_of(
+    graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *, tables_stay: bool
+) -> Callable[[Key], int]:
     """Task -> the number of the part that does it.
 
-    chunks   along the sequences
-    packed   whether weights are sent as products take them: the tables' rows are then looked up by their owner, who
-             sends what it has found, for who multiplies by the table has no values of it
+    chunks       along the sequences
+    tables_stay  whether tokens are looked up by the tables' owner, who sends what it has found
     """
     updated, owners = updated_by(graph), shared_out(graph, parts, sizes)
     updated |= squared_tasks(graph)
@@ -111,7 +112,7 @@ def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *,
             return function.share.part
         if key in updated:
             return owners[update_group(updated[key], MERGED)]
-        if packed and is_embedding(origin_of(graph[key])):
+        if tables_stay and is_embedding(origin_of(graph[key])):
             return owners[OUTSIDE]
         chunk = chunk_of(graph, key, whole=False)
         return 0 if chunk is None or chunk[0] is None else part_of(chunk[0], chunks, parts)
@@ -120,10 +121,14 @@ def homes_of(graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *,
 
 
 def shared_out(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Owners:
-    """Update group -> the part that owns its tensors: the largest first, each to whoever has least."""
+    """Update group -> the part that owns its tensors: the largest first, each to whoever has least.
+
+    Equals go from the last to the first: a large one, the tables, keeps its owner from the next ones, and those should
+    not be the blocks whose gradients come last, or their owner would still update when all others are done.
+    """
     origins = {origin.parameter: origin for key in graph if (origin := update_of(graph, key)) is not None}
     groups: Counter[Hashable] = Counter()
-    for name, size in sizes.items():  # in the table's order, which decides between equals
+    for name, size in reversed(list(sizes.items())):
         groups[update_group(origins[name], MERGED)] += size
     held, owners = [0] * parts, {}
     for group, size in groups.most_common():

@@ -63,7 +63,7 @@ class Recovery:
     points: RecoveryPoints = field(init=False)
     losses: Losses = field(default_factory=Losses)
     known: set[str] = field(default_factory=set)  # who was there at the last look
-    gone: list[str] = field(default_factory=list)  # who is, since the last loss
+    gone: list[str] = field(default_factory=list)  # who was, at the last look
     looked: float = 0.0
     lost_at: float = 0.0
     again: int = 0  # steps that are to be made again
@@ -137,7 +137,7 @@ class Recovery:
         self.looked = time.monotonic()
         now, before = self.scheduler.addresses(), self.known
         come, gone, self.known = sorted(now - before), sorted(before - now), now
-        self.gone += gone
+        self.gone = gone  # of whom the look before has told, steps have been made without
         self.steps.look(len(now))
         if before and (come or gone):
             self.points.changed(gone=bool(gone))

@@ -115,7 +115,8 @@ class RecoveryPoints:
             if not self.scheduler.settled(point.packs):
                 return
             point.copies = self.scheduler.copies(point.packs)
-            self.alone = not point.copies
+            if self.alone == bool(point.copies):  # what copying costs from now on has to be seen
+                self.alone, self.soon, start = not self.alone, True, time.perf_counter()
             if self.alone and not self._copy_here(point):
                 return
         copies = list(chain(*point.copies))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +39,12 @@ class Result:
                  how many steps earlier processes have made
              stopped: bool
                  whether Ctrl-C or SIGTERM has ended it before its last step
+             bits_a_byte: float
+                 the same loss by the bytes of the text, which other encodings' losses can be compared with; nan where
+                 this process has measured none [bits a byte]
+             besides: dict[str, float]
+                 how much of the seconds went to what is no step: validation, logs, samples, checkpoints (as far as
+                 steps waited for them), recovery points [s]
     """
 
     config: GPT2Config
@@ -48,6 +55,8 @@ class Result:
     checkpoint: Path | None = None
     first: int = 0
     stopped: bool = False
+    bits_a_byte: float = math.nan
+    besides: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:

@@ -237,7 +237,9 @@ class Saver:
             moments = ReadLater((name for name in values if not name.startswith("weight.")), values.__getitem__)
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             checkpoint = Checkpoint(save.step, model, moments, facts)
-            written = write_checkpoint(self.folder.path, checkpoint, before=self.folder.logs.sync)
+            # What a cluster keeps is fetched to be written: less of it is here at a time then.
+            here = self.scheduler.in_place
+            written = write_checkpoint(self.folder.path, checkpoint, self.folder.logs.sync, beside=here)
             self.saved, self.spared = save.step, self.spared - {written}
             if save.best != self.best:
                 point_best(self.folder.path, save.best)

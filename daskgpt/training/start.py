@@ -13,6 +13,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
 from daskgpt.data.encodings import encoding_named, encoding_of
+from daskgpt.data.own_vocabulary import is_to_be_learned
 from daskgpt.data.prepared import is_token_folder, load_prepared
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.model.parameters import RandomParameters, check_parameters
@@ -78,7 +79,7 @@ class Start:
 
 
 def _named(encoding: str) -> str:
-    return encoding if encoding == "auto" else encoding_named(encoding)
+    return encoding if encoding == "auto" or is_to_be_learned(encoding) else encoding_named(encoding)
 
 
 def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) -> Dataset:

@@ -43,6 +43,7 @@ Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 Limits = tuple[float, float]  # of loss and norm, above which the update of a step is left out
 NO_LIMITS: Limits = (math.inf, math.inf)
+LARGE_TABLE = 10_000_000  # bytes, which take as long to send as the tasks cost that save it
 
 
 class Outcome(NamedTuple):
@@ -85,10 +86,14 @@ class State:
         return cls(layout, layout.pack(weights))
 
     def parameters(self, scheduler: Scheduler) -> dict[str, np.ndarray]:
-        """The parameters as arrays here, in the order of the table."""
-        values = self.layout.unpack(scheduler.fetch(self.packs))
-        weights = {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
-        return {name: values_of(value) for name, value in weights.items()}
+        """The parameters as arrays here."""
+        return named_parameters(self.layout.unpack(scheduler.fetch(self.packs)))
+
+
+def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The parameters among a state's arrays."""
+    weights = {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
+    return {name: values_of(value) for name, value in weights.items()}
 
 
 def held_weights(config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: Precision) -> dict[str, Any]:
@@ -191,6 +196,14 @@ class TrainingStep:
     def _sizes(self) -> dict[str, int]:
         return {name: math.prod(tensor.shape) for name, tensor in tensors(self.config).items()}
 
+    @property
+    def _tables_stay(self) -> bool:
+        """Whether tokens are looked up by who owns the tables: where others have no values of them, only what products
+        take, and where a step would begin with waiting for a table that is not needed again before its end.
+        """
+        table = tensors(self.config)["wte.weight"]
+        return self.precision.packed or self.precision.sent_bytes(table) >= LARGE_TABLE
+
     def _in_place(self, summed: int) -> Callable[[Graph], InPlace]:
         def rewrite(graph: Graph) -> InPlace:
             updates = [
@@ -215,7 +228,7 @@ class TrainingStep:
                 waits |= accumulated_waits(graph, micro_batches)
         group_of = groups_of(graph, grain, updates=True, apart=self.apart)
         if parts > 1:
-            group_of = spread_groups(graph, group_of, apart=self.apart, packed=self.precision.packed)
+            group_of = spread_groups(graph, group_of, apart=self.apart, tables_stay=self._tables_stay)
         stage = stage_of(graph, self.barrier)
         if self.accumulate > 1:
             group_of = accumulated_groups(graph, group_of, grain, parts, apart=self.apart)
@@ -225,7 +238,7 @@ class TrainingStep:
             runnable = runnable.with_barriers(stage, tokens=not self.in_place)
         if parts > 1:
             chunks, packed = self.batch_shape[0] // self.chunk[0], self.precision.packed
-            home_of = homes_of(graph, parts, chunks, self._sizes, packed=packed)
+            home_of = homes_of(graph, parts, chunks, self._sizes, tables_stay=self._tables_stay)
             runnable = runnable.at_home(home_of, *((to_send, received) if packed else (None, None)))
         self.runnable, self.grain = runnable, grain
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers.usage import Usage
+from daskgpt.training.besides import Besides
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.local_steps import LocalSteps
@@ -29,6 +30,8 @@ class StepMetrics:
     memory_bytes    that this process takes now; of a cluster's workers together, where they are looked at
     forward_s, backward_s, update_s, idle
                     see `phases.PhaseTimes.news`: of a step now and then
+
+    What the run takes besides its steps is added up in `besides`.
     """
 
     def __init__(self, job: Job, usage: Usage, steps: JobSteps | LocalSteps, seconds: Callable[[], float]) -> None:
@@ -37,6 +40,7 @@ class StepMetrics:
         self.operations = step_operations(job.config, *job.batch_shape)
         self.usage, self.steps, self.seconds = usage, steps, seconds
         self.phases = PhaseTimes(usage.scheduler)
+        self.besides = Besides()
 
     def watch(self) -> AbstractContextManager[None]:
         """Around steps that are handed over together, and that nobody else records."""

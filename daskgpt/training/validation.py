@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job
 from daskgpt.training.step import State
+
+TOGETHER = 20  # batches in one graph
 
 
 class Validation:
@@ -47,8 +50,12 @@ class Validation:
         job = self.job
         if self.inference is None or self.inference.runnable.layout != state.layout:
             size, precision = job.batch_shape, job.precision
-            self.inference = Inference(job.config, size, chunk, state.layout, ("loss",), precision, groups=job.groups)
-        losses = [float(self.inference(self.scheduler, state, x, y)["loss"]) for x, y in self._batches()]
+            # There is work for everybody, and what a larger task lacks is only what it would hand on.
+            wanted = ("loss",), precision, "chunk", job.groups
+            self.inference = Inference(job.config, size, chunk, state.layout, *wanted)
+        losses, batches = list[float](), self._batches()
+        while together := list(islice(batches, TOGETHER)):
+            losses += [float(own["loss"]) for own in self.inference.of_all(self.scheduler, state, together)]
         return sum(losses) / len(losses)
 
     def _batches(self) -> Any:
