@@ -3,7 +3,7 @@
 A scheduler and three workers of one thread have hosts of their own (network namespaces, `namespaces.py`). At each limit
 of every host's link steps on the cluster, rounds of local steps there (three replicas), and steps of three processes of
 PyTorch's DistributedDataParallel (gloo) on the same hosts take turns. The log (JSON lines) has a line a limit and
-model; from all its lines come a table and a figure, in the folder that is named.
+model; from all its lines come a table and a figure, in the folder that is named. --record adds them to a file.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from typing import Any
 
 from machines import Machines
 from namespaces import Hosts
+from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig, LocalConfig
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import Place, TorchSide, check_losses
-from daskgpt.instruments.compare.turns import take_turns, warm_up
+from daskgpt.instruments.compare.turns import Turn, take_turns, warm_up
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.random_tokens import BenchConfig, job_of, random_batch
+from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.schedulers.addresses import open_scheduler
@@ -39,7 +41,8 @@ from daskgpt.training.local_steps import LocalSteps
 
 WORKERS = 3
 ROUND = 50  # local steps
-LIMITS = ("", "10gbit", "1gbit", "100mbit")
+LINKS = {"": "no limit", "10gbit": "10 Gb/s", "1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}  # by what tc takes
+TOOL = "tests/bandwidths.py"
 # Preset or numbers, sequences and tokens of a batch: three workers have equal parts.
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {
     "tiny": ({}, 12, 64),
@@ -79,8 +82,8 @@ class Rounds:
         return 0
 
 
-def measured(machines: Machines, hosts: Hosts, name: str, limit: str, turns: int) -> dict[str, Any]:
-    """One line of the log: milliseconds a step, median and quartiles, and tokens a second of the programs."""
+def measured(machines: Machines, hosts: Hosts, name: str, turns: int) -> tuple[list[Turn], int]:
+    """Turns of the programs, and how many steps one has."""
     numbers, size, length = MODELS[name]
     config = preset("gpt2" if name == "gpt2" else "tiny", **numbers | ({} if name == "gpt2" else {"positions": length}))
     dataflow = DataflowConfig(scheduler=machines.address)
@@ -94,12 +97,25 @@ def measured(machines: Machines, hosts: Hosts, name: str, limit: str, turns: int
         check_losses((steps.losses[0], rounds.losses[0]), "float32")
         count = warm_up((steps, torch), 1)
         found = take_turns((steps, rounds, torch), turns, count)
+    return found, count
+
+
+def told(found: list[Turn], count: int, name: str, limit: str) -> dict[str, Any]:
+    """One line of the log: milliseconds a step, median and quartiles, and tokens a second of the programs."""
+    _, size, length = MODELS[name]
     line: dict[str, Any] = {"model": name, "limit": limit or "none", "turns": len(found), "steps_a_turn": count}
     for number, program in enumerate(PROGRAMS):
         low, middle, high = Spread.of(turn.means[number] for turn in found).quartiles
         line |= {f"{program}_ms": middle * 1e3, f"{program}_ms_q1": low * 1e3, f"{program}_ms_q3": high * 1e3}
         line[f"{program}_tokens_per_s"] = size * length / middle
     return line | {"others_cores": max(turn.others for turn in found)}
+
+
+def figures(found: list[Turn]) -> dict[str, Figure]:
+    """For a record."""
+    times = {program: Spread.of(turn.means[n] for turn in found) for n, program in enumerate(PROGRAMS)}
+    ratio = Spread.of(turn.means[0] / turn.means[-1] for turn in found)
+    return {**figures_of(times, "ms", 1e3), "ratio": Figure.of(ratio, "")}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -145,19 +161,25 @@ def main() -> None:
     flags.add_argument("--out", type=Path, required=True, help="folder of log, table and figure")
     flags.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "6x384"])
     flags.add_argument("--turns", type=int, default=5)
+    add_record_flag(flags)
     asked = flags.parse_args()
+    check_record(asked.record)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts and processes are ended then, as at Ctrl-C
     asked.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     lines = []
     with (asked.out / "bandwidths.jsonl").open("w") as log, Hosts(WORKERS + 1) as hosts:
         for name in asked.models:
-            for limit in LIMITS:
+            for limit in LINKS:
                 for host in range(hosts.count):
                     hosts.limit(host, limit)
                 with tempfile.TemporaryDirectory() as folder, Machines(Path(folder), 0, hosts) as machines:
                     machines.have(WORKERS)
-                    lines.append(measured(machines, hosts, name, limit, asked.turns))
+                    turns, count = measured(machines, hosts, name, asked.turns)
+                lines.append(told(turns, count, name, limit))
+                what = f"{name} on three hosts whose links have {LINKS[limit]}"
+                own = {"model": name, "link": LINKS[limit]}
+                record(asked.record, TOOL, sys.argv[1:], figures(turns), what, "PyTorch's DDP", **own)
                 log.write(json.dumps(lines[-1]) + "\n")
                 log.flush()
                 print(json.dumps(lines[-1]), flush=True)

@@ -27,25 +27,25 @@ import argparse
 import json
 import random
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
 
-from command_lines import PATIENCE, run, write_text
+from command_lines import PATIENCE
 from distributed import Client
 from machines import Machines
 from namespaces import Hosts
-from small_runs import FLAGS, losses_of, steps_in, tensors_of
+from small_runs import FLAGS
+from watched_run import WatchedRun
 
-from daskgpt.config.stopping import STOPPED
+from daskgpt.schedulers.members import members
 
 KINDS = ("kill", "kill", "terminate", "stop")  # kills twice as often
 HOST_KINDS = ("kill", "stop", "partition", "restart")  # in namespaces
@@ -53,7 +53,6 @@ AWAY, STILL = (1.0, 6.0), (1.0, 8.0)  # seconds until a worker is started again,
 HOST_STILL, CUT = (20.0, 20.0), (5.0, 25.0)  # in namespaces: that it stands still, and that a host is cut off
 SETTLING = 10.0  # seconds after the last fault
 QUIET = 5.0  # seconds without anything that happens, from which on steps count as undisturbed
-STEPS = 1_000_000  # more than there will be
 # Of a run in namespaces: long enough for figures, and large enough for a loss to look at.
 LONGER = "--blocks 2 --heads 2 --channels 32 --batch-size 8 --sequence-length 32 --warmup 100 --validation-batches 1"
 LONGER += " --sample-tokens 0"
@@ -65,10 +64,8 @@ class Campaign:
     def __init__(
         self, folder: Path, log: IO[str], draw: random.Random, workers: int, hosts: Hosts | None = None
     ) -> None:
-        self.out, self.log, self.draw = folder / "run", log, draw
-        self.text = write_text(folder)
-        flags = LONGER if hosts else FLAGS
-        self.common = ["--data", self.text, *flags.split(), "--schedule", "constant", "--validate-every", "0"]
+        self.log, self.draw = log, draw
+        self.training = WatchedRun(folder, LONGER if hosts else FLAGS)
         self.machines = Machines(folder, workers, hosts)
         self.hosts = hosts
         self.deck: list[str] = []  # kinds that are to come, each as often as it is named
@@ -78,58 +75,40 @@ class Campaign:
 
     def run(self, faults: int, seconds: float) -> int:
         """So many faults in about that time; the steps that were made."""
-        self.machines.have(self.workers)
-        flags = ["--scheduler", self.machines.address, "--out", self.out, "--steps", STEPS, "--save-minutes", 0.5]
+        flags: list[object] = ["--save-minutes", 0.5]
         flags += ["--worker-seconds", 2] if self.hosts else []
-        command = [sys.executable, "-m", "daskgpt.train", *map(str, [*self.common, *flags])]
-        command = self.hosts.command(0, command) if self.hosts else command
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        listener = threading.Thread(target=self._listen, args=(process,))
-        listener.start()
-        try:
-            with Client(self.machines.address) as self.client:
-                self._disturb(process, faults, seconds)
-            process.send_signal(signal.SIGTERM)
-            code = process.wait(PATIENCE)
-        finally:
-            process.kill()
-            listener.join()
-            self.machines.__exit__(None, None, None)
-        assert code == STOPPED, f"exit code {code}: {process.communicate()[1]}"
-        return steps_in(self.out)[-1]
+        with self.machines:
+            self.machines.have(self.workers)
+            where = {"wrapped": partial(self.hosts.command, 0)} if self.hosts else {}
+            with self.training.start(self.machines.address, *flags, heard=self._listen, **where):
+                with Client(self.machines.address) as self.client:
+                    self._disturb(faults, seconds)
+                return self.training.stop()
 
-    def _disturb(self, process: subprocess.Popen[str], faults: int, seconds: float) -> None:
-        self._until(lambda: self.step() > 0, process)
+    def _disturb(self, faults: int, seconds: float) -> None:
+        self._until(lambda: self.training.step > 0)
         self.begin, self.sampled = time.monotonic(), 0.0
         moments = [self.draw.uniform(number, number + 1) * seconds / faults for number in range(faults)]
         for moment in moments:
-            self._until(lambda at=moment: time.monotonic() - self.begin >= at and self._candidates(), process)
+            self._until(lambda at=moment: time.monotonic() - self.begin >= at and self._candidates())
             self._fault()
-        end, reached = time.monotonic() + SETTLING, self.step()
-        self._until(lambda: not self.later and time.monotonic() > end and self.step() > reached, process)
+        end, reached = time.monotonic() + SETTLING, self.training.step
+        self._until(lambda: not self.later and time.monotonic() > end and self.training.step > reached)
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
+    def _listen(self, line: str) -> None:
         """Note what the run says of losses, when it says it."""
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(("lost", "workers", "recovery")):
-                self._note(said=line.rstrip())
+        if line.startswith(("lost", "workers", "recovery")):
+            self._note(said=line)
 
-    def step(self) -> int:
-        """How many steps the metrics tell of."""
-        path = self.out / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def _until(self, holds: Any, process: subprocess.Popen[str]) -> None:
+    def _until(self, holds: Callable[[], Any]) -> None:
         """Wait, and meanwhile start again and let go on whoever's time has come."""
-        reached, since = self.step(), time.monotonic()
+        reached, since = self.training.step, time.monotonic()
         while not holds():
             self._do_later()
             self._sample()
-            if self.step() > reached:
-                reached, since = self.step(), time.monotonic()
-            ended = process.poll()
-            assert ended is None, f"it ended with {ended}: {process.communicate()[1]}"
+            if self.training.step > reached:
+                reached, since = self.training.step, time.monotonic()
+            self.training.require_going()
             assert time.monotonic() - since < PATIENCE, f"no step after {reached} for {PATIENCE} seconds"
             time.sleep(0.05)
 
@@ -138,11 +117,10 @@ class Campaign:
         if time.monotonic() - self.sampled < 1:
             return
         self.sampled = time.monotonic()
-        known = {own["name"] for own in self.client.scheduler_info(n_workers=-1)["workers"].values()}
+        known = {own["name"] for own in members(self.client).values()}
         alive = [name for name in self._candidates() if name in known]
-        lines = (self.out / "metrics.jsonl").read_bytes().splitlines() if self.step() else []
-        loss = json.loads(lines[-1])["loss"] if lines else None
-        self._note(step=len(lines), loss=loss, alive=alive, hosts=[self.machines.at[name] for name in alive])
+        hosts = [self.machines.at[name] for name in alive]
+        self._note(step=self.training.step, loss=self.training.loss, alive=alive, hosts=hosts)
 
     def _do_later(self) -> None:
         """What is due, and a start for whoever has ended."""
@@ -160,7 +138,7 @@ class Campaign:
                 worker = self.machines.start_worker(host)  # under another name
             if what == "continue" and worker in self.machines.alive():
                 self.machines.send(worker, signal.SIGCONT)
-            self._note(kind=what, worker=worker, host=host, step=self.step())
+            self._note(kind=what, worker=worker, host=host, step=self.training.step)
 
     def _fault(self) -> None:
         if not self.deck:
@@ -168,7 +146,7 @@ class Campaign:
             self.deck = self.draw.sample(kinds, len(kinds))
         worker, kind = self.draw.choice(self._candidates()), self.deck.pop()
         host, now = self.machines.at[worker], time.monotonic()
-        self._note(kind=kind, worker=worker, host=host, step=self.step())
+        self._note(kind=kind, worker=worker, host=host, step=self.training.step)
         if kind == "stop":
             self.machines.send(worker, signal.SIGSTOP)
             self.later.append((now + self.draw.uniform(*(HOST_STILL if self.hosts else STILL)), "continue", worker))
@@ -235,15 +213,9 @@ def disturb(
     """
     campaign = Campaign(folder, log, random.Random(seed), workers, hosts)
     steps = campaign.run(faults, seconds)
-    whole = folder / "whole"
-    done = run("train", *campaign.common, "--scheduler", "threads", "--steps", steps, "--out", whole)
-    assert done.returncode == 0, done.stderr
-    # It may have been stopped as it made some steps again: the metrics are then ahead of the model.
-    assert losses_of(campaign.out)[:steps] == losses_of(whole), f"seed={seed}: other losses"
-    assert tensors_of(campaign.out) == tensors_of(whole), f"seed={seed}: other bits"
-    records = [json.loads(line) for line in (campaign.out / "metrics.jsonl").read_text().splitlines()]
-    lost = [record for record in records if "lost_s" in record]
-    again, waited = sum(record["lost_steps"] for record in lost), sum(record["lost_s"] for record in lost)
+    campaign.training.require_undisturbed(steps, f"seed={seed}")
+    lost = campaign.training.lost
+    again, waited = sum(steps for steps, _ in lost), sum(seconds for _, seconds in lost)
     log.seek(0)
     share = throughput([json.loads(line) for line in log])
     rate = f"{share:.0%} of the steps that the living workers make undisturbed, " if share is not None else ""

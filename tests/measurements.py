@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from timeline_picture import PICTURE, picture
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "measurements"
 PLACE = re.compile(r"(<!-- measured: (?P<name>[^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Iterable[tuple[str, ...]]
+SENT = "tasks a worker, the most that one sends, all together"  # what records of plans say that they have
 
 
 def pages() -> list[Path]:
@@ -34,6 +35,11 @@ def pages() -> list[Path]:
 
 def records(file: str) -> list[Record]:
     return read_records(DATA / f"{file}.jsonl")
+
+
+def found_as(file: str, what: str) -> Record:
+    """The latest record of a file that says it is of this."""
+    return [one for one in records(file) if one.settings["what"] == what][-1]
 
 
 def number(value: float, digits: int | None = None) -> str:
@@ -177,6 +183,64 @@ def fork_join() -> list[str]:
     return table(head, map(row, records("fork_join")))
 
 
+def task_costs() -> list[str]:
+    """What a task costs a cluster, and what that means for the default model, as a paragraph."""
+    task = found_as("clusters", "What a task costs").figures
+    one = found_as("dials", "tiny on two worker processes, 47 tasks a step")
+    step, tasks = one.figures, one.settings["what"].rpartition(", ")[2]
+    slower = step["workers"].median / step["threads"].median
+    return [
+        f"**What a task costs.** Sending, scheduling and answering take a cluster {spread(task['cluster'])} ms a task, "
+        f"threads {spread(task['threads'])} ms.",
+        f"The header says how many tasks a step has (`grain      block, {tasks}, ...`).",
+        f"A step of the default model takes {spread(step['threads'])} ms with two threads and "
+        f"{spread(step['workers'])} ms with two workers, {number(slower, 1)} times as long: hence `--steps 100` above.",
+    ]
+
+
+def workers_traffic() -> list[str]:
+    """What workers send by their plans."""
+    plans = [one.figures for one in records("clusters") if one.settings["what"].endswith(SENT)]
+
+    def row(known: Mapping[str, Figure]) -> tuple[str, ...]:
+        workers, tasks = (number(known[name].median) for name in ("workers", "tasks"))
+        return workers, tasks, *(f"{number(known[name].median, 1)} GB" for name in ("most", "all"))
+
+    return table("workers | tasks a step a worker | most that one sends a step | all together", map(row, plans))
+
+
+def bandwidths() -> list[str]:
+    """Steps on hosts whose links are limited."""
+
+    def row(one: Record) -> tuple[str, ...]:
+        times = (spread(one.figures[name]) for name in ("cluster", "local", "ddp"))
+        return one.settings["model"], one.settings["link"], *times, spread(one.figures["ratio"], digits=2)
+
+    head = "model | link of each host | synchronous, ms a step | local steps (H = 50) | PyTorch DDP"
+    return table(f"{head} | synchronous / DDP", map(row, records("bandwidths")))
+
+
+def local_steps() -> list[str]:
+    """What replicas lose and send, beside synchronous steps (a round of 0)."""
+    found = records("local_steps")
+
+    def row(one: Record) -> tuple[str, ...]:
+        known, own = one.figures, one.settings
+        alone = next(
+            each for each in found if each.settings["channels"] == own["channels"] and not each.settings["round"]
+        )
+        more = known["validation"].median / alone.figures["validation"].median - 1
+        size = f"{own['blocks']} x {own['channels']}"
+        sent = spread(known["sent"]) if "sent" in known else "?"
+        length = number(own["round"]) if own["round"] else "synchronous"
+        return size, number(own["replicas"]), length, f"{known['validation'].median:.3f}", f"{more:+.1%}", sent
+
+    return table(
+        "blocks x channels | R | H | validation, nats a token | against synchronous | all workers send, MB a step",
+        map(row, found),
+    )
+
+
 def facts(file: str) -> list[str]:
     """A row a record: what was measured, every figure by name, and what a reader must know besides."""
 
@@ -249,6 +313,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "generation compared": generation_compared,
     "fork-join": fork_join,
     "default run": default_run,
+    "task costs": task_costs,
+    "workers' traffic": workers_traffic,
+    "bandwidths": bandwidths,
+    "local steps": local_steps,
 }
 OF_A_FILE: dict[str, Callable[[str], list[str]]] = {"facts": facts, "sources": sources}
 

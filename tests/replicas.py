@@ -23,9 +23,11 @@ from dataclasses import replace
 from typing import Any
 
 from distributed import Client, LocalCluster
+from tool_records import add_record_flag, check_record, record
 
 import daskgpt
 from daskgpt.config.run import RunConfig
+from daskgpt.instruments.records import Figure
 from daskgpt.schedulers.cluster import borrowed_cluster
 from daskgpt.train import job_of
 from daskgpt.train import parser as flags_of_train
@@ -34,6 +36,7 @@ from daskgpt.training.loop import run_job
 from daskgpt.training.resuming import Beginning
 from daskgpt.training.start import start_values
 
+TOOL, SYNCHRONOUS = "tests/replicas.py", "synchronous"
 MEASURED = 3  # rounds, or synchronous steps, over which bytes are measured; one before them is not
 SHORT = 2  # steps of such a round
 
@@ -70,29 +73,44 @@ def main(arguments: list[str]) -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], help="R")
     flags.add_argument("--rounds", type=int, nargs="+", default=[1, 10, 50, 100], help="H, steps of a round")
+    add_record_flag(flags)
     flags.add_argument("--no-bytes", action="store_true", help="leave out the clusters on which bytes are measured")
     asked, others = flags.parse_known_args(arguments)
+    check_record(asked.record)
     others = ["--batch-size", "16", "--steps", "1000", "--validate-every", "0", "--scheduler", "threads", *others]
     values = flags_of_train().parse_args(others)
     run = RunConfig(**{name: value for name, value in vars(values).items() if name in RunConfig.__dataclass_fields__})
     job = job_of(values, run, None)
     alone = trained(job, {})
+
+    def tell(replicas: int, length: int, found: Any, a_step: float) -> None:
+        """A line, and a record of it; length: 0 for synchronous steps."""
+        more = f"{found.validation_loss / alone.validation_loss - 1:+.2%}" if length else ""
+        cells = [replicas, length or SYNCHRONOUS, f"{found.validation_loss:.4f}", more, f"{a_step:,.0f}"]
+        print(f"| {' | '.join(map(str, cells))} | {found.seconds:.1f} |", flush=True)
+        figures = {"validation": Figure.single(found.validation_loss, "nats"), "run": Figure.single(found.seconds, "s")}
+        if not math.isnan(a_step):
+            figures["sent"] = Figure.single(a_step / 1e6, "MB a step")
+        what = f"{replicas} replicas, " + (f"{length} local steps" if length else SYNCHRONOUS)
+        own: dict[str, Any] = {
+            "replicas": replicas,
+            "round": length,
+            "channels": job.config.channels,
+            "blocks": job.config.blocks,
+        }
+        record(asked.record, TOOL, arguments, figures, what, **own)
+
     print(
         "| R | H | validation | against synchronous | bytes a step | seconds |\n|---|---|---|---|---|---|", flush=True
     )
     everybody = {count: math.nan if asked.no_bytes or count == 1 else sent(job, {}, count) for count in asked.replicas}
     for replicas in asked.replicas:
-        told = "0" if replicas == 1 else f"{everybody[replicas]:,.0f}"
-        print(
-            f"| {replicas} | synchronous | {alone.validation_loss:.4f} | | {told} | {alone.seconds:.1f} |", flush=True
-        )
+        tell(replicas, 0, alone, 0.0 if replicas == 1 else everybody[replicas])
         own = {"local_steps": SHORT, "replicas": replicas}
         a_round = 0.0 if replicas == 1 else math.nan if asked.no_bytes else sent(job, own, replicas)
         for length in asked.rounds:
             found = trained(job, {"local_steps": length, "replicas": replicas})
-            more = found.validation_loss / alone.validation_loss - 1
-            line = f"| {replicas} | {length} | {found.validation_loss:.4f} | {more:+.2%} | {a_round / length:,.0f}"
-            print(f"{line} | {found.seconds:.1f} |", flush=True)
+            tell(replicas, length, found, a_round / length)
 
 
 if __name__ == "__main__":
