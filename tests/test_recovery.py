@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -249,6 +250,20 @@ def test_a_cluster_without_workers_ends_a_run_that_can_be_gone_on_with(machines,
     )
     done = daskgpt.fit(resume=out, run={"steps": 40}, dataflow={"scheduler": "threads"}, quiet=True)
     assert len(losses_of(out)) == len(done.losses) == 40
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_workers_can_be_stopped(machines, text, tmp_path):
+    machines.have(1)
+    out = tmp_path / "run"
+    process = started(text, out, machines.address, "--save-every", "5")
+    machines.kill(machines.alive()[0])
+    next(line for line in process.stdout if "workers    all are gone" in line)
+    process.send_signal(signal.SIGINT)
+    code, _, said = ended(process)
+    assert code == STOPPED
+    got = re.escape(f" s, when it was asked to stop. Go on with --resume {out.resolve()}.")
+    assert re.fullmatch(rf"train: the cluster must have a worker; got none for \d+{got}", said)
 
 
 @pytest.mark.slow

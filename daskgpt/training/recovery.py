@@ -153,8 +153,10 @@ class Recovery:
             return
         minutes = self.job.run.worker_minutes
         self.say(f"workers    all are gone: the run ends unless one comes in {minutes:g} minutes")
-        end = time.monotonic() + 60 * minutes
+        begin, waited = time.monotonic(), 0.0
         while not self.scheduler.addresses():
-            if time.monotonic() > end or self.asked():
-                raise LostCluster("train", "the cluster must have a worker", f"none for {minutes:g} minutes") from error
+            if (over := waited > 60 * minutes) or self.asked():
+                got = f"none for {minutes:g} minutes" if over else f"none for {waited:.0f} s, when it was asked to stop"
+                raise LostCluster("train", "the cluster must have a worker", got) from error
             time.sleep(0.2)
+            waited = time.monotonic() - begin
