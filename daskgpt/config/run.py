@@ -214,7 +214,7 @@ class RunConfig(Checked):
     validate_every: int = setting(
         500, "measure the validation loss each so many steps, 0 = at the end only", unit="steps", least=0
     )
-    validation_batches: int = setting(20, "batches of a validation loss", least=1)
+    validation_batches: int = setting(16, "batches of a validation loss", least=1)
     save_every: int = setting(0, "write a checkpoint each so many steps, 0 = by time only", unit="steps", least=0)
     save_minutes: float = setting(
         10.0, "write a checkpoint each so many minutes, and at the end; 0 = at the end only", unit="minutes", least=0
