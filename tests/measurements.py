@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -242,19 +243,26 @@ def local_steps() -> list[str]:
 
 
 def facts(file: str) -> list[str]:
-    """A row a record: what was measured, every figure by name, and what a reader must know besides."""
+    """A row a record: what was measured, every figure by name, and what a reader must know besides.
+
+    Of its processor a row tells where most records have another one.
+    """
+    found = records(file)
+    ((usual, _),) = Counter(one.machine["processor"] for one in found).most_common(1)
 
     def told(name: str, figure: Figure) -> str:
         turns = f", {figure.n} turns" if figure.n and figure.n > 1 else ""
         return f"{name} {spread(figure, shown=as_written)} {figure.unit}".strip() + turns
 
     def row(one: Record) -> tuple[str, ...]:
-        found = "; ".join(told(name, figure) for name, figure in one.figures.items())
-        besides = " ".join(filter(None, (one.against and f"Beside {one.against}.", one.note)))
-        return str(one.settings["what"]), found, f"`{one.command}`", one.date[:10], besides
+        figures = "; ".join(told(name, figure) for name, figure in one.figures.items())
+        processor = one.machine["processor"]
+        notes = processor != usual and f"{processor}.", one.against and f"Beside {one.against}.", one.note
+        besides = " ".join(note for note in notes if note)
+        return str(one.settings["what"]), figures, f"`{one.command}`", one.date[:10], besides
 
-    lines = table("what | found | command | date | besides", map(row, records(file)))
-    for one in dict.fromkeys(map(_machine, records(file))):
+    lines = table("what | found | command | date | besides", map(row, found))
+    for one in dict.fromkeys(map(_machine, found)):
         lines += ["", f"{one}."]
     return lines
 
