@@ -115,9 +115,9 @@ def test_tokens_are_those_of_the_whole_text(encoding, learned, tmp_path):
 
 
 def _held_out(fraction: float) -> str:
-    """A short text that is held out."""
+    """A text of some tokens that is held out."""
     for number in range(10**8):
-        text = f"held out {number}"
+        text = f"held out is this text alone, which has the number {number}"
         if int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") < fraction * 2**64:
             return text
     raise AssertionError
