@@ -86,7 +86,7 @@ class _Own(threading.local):
     """What a thread encodes with: an encoding of its own.
 
     An encoding's regular expressions keep what they work with in a pool. Its first thread has a place there, all others
-    take turns: two threads with one encoding lose a fifth of their time, sometimes half.
+    take turns: two threads with one encoding lose a tenth to two fifths of their time.
     """
 
     made: tuple[str, str] = ("", "")
