@@ -87,6 +87,15 @@ except (OSError, OverflowError) as error:
     [[ -z $problem ]] || refuse "$problem"
 }
 
+# One heap that keeps its memory: see daskgpt/schedulers/allocator.py.
+heap=(MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0)
+# What Dask does between tasks, as often as it is needed: see BETWEEN_TASKS in daskgpt/schedulers/cluster.py.
+quiet=(
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL=${DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL:-500ms}"
+    "DASK_DISTRIBUTED__WORKER__PROFILE__INTERVAL=${DASK_DISTRIBUTED__WORKER__PROFILE__INTERVAL:-100ms}"
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__DISK=${DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__DISK:-False}"
+)
+
 started=() names=() # process ids of what runs, and what it is called
 
 # start NAME COMMAND ...: in the background, in a process group of its own, so that Ctrl-C reaches this script alone
@@ -138,8 +147,8 @@ check_running() {
 }
 
 start_scheduler() {
-    start scheduler "$python" -m dask scheduler --host "$host" --port "$port" --dashboard-address "$dashboard" \
-        --scheduler-file "$file" --preload daskgpt.instruments.dashboard
+    start scheduler env "${quiet[@]}" "$python" -m dask scheduler --host "$host" --port "$port" \
+        --dashboard-address "$dashboard" --scheduler-file "$file" --preload daskgpt.instruments.dashboard
     until [[ -s $file ]]; do
         check_running
         sleep 0.1
@@ -148,10 +157,8 @@ start_scheduler() {
 }
 
 start_workers() {
-    # One heap that keeps its memory: see daskgpt/schedulers/allocator.py.
-    export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
     local name command
-    local worker=("$python" -m dask worker "$address" --nthreads 1 --nworkers "$workers"
+    local worker=(env "${quiet[@]}" "${heap[@]}" "$python" -m dask worker "$address" --nthreads 1 --nworkers "$workers"
         --no-dashboard --dashboard-address 127.0.0.1:0)
     for name in "${hosts[@]:-localhost}"; do
         if [[ $name == localhost ]]; then

@@ -15,15 +15,15 @@ import dask
 import numpy as np
 import pytest
 from command_lines import PATIENCE, write_text
-from distributed import Client, LocalCluster, wait
+from distributed import Client, LocalCluster, SchedulerPlugin, wait
 from machines import Machines
 from test_cluster import ROOT, wait_until
 
 import daskgpt
-from daskgpt.graph.nodes import as_it_is
-from daskgpt.graph.recording import AHEAD
+from daskgpt.graph.nodes import as_it_is, task
+from daskgpt.graph.recording import AHEAD, Submission
 from daskgpt.schedulers.addresses import chosen_address
-from daskgpt.schedulers.cluster import SENT, client_address
+from daskgpt.schedulers.cluster import BETWEEN_TASKS, SENT, ClusterScheduler, client_address
 from daskgpt.schedulers.durations import TYPICAL, TypicalDurations
 from daskgpt.schedulers.forgetting import TAG, span_annotation
 from daskgpt.schedulers.members import running
@@ -373,6 +373,47 @@ def test_tasks_with_a_home_cannot_be_stolen_and_weights_stay_with_their_owner(at
         assert set(client.who_has()[weights.key]) == {owner} or not at_home
         assert set(client.who_has()[fetched.key]) == {other}
         del tasks
+
+
+class Priorities(SchedulerPlugin):
+    """Notes the priorities of what comes: the least goes first."""
+
+    name = "priorities"
+
+    def __init__(self):
+        self.found = {}
+
+    def update_graph(self, scheduler, *, priority, **_):
+        self.found |= priority
+
+
+def test_a_task_that_another_worker_waits_for_has_dasks_own_priority(cluster):
+    keys = [("own", 0), ("total", 0), ("update", 0)]
+    needs = {("update", 0): [("total", 0)]}
+    graph = {key: task(key, lambda *_: 0, needs.get(key, [])) for key in keys}
+    with Client(cluster) as client:
+        client.register_plugin(Priorities())
+        scheduler = ClusterScheduler(client, "")
+        homes = {("own", 0): 0, ("total", 0): 0, ("update", 0): 1}
+        assert scheduler.fetch(scheduler.run(Submission(graph, {}, keys, homes=homes, awaited=[keys[1]]))) == [0] * 3
+        found = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins["priorities"].found)
+        client.unregister_scheduler_plugin("priorities")
+    assert {key[0]: value[0] for key, value in found.items()} == {"own-0": 0, "total-0": -1, "update-0": 0}
+
+
+def setting(name):
+    return dask.config.get(name)
+
+
+@pytest.mark.parametrize("given", [None, "40ms"])
+def test_dask_looks_after_a_cluster_of_ours_less_often_unless_somebody_has_said_how_often(given):
+    name, (usual, own) = next(iter(BETWEEN_TASKS.items()))
+    with dask.config.set({name: given or usual}), daskgpt.open_scheduler("local", 1) as scheduler:
+        assert {name: scheduler.everywhere(setting, name) for name in BETWEEN_TASKS} == {
+            each: [given if given and each == name else setting] for each, (_, setting) in BETWEEN_TASKS.items()
+        }
+        assert dask.config.get(name) == (given or usual), "of this process"
+    assert given != own
 
 
 @pytest.mark.slow

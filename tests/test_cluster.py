@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import dask
 import numpy as np
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from command_lines import PATIENCE
 from distributed import Client, get_task_stream
 
 from daskgpt.kernels.compilation import compile_all
+from daskgpt.schedulers.cluster import BETWEEN_TASKS
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "cluster" / "start.sh"
@@ -289,6 +291,10 @@ def test_script_starts_a_cluster_that_trains_and_leaves_nothing(threads, text, e
             "Ctrl-C stops the cluster.\n",
         ]
         assert losses(text, f"file:{file}", tmp_path / "run", 2, environment) == threads[:2]
+        with Client(scheduler_file=str(file)) as client:
+            for name, (_, own) in BETWEEN_TASKS.items():
+                here = client.run_on_scheduler(dask.config.get, name)
+                assert {here, *client.run(dask.config.get, name).values()} == {own}, name
         assert len(members(process.pid)) >= 5, "this script, a scheduler, a nanny, two workers"
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 128 + signal.SIGTERM

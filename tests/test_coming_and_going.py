@@ -29,6 +29,8 @@ from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.leaving import give
 from daskgpt.schedulers.members import members
+from daskgpt.training.job import Job
+from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.step import TrainingStep, repacked_state
 
 STEPS, JOINED, LEFT = 30, 10, 20
@@ -99,6 +101,22 @@ def test_one_joins_and_one_leaves_and_the_others_share_the_work_anew(
     came = "workers    new: "
     joined = said.index("workers    3 take part from now on: 4 of 1 x 16", said.index(came) + len(came))
     assert "workers    2 take part from now on: " in said[joined:]
+
+
+def test_steps_for_a_number_of_workers_are_recorded_once():
+    """Where workers come and go, the same numbers of them come again and again."""
+    data = daskgpt.DataConfig(batch_size=4, sequence_length=16, groups=4)
+    dataflow = daskgpt.DataflowConfig(grain="block", batch_chunk=1, sequence_chunk=16)
+    job, said, found = Job(MODEL, data, daskgpt.OptimizerConfig(), dataflow, daskgpt.RunConfig()), [], []
+    with open_scheduler("local", 1) as scheduler:
+        steps = JobSteps(job, scheduler, said.append)
+        for workers in (4, 2, 4, 2, 3):
+            for _ in range(2):  # once they have stayed
+                steps.look(workers)
+            found.append(steps.step)
+    assert [step.spread_over for step in found] == [4, 2, 4, 2, 3]
+    assert (found[2], found[3]) == (found[0], found[1])
+    assert sum("take part from now on" in line for line in said) == len(found)
 
 
 @pytest.mark.slow

@@ -107,6 +107,17 @@ def test_every_task_has_a_home_and_every_sequence_stays_at_its_own():
     assert {key[1]: homes[key] for key in tokens} == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
 
 
+def test_what_another_worker_waits_for_goes_first():
+    """And what is fetched from there; a worker's own updates do not."""
+    step = spread_step((24, 12), (12, 12), parts=2, groups=2)
+    homes, graph, awaited = step.runnable.homes, step.runnable.graph, step.runnable.awaited
+    edges = [(key, source) for key, node in graph.items() for source in node.dependencies if source in graph]
+    assert {source for key, source in edges if homes[source] != homes[key] and not is_leaf(graph[source])} <= awaited
+    assert {key for key in graph if str(key[0]).startswith("weights.fetch")} <= awaited
+    assert not awaited & set(step.runnable.updates)
+    assert {homes[key] for key in awaited if str(key[0]).startswith("tokens.backward")} == {0, 1}, "totals of both"
+
+
 def test_state_is_shared_out_by_its_size():
     config = replace(SMALL, blocks=6)
     step = spread_step(parts=3, config=config)

@@ -8,7 +8,7 @@ another runnable; there is no order of calls to remember.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class Submission(NamedTuple):
     keys     whose results are wanted
     runs     how many runs of one recorded graph it holds
     homes    number of the worker where a task is at home, data included; empty where that does not matter
+    awaited  tasks that come before others of their worker: another one waits for what they make
     """
 
     graph: Graph
@@ -44,6 +45,7 @@ class Submission(NamedTuple):
     keys: list[Key]
     runs: int = 1
     homes: Mapping[Key, int] = {}
+    awaited: Collection[Key] = ()
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Runnable:
     updates  the tasks that make the new state, out of place in the order of its packs
     titles   first part of a task's key -> kind and place, for people
     homes    number of the worker where a task is at home, leaves included; empty where nobody has said
+    awaited  tasks that come first where they are at home
     """
 
     recorded: Recorded
@@ -196,6 +199,7 @@ class Runnable:
     updates: list[Key]
     titles: Mapping[str, tuple[str, str]]
     homes: Mapping[Key, int] = field(default_factory=dict)
+    awaited: Collection[Key] = ()
     _windows: dict[int, Graph] = field(default_factory=dict)  # the last one that was asked for
 
     @property
@@ -235,6 +239,10 @@ class Runnable:
         Dask gives a task to a worker when all that it reads has been made, and fetches it then: a block's weights would
         be on their way when the block could already run. So what a worker reads of the state is fetched by a task of
         its own, as soon as it is there.
+
+        Nor does Dask's order of a graph know of homes. A worker would come to a total that another one updates with
+        after all of its own updates, and the other would stand still meanwhile: what is read at another home, or is
+        fetched from one, goes first.
         """
         homes = {key: home_of(calls_of(node)[0].key) for key, node in self.graph.items() if calls_of(node)}
         homes |= {(STATE, number): homes[update] for number, update in enumerate(self.updates)}
@@ -254,12 +262,12 @@ class Runnable:
                     graph[key] = graph[key].substitute({leaf: copy})
                 elif leaf[0] != STATE:
                     homes.setdefault(leaf, home)  # data is where it is read
-        return replace(self, graph=graph, homes=homes, _windows={})
+        return replace(self, graph=graph, homes=homes, awaited=_awaited(graph, homes), _windows={})
 
     def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
         """One run on this data and state."""
         leaves = self._data(values) | _state(packs)
-        return Submission(self.graph, leaves, self.output_keys + self.updates, homes=self.homes)
+        return Submission(self.graph, leaves, self.output_keys + self.updates, homes=self.homes, awaited=self.awaited)
 
     def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """What a run returned: handles of the outputs, and the packs of the new state."""
@@ -340,6 +348,12 @@ def _state(packs: Sequence[Any]) -> dict[Key, Any]:
 def _in_run(key: Key, run: int) -> Key:
     """A key of one of several runs in a graph."""
     return (f"{key[0]}-{run}", *key[1:])
+
+
+def _awaited(graph: Graph, homes: Mapping[Key, int]) -> frozenset[Key]:
+    """The tasks that another home reads from, and those that fetch state from there."""
+    read = {source for key, node in graph.items() for source in node.dependencies if homes[source] != homes[key]}
+    return frozenset(key for key in graph if not is_leaf(graph[key]) and (key in read or key[0].startswith(AHEAD)))
 
 
 def _both(one: Mapping[Key, Sequence[Key]], other: Mapping[Key, Sequence[Key]]) -> dict[Key, list[Key]]:

@@ -57,6 +57,7 @@ class JobSteps:
         self.workers = self.seen = len(scheduler.addresses())
         self.follows = not scheduler.in_place
         self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, self.workers)
+        self._recorded: dict[tuple[tuple[int, int], str, int], TrainingStep] = {}  # by chunk, grain and workers
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
             if warning := self.chunks.fit(self.step, window, available_memory()):
@@ -120,8 +121,14 @@ class JobSteps:
         # Where a library multiplies, bits follow the chunks.
         chunk = self.chunks.first if self.chunks.free else before.chunk
         if chunk != before.chunk or min(workers, job.batch_shape[0] // chunk[0]) != before.spread_over:
-            self.step = training_step(job, chunk, before.grain, False, workers)
+            self.step = self._for_workers(chunk, before.grain, workers)
             self.say(f"workers    {workers} take part from now on: {described(job.batch_shape, chunk)}")
+
+    def _for_workers(self, chunk: tuple[int, int], grain: str, workers: int) -> TrainingStep:
+        """Recorded once: where workers come and go, the same numbers of them come again."""
+        if (chunk, grain, workers) not in self._recorded:
+            self._recorded[chunk, grain, workers] = training_step(self.job, chunk, grain, False, workers)
+        return self._recorded[chunk, grain, workers]
 
     def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
         """A step a batch: what they tell, and the state after them; limits: of a step that comes alone."""
