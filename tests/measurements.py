@@ -121,13 +121,14 @@ def torch_ddp() -> list[str]:
         return (
             model(one),
             one.settings["precision"],
+            one.machine["processor"],
             *times,
-            number(known["ratio"].median),
-            percent(known["throughput_of_threads"]),
+            spread(known["ratio"], digits=2),
+            spread(known["throughput_of_threads"], digits=2),
         )
 
-    head = "model, batch | precision | 2 workers, s a step | 2 threads | PyTorch DDP | workers / DDP"
-    return table(f"{head} | throughput of threads", map(row, records("torch_ddp")))
+    head = "model, batch | precision | processor | 2 workers, s a step | 2 threads | PyTorch DDP"
+    return table(f"{head} | workers' time / DDP's | workers' throughput / threads'", map(row, records("torch_ddp")))
 
 
 def workers_time() -> list[str]:
@@ -136,9 +137,10 @@ def workers_time() -> list[str]:
         shares = (percent(known[f"workers_{name}"]) for name in ("kernels", "transfer", "scheduler", "idle"))
         peaks = (known.get(f"{name}_peak") for name in ("cluster", "threads", "theirs"))
         told = " / ".join("?" if peak is None else spread(peak) for peak in peaks)
-        return one.settings["precision"], *shares, number(known["cluster_longest"].median), f"{told} GB"
+        who = one.settings["precision"], one.machine["processor"]
+        return *who, *shares, number(known["cluster_longest"].median), f"{told} GB"
 
-    head = "precision | kernels | transfers | client and scheduler | idle | longest step / median"
+    head = "precision | processor | kernels | transfers | client and scheduler | idle | longest step / median"
     return table(f"{head} | peak memory: workers, threads, DDP", map(row, records("torch_ddp")))
 
 

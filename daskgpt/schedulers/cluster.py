@@ -43,7 +43,7 @@ PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.instruments.dashboard"
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 LOGGED, SENT = "distributed.admin.low-level-log-length", 20  # messages
 # What Dask's processes do between tasks, as often as it is set: (as Dask sets it, as clusters of ours do). On two cores
-# two workers, their nannies, scheduler and client take 15 % of a core for it, and with the second settings 4 %.
+# two workers, their nannies, scheduler and client take 15 % of a core for it, and with the second settings 5 %.
 BETWEEN_TASKS: dict[str, tuple[object, object]] = {
     "distributed.admin.tick.interval": ("20ms", "500ms"),  # every process looks whether it answers, warns after 3 s
     "distributed.worker.profile.interval": ("10ms", "100ms"),  # what a task is doing, for Dask's report
