@@ -387,7 +387,7 @@ class Priorities(SchedulerPlugin):
         self.found |= priority
 
 
-def test_a_task_that_another_worker_waits_for_has_dasks_own_priority(cluster):
+def test_a_task_that_another_worker_waits_for_goes_before_others(cluster):
     keys = [("own", 0), ("total", 0), ("update", 0)]
     needs = {("update", 0): [("total", 0)]}
     graph = {key: task(key, lambda *_: 0, needs.get(key, [])) for key in keys}
@@ -401,15 +401,11 @@ def test_a_task_that_another_worker_waits_for_has_dasks_own_priority(cluster):
     assert {key[0]: value[0] for key, value in found.items()} == {"own-0": 0, "total-0": -1, "update-0": 0}
 
 
-def setting(name):
-    return dask.config.get(name)
-
-
 @pytest.mark.parametrize("given", [None, "40ms"])
 def test_dask_looks_after_a_cluster_of_ours_less_often_unless_somebody_has_said_how_often(given):
     name, (usual, _) = next(iter(BETWEEN_TASKS.items()))
     with dask.config.set({name: given or usual}), daskgpt.open_scheduler("local", 1) as scheduler:
-        assert {name: scheduler.everywhere(setting, name) for name in BETWEEN_TASKS} == {
+        assert {name: scheduler.everywhere(dask.config.get, name) for name in BETWEEN_TASKS} == {
             each: [given if given and each == name else own] for each, (_, own) in BETWEEN_TASKS.items()
         }
         assert dask.config.get(name) == (given or usual), "of this process"

@@ -13,6 +13,8 @@ import yaml
 from command_lines import PATIENCE
 from test_cluster import README, ROOT
 
+from daskgpt.schedulers.allocator import ENVIRONMENT
+from daskgpt.schedulers.cluster import BETWEEN_TASKS
 from daskgpt.train import parser
 
 FOLDER = ROOT / "cluster"
@@ -64,3 +66,14 @@ def test_the_readmes_script_trains_on_a_client(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "scheduler  LocalCluster at tcp://127.0.0.1:" in done.stdout
     assert (tmp_path / "runs" / "client" / "latest").exists()
+
+
+def test_the_script_and_the_readme_set_what_clusters_of_ours_set():
+    script, readme = (FOLDER / "start.sh").read_text(), README.read_text()
+    for name, (_, own) in BETWEEN_TASKS.items():
+        variable = "DASK_" + name.upper().replace(".", "__").replace("-", "_")
+        assert f"{variable}:-{own}" in script
+        assert f"{variable}={own}" in readme
+    for name, own in ENVIRONMENT.items():
+        assert f"{name}={own}" in script
+        assert f"{name}={own}" in readme
