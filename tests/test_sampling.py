@@ -12,7 +12,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt.generation.choosing import Choice
-from daskgpt.generation.decoder import Weights
+from daskgpt.generation.decoder import Decoder, Weights
 from daskgpt.generation.sampling import Texts, window
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
@@ -45,6 +45,11 @@ def test_a_seed_gives_the_same_tokens_whatever_was_read_of_them(parameters):
     assert list(daskgpt.sample(SMALL, parameters, [1, 2], 30, seed=4)) != first
     assert len(first) == 30  # longer than the positions
     assert all(type(token) is int and 0 <= token < SMALL.vocabulary for token in first)
+
+
+def test_no_more_is_kept_of_a_text_than_the_model_has_positions(parameters):
+    with pytest.raises(ValueError, match=f"as many positions as are kept; got capacity={SMALL.positions + 1}"):
+        Decoder(Weights(SMALL, parameters, "float32"), 1, SMALL.positions + 1)
 
 
 def test_one_likeliest_token_leaves_no_choice(parameters):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
@@ -51,10 +52,14 @@ class Decoder:
     texts      how many texts there are
     capacity   tokens that are kept of each
     threads    0 = the cores, or fewer for a small model
+
+    Errors   ValueError where the model has fewer positions, for a step reads memory by their numbers
     """
 
     def __init__(self, weights: Weights, texts: int, capacity: int, threads: int = 0) -> None:
         config = weights.config
+        rule, got = "a model must have as many positions as are kept", {"capacity": capacity}
+        require(capacity <= config.positions, "Decoder", rule, got, f"Keep {config.positions} at most.")
         self.weights, self.texts = weights, texts
         self.threads = threads or max(1, min(usable_cores(), weights.bytes // BYTES_A_THREAD))
         channels, heads = config.channels, config.heads

@@ -122,28 +122,16 @@ def _keep(halves, out, m, first, last, row, tensors, block, sizes):
 
 
 @part
-def _product(
-    what,
-    halves,
-    weight,
-    bias,
-    xs,
-    columns,
-    out,
-    outputs,
-    rows,
-    tensors,
-    block,
-    sizes,
-    x,
-    counters,
-    stage,
-    thread,
-    threads,
-):
-    """out = xs weightᵀ and what is done with it, parts of the weight shared out over the threads."""
+def _product(what, halves, weight, bias, xs, columns, out, outputs, x, texts, stage, team):
+    """out = xs weightᵀ and what is done with it, parts of the weight shared out over the threads.
+
+    texts   rows, table of addresses, block, sizes
+    team    counters, thread, threads
+    """
     stay_apart()
     wide_vectors()
+    rows, tensors, block, sizes = texts
+    counters, thread, threads = team
     pitch = columns * (2 if halves else 4)
     part_rows = max(_PART_BYTES // (ROWS * pitch), 1) * ROWS
     parts = (outputs + part_rows - 1) // part_rows
@@ -155,18 +143,9 @@ def _product(
         for o in range(first, last, ROWS):
             then = o + ROWS if o + ROWS < last else following * part_rows
             count = min(ROWS, last - o)
+            place, ahead = weight + o * pitch, weight + then * pitch
             rows_times_vectors(
-                halves,
-                count,
-                weight + o * pitch,
-                pitch,
-                columns,
-                address_of(xs),
-                x_pitch,
-                vectors,
-                y + 4 * o,
-                y_pitch,
-                weight + then * pitch,
+                halves, count, place, pitch, columns, address_of(xs), x_pitch, vectors, y + 4 * o, y_pitch, ahead
             )
         for m in range(vectors):
             _finish(what, bias, out, m, first, last, x)
@@ -177,10 +156,12 @@ def _product(
 
 
 @part
-def _attention(halves, qkv, rows, tensors, block, sizes, y, scores, row, counters, stage, thread, threads):
-    """Attention of every row and head, shared out over the threads."""
+def _attention(halves, qkv, y, scores, row, texts, stage, team):
+    """Attention of every row and head, shared out over the threads; `texts` and `team` as of `_product`."""
     stay_apart()
     wide_vectors()
+    rows, tensors, block, sizes = texts
+    counters, thread, threads = team
     channels, heads, capacity, width = sizes[0], sizes[1], sizes[3], sizes[4]
     head_size, size = channels // heads, 2 if halves else 4
     own = np.int64(thread)
@@ -213,124 +194,21 @@ def token_step(tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, 
     wide_vectors()
     channels, halves, mean_too = sizes[0], sizes[5] != 0, sizes[6] != 0
     blocks, n = tensors.shape[0] - 1, rows.shape[0]
-    own, stage = normal[thread], 0
+    own, stage, team = normal[thread], 0, (counters, thread, threads)
     _embed(halves, tensors[blocks, 0], tensors[blocks, 1], rows, x, channels)
     for block in range(blocks):
-        at = tensors[block]
+        at, texts = tensors[block], (rows, tensors, block, sizes)
         for i in range(n):
             _normalise(mean_too, at[0], at[1], x, i, own[i], channels)
-        _product(
-            _KEPT,
-            halves,
-            at[2],
-            at[3],
-            own,
-            channels,
-            qkv,
-            3 * channels,
-            rows,
-            tensors,
-            block,
-            sizes,
-            x,
-            counters,
-            stage,
-            thread,
-            threads,
-        )
-        _attention(
-            halves,
-            qkv,
-            rows,
-            tensors,
-            block,
-            sizes,
-            y,
-            scores[thread],
-            row[thread],
-            counters,
-            stage + 1,
-            thread,
-            threads,
-        )
-        _product(
-            _ADDED,
-            halves,
-            at[4],
-            at[5],
-            y,
-            channels,
-            qkv,
-            channels,
-            rows,
-            tensors,
-            block,
-            sizes,
-            x,
-            counters,
-            stage + 2,
-            thread,
-            threads,
-        )
+        _product(_KEPT, halves, at[2], at[3], own, channels, qkv, 3 * channels, x, texts, stage, team)
+        _attention(halves, qkv, y, scores[thread], row[thread], texts, stage + 1, team)
+        _product(_ADDED, halves, at[4], at[5], y, channels, qkv, channels, x, texts, stage + 2, team)
         for i in range(n):
             _normalise(mean_too, at[6], at[7], x, i, own[i], channels)
-        _product(
-            _GELU,
-            halves,
-            at[8],
-            at[9],
-            own,
-            channels,
-            hidden,
-            4 * channels,
-            rows,
-            tensors,
-            block,
-            sizes,
-            x,
-            counters,
-            stage + 3,
-            thread,
-            threads,
-        )
-        _product(
-            _ADDED,
-            halves,
-            at[10],
-            at[11],
-            hidden,
-            4 * channels,
-            qkv,
-            channels,
-            rows,
-            tensors,
-            block,
-            sizes,
-            x,
-            counters,
-            stage + 4,
-            thread,
-            threads,
-        )
+        _product(_GELU, halves, at[8], at[9], own, channels, hidden, 4 * channels, x, texts, stage + 3, team)
+        _product(_ADDED, halves, at[10], at[11], hidden, 4 * channels, qkv, channels, x, texts, stage + 4, team)
         stage += 5
     for i in range(wanted.size):
         _normalise(mean_too, tensors[blocks, 2], tensors[blocks, 3], x, wanted[i], own[i], channels)
-    _product(
-        _SCORES,
-        halves,
-        tensors[blocks, 0],
-        0,
-        own,
-        channels,
-        logits,
-        sizes[2],
-        rows,
-        tensors,
-        blocks,
-        sizes,
-        x,
-        counters,
-        stage,
-        thread,
-        threads,
-    )
+    wte, texts = tensors[blocks, 0], (rows, tensors, blocks, sizes)
+    _product(_SCORES, halves, wte, 0, own, channels, logits, sizes[2], x, texts, stage, team)
