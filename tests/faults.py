@@ -76,7 +76,7 @@ class Campaign:
     def run(self, faults: int, seconds: float) -> int:
         """So many faults in about that time; the steps that were made."""
         flags: list[object] = ["--save-minutes", 0.5]
-        flags += ["--worker-seconds", 2] if self.hosts else []
+        flags += ["--worker-seconds", 1.5] if self.hosts else []
         with self.machines:
             self.machines.have(self.workers)
             where = {"wrapped": partial(self.hosts.command, 0)} if self.hosts else {}

@@ -19,7 +19,7 @@ from daskgpt.schedulers.leaving import give, named
 from daskgpt.schedulers.usage import METRIC
 
 LOOKING = 0.25  # seconds between two looks
-HEARTBEATS = 4  # that must be missing at least; of many workers each sends fewer
+HEARTBEATS = 3  # that must be missing at least; of many workers each sends fewer
 TOPIC = "daskgpt-silent"  # of Dask's events that say who was left
 
 
