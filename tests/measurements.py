@@ -236,12 +236,11 @@ def local_steps() -> list[str]:
         size = f"{own['blocks']} x {own['channels']}"
         sent = spread(known["sent"]) if "sent" in known else "?"
         length = number(own["round"]) if own["round"] else "synchronous"
-        return size, number(own["replicas"]), length, f"{known['validation'].median:.3f}", f"{more:+.1%}", sent
+        loss, seconds = f"{known['validation'].median:.3f}", number(known["run"].median)
+        return size, number(own["replicas"]), length, loss, f"{more:+.1%}", sent, seconds
 
-    return table(
-        "blocks x channels | R | H | validation, nats a token | against synchronous | all workers send, MB a step",
-        map(row, found),
-    )
+    head = "blocks x channels | R | H | validation, nats a token | against synchronous | all workers send, MB a step"
+    return table(f"{head} | two threads take, s", map(row, found))
 
 
 def facts(file: str) -> list[str]:
