@@ -90,11 +90,18 @@ def test_parts_of_whole_groups_sum_at_the_same_time(parts, groups, joined):
 
 @needs_own_product
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_groups_on_workers_of_their_own_give_the_same_bits(precision):
-    model = Model(SMALL, (16, 12), groups=4)
+@pytest.mark.parametrize(
+    ("groups", "ways"),
+    [
+        (4, [((8, 12), 2), ((2, 4), 2), ((4, 12), 4), ((1, 12), 4), ((2, 12), 3)]),
+        (16, [((8, 12), 2), ((2, 12), 8), ((1, 4), 16)]),
+    ],
+)
+def test_groups_on_workers_of_their_own_give_the_same_bits(precision, groups, ways):
+    model = Model(SMALL, (16, 12), groups=groups)
     wanted = bits_after_steps(model, precision, Dials((16, 12)))
-    for chunk, parts in (((8, 12), 2), ((2, 4), 2), ((4, 12), 4), ((1, 12), 4), ((2, 12), 3)):
-        dials = Dials(chunk, in_place=False, parts=parts)
+    for number, (chunk, parts) in enumerate(ways):
+        dials = Dials(chunk, barrier=("step", "layer")[number % 2], in_place=False, parts=parts)
         assert bits_after_steps(model, precision, dials) == wanted, dials
 
 

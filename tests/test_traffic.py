@@ -39,8 +39,15 @@ def sending(dask_worker):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "batch", "groups", "precision"),
-    [(2, 64, 1, "float32"), (2, 64, 2, "float32"), (3, 48, 1, "float32"), (2, 64, 1, "bfloat16")],
-    ids=["2", "groups", "3", "bfloat16"],
+    [
+        (2, 64, 1, "float32"),
+        (2, 64, 2, "float32"),
+        (3, 48, 1, "float32"),
+        (2, 64, 1, "bfloat16"),
+        (4, 64, 4, "float32"),
+        (4, 64, 4, "bfloat16"),
+    ],
+    ids=["2", "groups", "3", "bfloat16", "4", "4-bfloat16"],
 )
 def test_what_workers_send_is_what_was_predicted(workers, batch, groups, precision):
     """In the median step: now and then a result is fetched twice."""
@@ -74,6 +81,21 @@ def test_what_passes_by_kind():
     assert sum(own.sent["weights"] for own in many) == parameters, "each weight once, to who does not own it"
     assert sum(own.sent["losses"] for own in many) == 64 * 12 * 4 / 2
     assert [own.sent.total() for own in many] == [own.received.total() for own in reversed(many)]
+
+
+@pytest.mark.parametrize("precision", WEIGHTS)
+def test_the_owner_of_a_large_table_is_not_everybodys_server(precision):
+    """It sends the table twice, to who hands it on, and gets as many totals of it as the tree of eight has levels."""
+    config = replace(CONFIG, blocks=1, vocabulary=400 * CONFIG.channels, padded_vocabulary=0)
+    step = spread_step((64, 12), (8, 12), 8, config, groups=8, precision=precision_of(precision))
+    found, table = loads(step), 4 * config.vocabulary * config.channels
+    once = table / 2 if precision == "bfloat16" else table
+    assert sum(own.sent["weights"] for own in found) == pytest.approx(7 * once, rel=0.1)
+    assert max(own.sent["weights"] for own in found) == pytest.approx(2 * once, rel=0.1)
+    assert max(own.received["weights"] for own in found) == pytest.approx(once, rel=0.1)
+    tables = 2  # its gradient is the sum of two, as table and as unembedding; one of them goes on from the other
+    assert max(own.received["sums"] for own in found) <= 1.1 * tables * 3 * table
+    assert max(own.sent["sums"] for own in found) <= 1.1 * tables * table
 
 
 def test_in_bfloat16_weights_pass_in_bfloat16():

@@ -16,7 +16,7 @@ import numpy as np
 from daskgpt.graph.calls import ChunkSum, KernelCall
 from daskgpt.graph.inplace import InPlaceRule, dependents_of, unwrapped
 from daskgpt.graph.nodes import Graph, Key, combined, only, reference
-from daskgpt.graph.spreading import Join, tree_sum
+from daskgpt.graph.spreading import Join, met
 
 
 class BandedUpdate(KernelCall):
@@ -24,15 +24,13 @@ class BandedUpdate(KernelCall):
 
     rule     says how rows are written over
     total    the sum that is made here
-    place    its number among the totals of all parts; the others are given
-    others   how many are
+    others   how many totals of other parts are given
     """
 
     def __init__(
         self,
         call: KernelCall,
         total: ChunkSum,
-        place: int,
         others: int,
         rule: InPlaceRule,
         blank: Callable[[Any], Any],
@@ -43,7 +41,7 @@ class BandedUpdate(KernelCall):
         values_of  its values
         """
         self.__dict__.update(call.__dict__)
-        self.rule, self.total, self.place, self.others = rule, total, place, others
+        self.rule, self.total, self.others = rule, total, others
         self.blank, self.values_of = blank, values_of
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
@@ -62,19 +60,17 @@ class BandedUpdate(KernelCall):
             gradient = np.empty((end - base, *self.total.shape[1:]), self.total.dtype)
             for first, last in bands:
                 self.total.add(chains, [gradient[first - base : last - base]], first, last, started=False)
-            totals = [other[base:end] for other in others]
-            totals.insert(self.place, gradient)
             for source, target in zip(old, new):
                 self.values_of(target)[base:end] = self.values_of(source)[base:end]
             weight, *moments = (each[base:end] for each in new)
-            self.rule.kernel(weight, tree_sum(*totals), *moments, hyper, **self.options)
+            total = met(gradient, *(other[base:end] for other in others))
+            self.rule.kernel(weight, total, *moments, hyper, **self.options)
         return tuple(new) if len(new) > 1 else new[0]
 
 
 def update_by_bands(
     graph: Graph,
     updates: Iterable[Key],
-    part_of: Callable[[Key], int],
     rule_of: Callable[[Any], InPlaceRule],
     blank: Callable[[Any], Any],
     values_of: Callable[[Any], np.ndarray],
@@ -84,7 +80,6 @@ def update_by_bands(
     Where it goes on from another one (the tied table's) it stays apart: it can be made long before.
 
     updates   the tasks (weight, gradient, *moments, hyper) -> tuple of the new tensors
-    part_of   the part that makes an update
     rule_of   origin of an update -> how rows are written over
     blank, values_of   see `BandedUpdate`
     """
@@ -92,14 +87,13 @@ def update_by_bands(
     for key in updates:
         weight, gradient, *rest = graph[key].args
         last = only(gradient)
-        totals = list(map(only, graph[last].args)) if isinstance(graph[last].func, Join) else [last]
-        place = part_of(key) if len(totals) > 1 else 0
-        total = totals.pop(place)
+        # The first of several totals is that of the part that updates.
+        total, *others = map(only, graph[last].args) if isinstance(graph[last].func, Join) else [last]
         if not _alone(graph, total) or any(len(readers[own]) > 1 for own in (last, total)):
             continue
         own, rule = graph[key].func, rule_of(graph[key].func.origin)
-        call = BandedUpdate(own, graph[total].func, place, len(totals), rule, blank, values_of)
-        given = [*graph[total].args, *map(reference, totals)]
+        call = BandedUpdate(own, graph[total].func, len(others), rule, blank, values_of)
+        given = [*graph[total].args, *map(reference, others)]
         new[key] = combined(key, call, [*given, weight, *rest])
         for gone in {last, total}:
             del new[gone]

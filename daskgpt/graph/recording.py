@@ -8,7 +8,7 @@ another runnable; there is no order of calls to remember.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,19 @@ from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.grain import GroupOf, merge
 from daskgpt.graph.inplace import InPlace
-from daskgpt.graph.nodes import Graph, Key, as_it_is, graph_of, is_leaf, keys_of, pieces, renamed, task, waiting_for
+from daskgpt.graph.nodes import (
+    Graph,
+    GraphNode,
+    Key,
+    as_it_is,
+    graph_of,
+    is_leaf,
+    keys_of,
+    pieces,
+    renamed,
+    task,
+    waiting_for,
+)
 from daskgpt.graph.program import Place, calls_of, in_run
 from daskgpt.graph.spreading import Sent
 
@@ -238,7 +250,8 @@ class Runnable:
 
         Dask gives a task to a worker when all that it reads has been made, and fetches it then: a block's weights would
         be on their way when the block could already run. So what a worker reads of the state is fetched by a task of
-        its own, as soon as it is there.
+        its own, as soon as it is there. It comes from the owner or from another one that has fetched it, and each of
+        them hands it on to two: else the owner of a large table would send it to everybody.
 
         Nor does Dask's order of a graph know of homes. A worker would come to a total that another one updates with
         after all of its own updates, and the other would stand still meanwhile: what is read at another home, or is
@@ -249,20 +262,47 @@ class Runnable:
         for key, node in self.graph.items():
             if key not in homes and not is_leaf(node):  # of a barrier, or of a token beside what it stands for
                 homes[key] = homes.get(next(iter(node.dependencies)), 0)
-        graph, sent, ahead = dict(self.graph), f"{SENT}-{self.recorded.token}", f"{AHEAD}-{self.recorded.token}"
+        graph, readers = dict(self.graph), dict[Key, set[int]]()
         for key, home in list(homes.items()):
             node = graph.get(key)
             for leaf in node.dependencies if node is not None else ():
                 if leaf[0] == STATE and homes[leaf] != home:
-                    source, copy = leaf, (ahead, leaf[1], home)
-                    if to_send:
-                        source = (sent, leaf[1])
-                        graph[source], homes[source] = task(source, to_send, [leaf]), homes[leaf]
-                    graph[copy], homes[copy] = task(copy, received or as_it_is, [source]), home
-                    graph[key] = graph[key].substitute({leaf: copy})
+                    readers.setdefault(leaf, set()).add(home)
+                    graph[key] = graph[key].substitute({leaf: (self._ahead, leaf[1], home)})
                 elif leaf[0] != STATE:
                     homes.setdefault(leaf, home)  # data is where it is read
+        parts = 1 + max(homes.values(), default=0)
+        for leaf, elsewhere in readers.items():
+            # Owners of blocks are neighbours: every other one after the owner hands on, so that all do about as much.
+            after = {(home - homes[leaf]) % parts: home for home in elsewhere}
+            order = [homes[leaf], *(after[steps] for steps in sorted(after, key=lambda steps: (steps % 2, steps)))]
+            for copy, home in self._fetched(leaf, order, to_send, received):
+                graph[copy.key], homes[copy.key] = copy, home
         return replace(self, graph=graph, homes=homes, awaited=_awaited(graph, homes), _windows={})
+
+    def _fetched(
+        self, leaf: Key, homes: Sequence[int], to_send: PackFunction, received: PackFunction
+    ) -> Iterator[tuple[GraphNode, int]]:
+        """Tasks that bring a pack of the state from its home to others, each of which hands it on to two; with where
+        they are.
+        """
+        sent, number = f"{SENT}-{self.recorded.token}", leaf[1]
+        handed = [leaf]  # what each home has for others
+        if to_send:
+            handed = [(sent, number)]
+            yield task(handed[0], to_send, [leaf]), homes[0]
+        for place, home in enumerate(homes[1:], 1):
+            source, copy = handed[(place - 1) // 2], (self._ahead, number, home)
+            if received and 2 * place + 1 < len(homes):  # it is handed on as it came
+                as_it_came = (sent, number, home)
+                yield task(as_it_came, as_it_is, [source]), home
+                source = as_it_came
+            yield task(copy, received or as_it_is, [source]), home
+            handed.append(source if received else copy)
+
+    @property
+    def _ahead(self) -> str:
+        return f"{AHEAD}-{self.recorded.token}"
 
     def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
         """One run on this data and state."""

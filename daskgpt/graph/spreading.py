@@ -6,7 +6,8 @@ comes about in the way that sends the fewest bytes:
     gathered   its inputs are sent to where it is read: with few tokens they are smaller than the total (or it is a
                single number, the loss)
     joined     where every part has whole groups, as many as the others and a power of two, it makes the total of
-               these, and the totals meet in the tree of `sum_order`
+               these, and the totals meet in the tree of `sum_order`, two at a time: who reads the sum gets as many
+               totals as the tree has levels, and the others add theirs among themselves
     chained    else a part goes on from the total of the part before
 
 All three add in the same order, so no bit depends on the way, or on how many parts there are.
@@ -60,11 +61,21 @@ class PartTotal(ChunkSum):
 
 
 class Join(KernelCall):
-    """Adds the totals of all parts."""
+    """Adds the total of the part that reads a sum and those of others: see `met`."""
 
-    def __init__(self, call: ChunkSum, parts: int) -> None:
+    def __init__(self, call: ChunkSum, totals: int) -> None:
         known = {"outputs": call.outputs, "chunks": call.chunks, "origin": call.origin}
-        super().__init__(tree_sum, [call.axes] * parts, call.axes, {}, **known)
+        super().__init__(met, [call.axes] * totals, call.axes, {}, **known)
+
+
+class PartJoin(Join):
+    """Adds a part's total and those of others on their way to another part."""
+
+    KEPT_HERE: tuple[str, ...] = (*Join.KEPT_HERE, "share")
+
+    def __init__(self, call: ChunkSum, totals: int, share: Share) -> None:
+        super().__init__(call, totals)
+        self.share = share
 
 
 class PartSum(RowSum):
@@ -162,8 +173,9 @@ class _Sum:
         return {**new, self.key: self.node.substitute(copies)}
 
     def joined(self) -> Graph:
-        """Each part makes a total, where the sum is read they meet."""
-        order, new = self.call.order, {}
+        """Each part makes a total, and these meet."""
+        new: Graph = {}
+        order = self.call.order
         *inputs, start = [*self.node.args, None] if len(self.node.args) == len(self.call.inputs) else self.node.args
         for part, (first, last) in enumerate(self._parts()):
             own = SumOrder(
@@ -179,7 +191,28 @@ class _Sum:
             call = PartTotal(self.call, own, Share(self.total.unit, part))
             key = (f"{self.key[0]}.part", part)
             new[key] = combined(key, call, arguments + ([start] if start is not None and part == 0 else []))
-        return {**new, self.key: task(self.key, Join(self.call, self.parts), list(new))}
+        return new | self._meeting(list(new))
+
+    def _meeting(self, totals: Sequence[Key]) -> Graph:
+        """Where the totals of all parts meet, two subtrees at a time: at the part that reads the sum, and in subtrees
+        that it is not in at the part that has the same place there.
+        """
+        added = {part: [total] for part, total in enumerate(totals)}
+        meeting = {part: (f"{self.key[0]}.met", part) for part in added} | {self.total.part: self.key}
+        size = 1
+        while size < self.parts:
+            size *= 2
+            for first in range(0, self.parts, size):
+                here = first + self.total.part % size
+                other = here ^ size // 2
+                added[here].append(meeting[other] if len(added[other]) > 1 else totals[other])
+        calls = {
+            part: PartJoin(self.call, len(own), Share(self.total.unit, part))
+            if part != self.total.part
+            else Join(self.call, len(own))
+            for part, own in added.items()
+        }
+        return {meeting[part]: task(meeting[part], calls[part], own) for part, own in added.items() if len(own) > 1}
 
     def chained(self) -> Graph:
         """A part after the other: each goes on from the total of the one before."""
@@ -204,13 +237,13 @@ class _Sum:
         return [(owners.index(part), owners.index(part) + owners.count(part)) for part in range(self.parts)]
 
 
-def tree_sum(*totals: np.ndarray) -> np.ndarray:
-    """The sum of as many arrays as a power of two has, halves first."""
-    if len(totals) == 1:
-        return totals[0]
-    half = len(totals) // 2
-    found: np.ndarray = np.add(tree_sum(*totals[:half]), tree_sum(*totals[half:]))
-    return found
+def met(total: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """The sum of a total and of others, each of as many groups as are in the sum by then: a path up the tree, in which
+    it does not matter from which side one comes.
+    """
+    for other in others:
+        total = np.add(total, other)
+    return total
 
 
 def _shares(call: ChunkSum, parts: int) -> list[tuple[int, int, int]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.program import calls_of
-from daskgpt.graph.recording import SENT, STATE, Runnable
-from daskgpt.graph.spreading import PartSum, PartTotal, Sent
+from daskgpt.graph.recording import AHEAD, SENT, STATE, Runnable
+from daskgpt.graph.spreading import PartJoin, PartSum, PartTotal, Sent
 from daskgpt.training.placement import LOSS
 from daskgpt.training.stand_ins import Trial
 from daskgpt.training.step import TrainingStep
@@ -59,10 +59,10 @@ def loads(step: TrainingStep) -> list[Load]:
 
 def _sent(runnable: Runnable, key: Key, sizes: dict[Key, int]) -> tuple[str, int]:
     """Kind and bytes of a result that goes to another worker. Of the state each pack is what its update returns."""
-    if key[0] == STATE:
+    if key[0] == STATE or key[0].startswith(AHEAD):
         return "weights", sizes[runnable.updates[key[1]]]
     if key[0].startswith(SENT):
-        return "weights", sizes[key]
+        return "weights", sizes[key[:2]]
     return _kind(runnable.graph[key]), sizes.get(key, 0)
 
 
@@ -70,7 +70,8 @@ def _kind(node: GraphNode) -> str:
     functions = [getattr(call.function, "__self__", call.function) for call in calls_of(node)]
     if any(isinstance(function, Sent) and function.share.unit == LOSS for function in functions):
         return "losses"
-    return "sums" if any(isinstance(function, PartSum | PartTotal) for function in functions) else "activations"
+    sums = any(isinstance(function, PartSum | PartTotal | PartJoin) for function in functions)
+    return "sums" if sums else "activations"
 
 
 def describe_loads(found: Sequence[Load]) -> str:

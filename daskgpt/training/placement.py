@@ -13,7 +13,7 @@ from daskgpt.graph.calls import is_pick, origin_of
 from daskgpt.graph.grain import GroupOf, chunk_of
 from daskgpt.graph.inplace import InPlaceRule
 from daskgpt.graph.nodes import Graph, Key, only
-from daskgpt.graph.spreading import PartSum, PartTotal, Sent, Total, part_of, spread
+from daskgpt.graph.spreading import PartJoin, PartSum, PartTotal, Sent, Total, part_of, spread
 from daskgpt.model.layers import EMBEDDING
 from daskgpt.model.optimizer import SQUARES
 from daskgpt.model.origins import Origin
@@ -44,16 +44,13 @@ def spread_step(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Graph:
     return spread(graph, parts, total_of)
 
 
-def banded_updates(graph: Graph, parts: int, sizes: Mapping[str, int], rule_of: Callable[[Any], InPlaceRule]) -> Graph:
+def banded_updates(graph: Graph, rule_of: Callable[[Any], InPlaceRule]) -> Graph:
     """A spread step's graph with sums that are made by the tasks that use them, see `graph.bands`.
 
     rule_of   origin of an update -> how rows are written over
     """
-    owners = shared_out(graph, parts, sizes)
-    updates = {key: own for key in graph if (own := update_of(graph, key)) is not None and not is_pick(graph[key])}
-    return update_by_bands(
-        graph, updates, lambda key: owners[update_group(updates[key], MERGED)], rule_of, blank, values_of
-    )
+    updates = [key for key in graph if update_of(graph, key) is not None and not is_pick(graph[key])]
+    return update_by_bands(graph, updates, rule_of, blank, values_of)
 
 
 def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, tables_stay: bool) -> GroupOf:
@@ -82,6 +79,8 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, tables_stay: 
             return "sent", function.share, (group_of(source) or source) if apart else None
         if isinstance(function, PartTotal | PartSum):
             return "sum", function.share, stage
+        if isinstance(function, PartJoin):
+            return "met", function.share, stage
         if tables_stay and is_embedding(own):
             return None  # a task of its own
         if key in squared:
@@ -108,7 +107,7 @@ def homes_of(
     @cache
     def home_of(key: Key) -> int:
         function = getattr(graph[key], "func", None)
-        if isinstance(function, PartTotal | PartSum | Sent | Done):
+        if isinstance(function, PartTotal | PartSum | PartJoin | Sent | Done):
             return function.share.part
         if key in updated:
             return owners[update_group(updated[key], MERGED)]

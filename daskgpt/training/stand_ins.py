@@ -22,7 +22,7 @@ from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Key, combined, is_leaf
 from daskgpt.graph.program import Call, Program, Values
 from daskgpt.graph.recording import STATE, Submission
-from daskgpt.graph.spreading import Join, PartTotal
+from daskgpt.graph.spreading import Join, PartJoin, PartTotal
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import received, to_send
@@ -184,7 +184,7 @@ class Trial(LocalScheduler):
             together += [self._array("gradients", rows) for _ in range(held, most)]
 
     def _results(self, key: Key, call: KernelCall) -> Any:
-        whole = key[:1] if isinstance(call, PartTotal) else key  # its number is that of a part, not of a chunk
+        whole = key[:1] if isinstance(call, PartTotal | PartJoin) else key  # its number is of a part, not of a chunk
         origin, results = call.origin, call.results(whole)
         if isinstance(origin, Origin) and origin.parameter:
             kinds = ["weight", *["moment"] * (len(results) - 1)]

@@ -184,7 +184,7 @@ class TrainingStep:
             graph = accumulated_step(graph, self.micro_batches, token, over=self.in_place)
         if self.apart or not spread:
             return graph
-        return banded_updates(graph, self.spread_over, self._sizes, self._rule)
+        return banded_updates(graph, self._rule)
 
     def _rule(self, origin: Origin) -> InPlaceRule:
         """How a parameter is written over."""
