@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "measurements"
 PLACE = re.compile(r"(<!-- measured: (?P<name>[^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Iterable[tuple[str, ...]]
-SENT = "tasks a worker, the most that one sends, all together"  # what records of plans say that they have
+SENT = "tasks a worker, the most that one sends and gets, all together"  # what records of plans say that they have
 
 
 def pages() -> list[Path]:
@@ -207,9 +207,10 @@ def workers_traffic() -> list[str]:
 
     def row(known: Mapping[str, Figure]) -> tuple[str, ...]:
         workers, tasks = (number(known[name].median) for name in ("workers", "tasks"))
-        return workers, tasks, *(f"{number(known[name].median, 1)} GB" for name in ("most", "all"))
+        return workers, tasks, *(f"{number(known[name].median, 1)} GB" for name in ("most", "got", "all"))
 
-    return table("workers | tasks a step a worker | most that one sends a step | all together", map(row, plans))
+    head = "workers | tasks a step a worker | most that one sends a step | most that one gets | all together"
+    return table(head, map(row, plans))
 
 
 def bandwidths() -> list[str]:
