@@ -59,8 +59,8 @@ def test_the_page_of_clusters_has_its_figures_from_the_data():
     text = (ROOT / "cluster" / "README.md").read_text()
     places = {found["name"]: found[0] for found in PLACE.finditer(text)}
     assert "241 (143 .. 458) ms with two workers" in places["task costs"]
-    assert "| 32 | 57 | 5.2 GB | 30.9 GB |" in places["workers' traffic"]
-    assert rendered(text.replace("5.2 GB", "5.3 GB")) == text
+    assert "| 32 | 64 | 1.2 GB | 1.5 GB | 31.0 GB |" in places["workers' traffic"]
+    assert rendered(text.replace("31.0 GB", "31.1 GB")) == text
 
 
 def test_an_unknown_place_is_an_error():
