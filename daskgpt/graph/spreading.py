@@ -26,7 +26,19 @@ import numpy as np
 
 from daskgpt.graph.calls import ChunkSum, KernelCall, Result, is_pick, origin_of
 from daskgpt.graph.inplace import RowSum, Totals
-from daskgpt.graph.nodes import Graph, Key, combined, flat, is_leaf, nested, only, part_of_list, reference, task
+from daskgpt.graph.nodes import (
+    Graph,
+    GraphNode,
+    Key,
+    combined,
+    flat,
+    is_leaf,
+    nested,
+    only,
+    part_of_list,
+    reference,
+    task,
+)
 from daskgpt.graph.sum_order import SumOrder
 
 
@@ -206,13 +218,13 @@ class _Sum:
                 here = first + self.total.part % size
                 other = here ^ size // 2
                 added[here].append(meeting[other] if len(added[other]) > 1 else totals[other])
-        calls = {
-            part: PartJoin(self.call, len(own), Share(self.total.unit, part))
-            if part != self.total.part
-            else Join(self.call, len(own))
-            for part, own in added.items()
-        }
-        return {meeting[part]: task(meeting[part], calls[part], own) for part, own in added.items() if len(own) > 1}
+        return {meeting[part]: self._join(meeting[part], part, own) for part, own in added.items() if len(own) > 1}
+
+    def _join(self, key: Key, part: int, totals: Sequence[Key]) -> GraphNode:
+        """A part's task that adds totals."""
+        if part == self.total.part:
+            return task(key, Join(self.call, len(totals)), totals)
+        return task(key, PartJoin(self.call, len(totals), Share(self.total.unit, part)), totals)
 
     def chained(self) -> Graph:
         """A part after the other: each goes on from the total of the one before."""
