@@ -58,7 +58,9 @@ def loads(step: TrainingStep) -> list[Load]:
 
 
 def _sent(runnable: Runnable, key: Key, sizes: dict[Key, int]) -> tuple[str, int]:
-    """Kind and bytes of a result that goes to another worker. Of the state each pack is what its update returns."""
+    """Kind and bytes of a result that goes to another worker. Of the state each pack is what its update returns, from
+    whichever worker it comes; so is what is sent in its place, which the owner's task alone has made.
+    """
     if key[0] == STATE or key[0].startswith(AHEAD):
         return "weights", sizes[runnable.updates[key[1]]]
     if key[0].startswith(SENT):
