@@ -248,7 +248,11 @@ def test_the_table_of_a_plan(capsys):
     [
         ({}, "block", "block is assumed (auto: a run settles it in its first step, from measured kernel times)"),
         ({"barrier": "layer"}, "kernel", "kernel (auto: with barrier layer a task is one kernel)"),
-        ({"scheduler": "local"}, "block", "block (auto: on a cluster tasks are large from the start)"),
+        (
+            {"scheduler": "local"},
+            "chunk",
+            "chunk (auto: on a cluster a task of one block would cost more than it does)",
+        ),
     ],
 )
 def test_a_plan_says_which_grain_it_counts_with(flags, grain, sentence):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,21 +16,26 @@ import dask
 import numpy as np
 import pytest
 from command_lines import PATIENCE, write_text
+from conftest import SMALL
 from distributed import Client, LocalCluster, SchedulerPlugin, wait
 from machines import Machines
 from test_cluster import ROOT, wait_until
 
 import daskgpt
+from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.nodes import as_it_is, task
+from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import AHEAD, Submission
 from daskgpt.schedulers.addresses import chosen_address
 from daskgpt.schedulers.cluster import BETWEEN_TASKS, SENT, ClusterScheduler, client_address
 from daskgpt.schedulers.durations import TYPICAL, TypicalDurations
 from daskgpt.schedulers.forgetting import TAG, span_annotation
 from daskgpt.schedulers.members import running
+from daskgpt.schedulers.sent_programs import SentPrograms
 from daskgpt.schedulers.staying import StayAtHome
 from daskgpt.schedulers.usage import METRIC, Usage
 from daskgpt.schedulers.workers import take_spans
+from daskgpt.training.step import TrainingStep
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
 DATA = {"batch_size": 4, "sequence_length": 16, "data": __file__}
@@ -399,6 +405,32 @@ def test_a_task_that_another_worker_waits_for_goes_before_others(cluster):
         found = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins["priorities"].found)
         client.unregister_scheduler_plugin("priorities")
     assert {key[0]: value[0] for key, value in found.items()} == {"own-0": 0, "total-0": -1, "update-0": 0}
+
+
+def test_more_steps_are_not_more_to_pickle(cluster, monkeypatch):
+    pickled, as_it_was = [], KernelCall.__getstate__
+
+    def counted(call):
+        pickled.append(call)
+        return as_it_was(call)
+
+    monkeypatch.setattr(KernelCall, "__getstate__", counted)
+    counts = []
+    with Client(cluster) as client:
+        for steps in (4, 12):
+            pickled.clear()
+            fit(client=client, run=RUN | {"steps": steps})
+            counts.append(len(pickled))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_program_is_sent_with_the_number_of_its_run():
+    step = TrainingStep(SMALL, (4, 12), (2, 12), daskgpt.OptimizerConfig())
+    programs = SentPrograms()
+    node = next(node for node in step.runnable.graph.values() if calls_of(node))
+    first, second = (pickle.loads(pickle.dumps(programs.in_run(node, run).func)) for run in (3, 4))
+    assert first.pickled == second.pickled
+    assert (first.run, second.run) == (3, 4)
 
 
 @pytest.mark.parametrize("given", [None, "40ms"])

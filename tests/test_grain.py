@@ -12,6 +12,7 @@ from conftest import SMALL, random_batch, random_parameters
 from test_model import losses_and_parameters
 
 import daskgpt
+from daskgpt.config.model import preset
 from daskgpt.config.run import DataConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, inplace
 from daskgpt.graph.grain import GRAINS
@@ -19,7 +20,7 @@ from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, calls_of
 from daskgpt.graph.spans import Span
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.grain_choice import GrainChoice
+from daskgpt.training.grain_choice import GrainChoice, expected_block
 from daskgpt.training.step import TrainingStep
 
 
@@ -122,11 +123,25 @@ def test_a_segment_stays_in_its_chunk():
 def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads, grain):
     step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="segment", in_place=True)
     calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
-    choice = GrainChoice("auto", "step", in_place=True)
+    choice = GrainChoice("auto", "step", in_place=True, block_seconds=seconds)
     assert (choice.first, choice.open) == ("segment", True)
     assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
     assert not choice.open
     assert step.grain == grain
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "workers", "grain"),
+    [
+        (preset("tiny"), (12, 64), 2, "chunk"),
+        (preset("tiny", blocks=6, heads=6, channels=384), (32, 64), 2, "block"),
+        (preset("gpt2"), (8, 256), 2, "block"),
+        (preset("gpt2"), (8, 256), 8, "block"),
+    ],
+)
+def test_a_cluster_begins_with_large_tasks(config, batch, workers, grain):
+    choice = GrainChoice("auto", "step", in_place=False, block_seconds=expected_block(config, batch, workers))
+    assert (choice.first, choice.open) == (grain, False)
 
 
 def test_a_program_drops_a_value_after_its_last_reader():

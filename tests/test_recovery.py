@@ -53,11 +53,13 @@ def machines(tmp_path_factory):
         yield found
 
 
-def train(text, out, scheduler, on_step=None, batch_chunk=0, optimizer=OPTIMIZER, **run):
-    """batch_chunk   sequences in a chunk; with 1 every worker has some, with 0 = auto one may have all of them"""
+def train(text, out, scheduler, on_step=None, batch_chunk=0, optimizer=OPTIMIZER, grain="auto", **run):
+    """batch_chunk   sequences in a chunk; with 1 every worker has some, with 0 = auto one may have all of them
+    grain         auto makes one task of a chunk's forward and backward pass, for so small a model
+    """
     settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": out} | run
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=batch_chunk)
+    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=batch_chunk, grain=grain)
     return daskgpt.fit(MODEL, data, optimizer, dataflow, daskgpt.RunConfig(**settings), on_step=on_step)
 
 
@@ -139,8 +141,14 @@ def test_a_worker_that_is_killed_costs_some_steps_and_no_bit(machines, text, who
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [".forward", ".backward", "update", "recovery.copy", "parameters.finite", "sending"])
-def test_kill_matrix(kind, machines, text, whole, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "grain"),
+    [
+        *(("tokens.forward", "block"), ("tokens.backward", "block"), ("tokens.head", "auto"), ("update", "auto")),
+        *((kind, "auto") for kind in ("recovery.copy", "parameters.finite", "sending")),
+    ],
+)
+def test_kill_matrix(kind, grain, machines, text, whole, tmp_path):
     """In forward, backward, update, as a recovery point is made, and as a checkpoint is made."""
     machines.have(3)
     once, after = tmp_path / "killed", 3 if kind in ("parameters.finite", "sending") else KILLED_AT
@@ -148,7 +156,7 @@ def test_kill_matrix(kind, machines, text, whole, tmp_path):
     with Client(machines.address) as client:
         client.register_plugin(plugin)
         try:
-            train(text, tmp_path / "run", machines.address, snapshot_every=4, save_every=3)
+            train(text, tmp_path / "run", machines.address, grain=grain, snapshot_every=4, save_every=3)
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert once.exists(), "nobody was killed"
@@ -162,11 +170,12 @@ def test_a_pass_that_is_made_again_drops_the_same(machines, text, whole, tmp_pat
     machines.have(2)
     dropping, once = replace(OPTIMIZER, dropout=0.2), tmp_path / "killed"
     train(text, tmp_path / "threads", "threads", optimizer=dropping)
-    plugin = KillItself(".forward", KILLED_AT, once)
+    plugin = KillItself("tokens.forward", KILLED_AT, once)
     with Client(machines.address) as client:
         client.register_plugin(plugin)
         try:
-            train(text, tmp_path / "run", machines.address, batch_chunk=1, optimizer=dropping, snapshot_every=4)
+            asked = {"batch_chunk": 1, "grain": "block", "optimizer": dropping, "snapshot_every": 4}
+            train(text, tmp_path / "run", machines.address, **asked)
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert once.exists(), "nobody was killed"

@@ -18,7 +18,7 @@ from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, part_of
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.placement import homes_of
+from daskgpt.training.placement import Ownership, homes_of
 from daskgpt.training.stand_ins import Trial
 from daskgpt.training.step import TrainingStep
 
@@ -150,6 +150,16 @@ def test_the_last_updates_are_shared_out():
     assert [own != after for own, after in pairwise(owners[:4])] == [True] * 3, owners
 
 
+@pytest.mark.parametrize(("parts", "accumulate"), [(2, 1), (3, 1), (4, 1), (2, 3)])
+def test_where_a_chunk_is_one_task_more_blocks_are_no_more_tasks(parts, accumulate):
+    few, many = (
+        spread_step((24, 12), (2, 12), parts, replace(SMALL, blocks=blocks), grain="chunk", accumulate=accumulate)
+        for blocks in (parts, 4 * parts)
+    )
+    assert few.runnable.tasks == many.runnable.tasks
+    assert len(many.runnable.layout.packs) == 2 * parts, "weights and moments of each owner"
+
+
 def test_sums_follow_the_sequences():
     step = spread_step((48, 12), (16, 12), parts=3)
     graph = step.recorded.unmerged
@@ -157,7 +167,7 @@ def test_sums_follow_the_sequences():
         *((0, 0), (1, 1), (2, 2))
     }
     sizes = dict.fromkeys(random_parameters(SMALL, np.random.default_rng(0)), 1)
-    home_of = homes_of(graph, 3, 3, sizes, tables_stay=False)
+    home_of = homes_of(graph, Ownership(graph, 3, sizes, one_task=False), 3, tables_stay=False)
     sums = {key: node.func for key, node in graph.items() if isinstance(getattr(node, "func", None), PartSum)}
     assert all(home_of(key) == function.share.part for key, function in sums.items())
 

@@ -84,6 +84,13 @@ def graph_of(arrays: Iterable[da.Array]) -> Graph:
     return graph
 
 
+def in_one_layer(graph: Graph) -> HighLevelGraph:
+    """The graph as Dask's clients take it at once: a name for a plain dictionary they make from the bytes of all its
+    tasks, pickled for that alone.
+    """
+    return HighLevelGraph.from_collections("step", graph, ())
+
+
 def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:
     """The recorded graph with new data at its leaves."""
     return {**graph, **{key: DataNode(key, value) for key, value in leaves.items()}}

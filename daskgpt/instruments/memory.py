@@ -15,7 +15,7 @@ from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import LocalScheduler, usable_cores
 from daskgpt.schedulers.machine_memory import memory_limit
 from daskgpt.training.chunk_choice import ChunkChoice, described
-from daskgpt.training.grain_choice import GrainChoice
+from daskgpt.training.grain_choice import GrainChoice, expected_block
 from daskgpt.training.job import Job, facts
 from daskgpt.training.job_steps import training_step
 from daskgpt.training.local_steps import SOME_STEPS, replica_step
@@ -184,13 +184,16 @@ def threads_of(job: Job) -> int:
 def known_grain(job: Job) -> tuple[str, str]:
     """The grain that a plan counts with, and what is to be said of it: only a measured step can settle auto."""
     grain, barrier = job.dataflow.grain, job.dataflow.barrier
-    choice = GrainChoice(grain, barrier, in_place_of(job))
+    block = expected_block(job.config, job.micro_shape, threads_of(job))
+    choice = GrainChoice(grain, barrier, in_place_of(job), block)
     if grain != "auto":
         return grain, grain
     if choice.open:
         return ASSUMED, f"{ASSUMED} is assumed (auto: a run settles it in its first step, from measured kernel times)"
     if barrier == "layer":
         why = "with barrier layer a task is one kernel"
+    elif choice.first == "chunk":
+        why = "on a cluster a task of one block would cost more than it does"
     else:
         why = "on a cluster tasks are large from the start"
     return choice.first, f"{choice.first} (auto: {why})"

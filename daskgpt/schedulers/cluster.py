@@ -19,8 +19,7 @@ from distributed import Client, Future, LocalCluster, wait
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import delayed_interrupts
-from daskgpt.graph.nodes import Key, renamed, with_leaves
-from daskgpt.graph.program import in_run
+from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.admission import admit_equals
 from daskgpt.schedulers.allocator import ENVIRONMENT
@@ -31,6 +30,7 @@ from daskgpt.schedulers.losses import LostResults, copies_apart, loss, present, 
 from daskgpt.schedulers.members import identity, members, running
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
+from daskgpt.schedulers.sent_programs import SentPrograms
 from daskgpt.schedulers.silence import leave_silent, left
 from daskgpt.schedulers.staying import StayAtHome
 from daskgpt.schedulers.streaming import each_submitted
@@ -65,6 +65,7 @@ class ClusterScheduler:
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
         self.runs, self.annotation = 0, span_annotation()
+        self.programs = SentPrograms()
         self.numbered: list[str] = []  # addresses of the workers by their numbers
 
     @property
@@ -85,12 +86,12 @@ class ClusterScheduler:
         }
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
-        numbered = {key: in_run(node, number) for key, node in renamed(data, new).items()}
+        layer = in_one_layer({key: self.programs.in_run(node, number) for key, node in renamed(data, new).items()})
         where = {new[key]: at[home] for key, home in homes.items()}
         first = Counter(new[key] for key in awaited)  # a key that it has not counts 0, which is Dask's usual priority
         placed = {"workers": where.get, "allow_other_workers": True, "priority": first.__getitem__} if where else {}
         with telling_losses(self.client), dask.annotate(**self.annotation, **placed):
-            return list(self.client.get(numbered, [new[key] for key in keys], sync=False))
+            return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         with telling_losses(self.client):

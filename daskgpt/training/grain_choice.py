@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from daskgpt.config.model import GPT2Config
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import Key
 from daskgpt.graph.spans import Span
+from daskgpt.training.chunking import Work
 from daskgpt.training.grouping import groups_of
 from daskgpt.training.step import TrainingStep
 
@@ -17,7 +19,10 @@ LONG_ENOUGH = 25e-3
 # Tasks of single kernels are for looking at: merging those of one chunk costs no parallelism, and separate ones are
 # ordered so that about a quarter more memory is held.
 MERGED_GRAINS = GRAINS[GRAINS.index("segment") :]
-ON_CLUSTERS = "block"
+# A cluster's task costs 2 to 4 ms, whatever it does. Tasks of blocks let weights and sums travel while other blocks
+# compute: on two workers of one machine they are as good as tasks of a whole chunk from a second a step on, over 1 Gb/s
+# from blocks of some 20 ms on.
+BLOCK_LONG_ENOUGH = 10e-3
 
 
 class GrainChoice:
@@ -27,7 +32,8 @@ class GrainChoice:
     open    whether that step is still to be measured; no step overlaps with it then
     """
 
-    def __init__(self, grain: str, barrier: str, in_place: bool) -> None:
+    def __init__(self, grain: str, barrier: str, in_place: bool, block_seconds: float) -> None:
+        """block_seconds  that a block is expected to take a worker, see `expected_block`"""
         self.first, self.open = grain, False
         if grain != "auto":
             return
@@ -37,9 +43,8 @@ class GrainChoice:
         elif in_place:
             self.first, self.open = MERGED_GRAINS[0], True
         else:
-            # A cluster's task costs milliseconds, whatever the kernels do, and the packs of its state follow the
-            # grain: there the tasks are large from the start.
-            self.first = ON_CLUSTERS
+            # The packs of a cluster's state follow the grain: it is there from the start.
+            self.first = "block" if block_seconds >= BLOCK_LONG_ENOUGH else "chunk"
 
     def settle(self, step: TrainingStep, spans: Iterable[Span], threads: int) -> str:
         """Give the step the finest merged grain whose tasks last long enough; say what was found.
@@ -57,6 +62,12 @@ class GrainChoice:
             + ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())
             + ")"
         )
+
+
+def expected_block(config: GPT2Config, batch_shape: tuple[int, int], threads: int) -> float:
+    """Seconds that a block's forward or backward pass is expected to take where so many threads share the batch."""
+    work = Work.expected(config, batch_shape)
+    return (work.tokens + work.attention) / threads / (2 * config.blocks)
 
 
 def mean_seconds(step: TrainingStep, spans: Iterable[Span], grains: Iterable[str]) -> Mapping[str, float]:

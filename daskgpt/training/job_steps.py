@@ -12,7 +12,7 @@ from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice, described
 from daskgpt.training.first_state import first_packs
-from daskgpt.training.grain_choice import GrainChoice
+from daskgpt.training.grain_choice import GrainChoice, expected_block
 from daskgpt.training.job import Job
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep, repacked_state
 
@@ -53,7 +53,8 @@ class JobSteps:
         self.chunks = ChunkChoice(
             job.config, job.micro_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
-        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
+        block = expected_block(job.config, job.micro_shape, scheduler.threads)
+        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place, block)
         self.workers = self.seen = len(scheduler.addresses())
         self.follows = not scheduler.in_place
         self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, self.workers)

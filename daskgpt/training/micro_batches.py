@@ -10,8 +10,8 @@ from daskgpt.graph.calls import origin_of
 from daskgpt.graph.grain import GroupOf
 from daskgpt.graph.nodes import Graph, Key
 from daskgpt.model.origins import Origin
-from daskgpt.training.grouping import LOOKAHEAD, update_group
-from daskgpt.training.placement import MERGED, updated_by
+from daskgpt.training.grouping import LOOKAHEAD
+from daskgpt.training.placement import updated_by
 
 
 def accumulated_step(graph: Graph, micro_batches: MicroBatches, token: str, *, over: bool) -> Graph:
@@ -23,11 +23,13 @@ def accumulated_step(graph: Graph, micro_batches: MicroBatches, token: str, *, o
     return accumulated(graph, micro_batches, token, origin, over=over)
 
 
-def accumulated_groups(graph: Graph, group_of: GroupOf, grain: str, parts: int, *, apart: bool) -> GroupOf:
+def accumulated_groups(
+    graph: Graph, group_of: GroupOf, grain: str, unit_of: Callable[[Origin], Hashable], *, apart: bool
+) -> GroupOf:
     """The groups of such a step: a micro-batch's sums for tensors that are updated together are a task.
 
     group_of   of all other tasks
-    parts      over how many workers the step is spread
+    unit_of    origin of an update -> what is updated together with it
     apart      whether there are barriers inside of the step, which a task must not lie across
     """
     updated = updated_by(graph)
@@ -39,8 +41,8 @@ def accumulated_groups(graph: Graph, group_of: GroupOf, grain: str, parts: int, 
         # The tables' sums are large, and made long before or after each other.
         if grain == "kernel" or function.micro is None or updated[key].block is None:
             return None
-        together = update_group(updated[key], MERGED if parts > 1 else grain)
-        return "micro", function.share, function.micro, together, origin_of(graph[key]).stage if apart else ""
+        unit = unit_of(updated[key])
+        return "micro", function.share, function.micro, unit, origin_of(graph[key]).stage if apart else ""
 
     return group
 

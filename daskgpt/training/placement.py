@@ -14,7 +14,7 @@ from daskgpt.graph.grain import GroupOf, chunk_of
 from daskgpt.graph.inplace import InPlaceRule
 from daskgpt.graph.nodes import Graph, Key, only
 from daskgpt.graph.spreading import PartJoin, PartSum, PartTotal, Sent, Total, part_of, spread
-from daskgpt.model.layers import EMBEDDING
+from daskgpt.model.layers import CROSSENTROPY, EMBEDDING
 from daskgpt.model.optimizer import SQUARES
 from daskgpt.model.origins import Origin
 from daskgpt.model.precision import blank, values_of
@@ -26,22 +26,42 @@ LOSS = "loss"  # the unit of the sum that updates nothing
 Owners = Mapping[Hashable, int]
 
 
-def spread_step(graph: Graph, parts: int, sizes: Mapping[str, int]) -> Graph:
-    """A step's graph with every sum made where least has to be sent for it.
+class Ownership:
+    """Which part updates what of a step's graph, and which of its updates are one task.
 
-    sizes   parameter -> numbers in it: updates are shared out so that nobody holds much more than others
+    parts      over how many the step is spread
+    sizes      parameter -> numbers in it: updates are shared out so that nobody holds much more than others
+    one_task   whether all that a part updates is one task; else what it updates of a block is
     """
-    updated, owners = updated_by(graph), shared_out(graph, parts, sizes)
+
+    def __init__(self, graph: Graph, parts: int, sizes: Mapping[str, int], *, one_task: bool) -> None:
+        self.parts, self.one_task = parts, one_task
+        self.owners = shared_out(graph, parts, sizes)
+
+    def owner_of(self, origin: Origin) -> int:
+        """The part that updates what a task was made for."""
+        return self.owners[update_group(origin, MERGED)]
+
+    def unit_of(self, origin: Origin) -> Hashable:
+        """What is updated in one task with it."""
+        return self.owner_of(origin) if self.one_task else update_group(origin, MERGED)
+
+
+def spread_step(graph: Graph, ownership: Ownership) -> Graph:
+    """A step's graph with every sum made where least has to be sent for it."""
+    updated = updated_by(graph)
 
     def total_of(key: Key) -> Total:
         if key not in updated:
             return Total(LOSS, 0)
-        group = update_group(updated[key], MERGED)
-        own: Origin = origin_of(graph[key])
-        # The tables have many rows and few tokens: what is best for one layer need not be for another.
-        return Total((group, own.layer, own.where) if group == OUTSIDE else group, owners[group])
+        unit, own = ownership.unit_of(updated[key]), origin_of(graph[key])
+        # The tables have many rows and few tokens: what is best for one layer need not be for another. And the sum of
+        # the one goes on from the sum of the other.
+        if own.layer in (EMBEDDING.name, CROSSENTROPY.name):
+            unit = own.layer, own.where
+        return Total(unit, ownership.owner_of(updated[key]))
 
-    return spread(graph, parts, total_of)
+    return spread(graph, ownership.parts, total_of)
 
 
 def banded_updates(graph: Graph, rule_of: Callable[[Any], InPlaceRule]) -> Graph:
@@ -53,8 +73,9 @@ def banded_updates(graph: Graph, rule_of: Callable[[Any], InPlaceRule]) -> Graph
     return update_by_bands(graph, updates, rule_of, blank, values_of)
 
 
-def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, tables_stay: bool) -> GroupOf:
-    """The groups of a spread step: a block's sums of a part, its updates and its new weights are a task each.
+def spread_groups(graph: Graph, group_of: GroupOf, ownership: Ownership, *, apart: bool, tables_stay: bool) -> GroupOf:
+    """The groups of a spread step: what a part sums, updates and has as new weights, of a block or of all, are a task
+    each.
 
     New weights go to every worker, moments to none: so they leave an update as results of their own.
 
@@ -84,25 +105,22 @@ def spread_groups(graph: Graph, group_of: GroupOf, *, apart: bool, tables_stay: 
         if tables_stay and is_embedding(own):
             return None  # a task of its own
         if key in squared:
-            return SQUARES, update_group(squared[key], MERGED), stage
+            return SQUARES, ownership.unit_of(squared[key]), stage
         origin = update_of(graph, key) or ready.get(key)
         if origin is None:
             return group_of(key)
-        return "weights" if is_weight(graph, key) else "update", update_group(origin, MERGED), stage
+        return "weights" if is_weight(graph, key) else "update", ownership.unit_of(origin), stage
 
     return spread_group
 
 
-def homes_of(
-    graph: Graph, parts: int, chunks: int, sizes: Mapping[str, int], *, tables_stay: bool
-) -> Callable[[Key], int]:
+def homes_of(graph: Graph, ownership: Ownership, chunks: int, *, tables_stay: bool) -> Callable[[Key], int]:
     """Task -> the number of the part that does it.
 
     chunks       along the sequences
     tables_stay  whether tokens are looked up by the tables' owner, who sends what it has found
     """
-    updated, owners = updated_by(graph), shared_out(graph, parts, sizes)
-    updated |= squared_tasks(graph)
+    updated = updated_by(graph) | squared_tasks(graph)
 
     @cache
     def home_of(key: Key) -> int:
@@ -110,11 +128,11 @@ def homes_of(
         if isinstance(function, PartTotal | PartSum | PartJoin | Sent | Done):
             return function.share.part
         if key in updated:
-            return owners[update_group(updated[key], MERGED)]
+            return ownership.owner_of(updated[key])
         if tables_stay and is_embedding(origin_of(graph[key])):
-            return owners[OUTSIDE]
+            return ownership.owners[OUTSIDE]
         chunk = chunk_of(graph, key, whole=False)
-        return 0 if chunk is None or chunk[0] is None else part_of(chunk[0], chunks, parts)
+        return 0 if chunk is None or chunk[0] is None else part_of(chunk[0], chunks, ownership.parts)
 
     return home_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, received, to_send, values_of
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.grouping import groups_of, memory_edges, stage_of, title
+from daskgpt.training.grouping import groups_of, memory_edges, stage_of, title, update_group
 from daskgpt.training.inputs import Moment, input_leaves, input_values
 from daskgpt.training.micro_batches import (
     accumulated_groups,
@@ -37,7 +37,7 @@ from daskgpt.training.micro_batches import (
     accumulated_step,
     accumulated_waits,
 )
-from daskgpt.training.placement import banded_updates, homes_of, spread_groups, spread_step
+from daskgpt.training.placement import Ownership, banded_updates, homes_of, spread_groups, spread_step
 
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
@@ -179,7 +179,7 @@ class TrainingStep:
     def _rewritten(self, graph: Graph, token: str) -> Graph:
         spread = self.spread_over > 1
         if spread:
-            graph = spread_step(graph, self.spread_over, self._sizes)
+            graph = spread_step(graph, self._ownership(graph))
         if self.accumulate > 1:
             graph = accumulated_step(graph, self.micro_batches, token, over=self.in_place)
         if self.apart or not spread:
@@ -192,9 +192,9 @@ class TrainingStep:
         kernel = Guarded(row.in_place) if guards(self.optimizer) else row.in_place
         return InPlaceRule(self.precision.update(kernel), row.fused, row.whole)
 
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {name: math.prod(tensor.shape) for name, tensor in tensors(self.config).items()}
+    def _ownership(self, graph: Graph) -> Ownership:
+        sizes = {name: math.prod(tensor.shape) for name, tensor in tensors(self.config).items()}
+        return Ownership(graph, self.spread_over, sizes, one_task=self.grain == "chunk")
 
     @property
     def _tables_stay(self) -> bool:
@@ -227,18 +227,21 @@ class TrainingStep:
             if self.accumulate > 1:
                 waits |= accumulated_waits(graph, micro_batches)
         group_of = groups_of(graph, grain, updates=True, apart=self.apart)
+        unit_of: Callable[[Origin], Hashable] = partial(update_group, grain=grain)
         if parts > 1:
-            group_of = spread_groups(graph, group_of, apart=self.apart, tables_stay=self._tables_stay)
+            ownership = self._ownership(graph)
+            unit_of = ownership.unit_of
+            group_of = spread_groups(graph, group_of, ownership, apart=self.apart, tables_stay=self._tables_stay)
         stage = stage_of(graph, self.barrier)
         if self.accumulate > 1:
-            group_of = accumulated_groups(graph, group_of, grain, parts, apart=self.apart)
+            group_of = accumulated_groups(graph, group_of, grain, unit_of, apart=self.apart)
             stage = accumulated_stage(graph, stage, micro_batches)
         runnable = self.recorded.merged(group_of, title, waits)
         if self.apart:
             runnable = runnable.with_barriers(stage, tokens=not self.in_place)
         if parts > 1:
             chunks, packed = self.batch_shape[0] // self.chunk[0], self.precision.packed
-            home_of = homes_of(graph, parts, chunks, self._sizes, tables_stay=self._tables_stay)
+            home_of = homes_of(graph, ownership, chunks, tables_stay=self._tables_stay)
             runnable = runnable.at_home(home_of, *((to_send, received) if packed else (None, None)))
         self.runnable, self.grain = runnable, grain
 
