@@ -188,16 +188,18 @@ def fork_join() -> list[str]:
 
 def task_costs() -> list[str]:
     """What a task costs a cluster, and what that means for the default model, as a paragraph."""
-    task = found_as("clusters", "What a task costs").figures
-    one = found_as("dials", "tiny on two worker processes, 47 tasks a step")
-    step, tasks = one.figures, one.settings["what"].rpartition(", ")[2]
-    slower = step["workers"].median / step["threads"].median
+    few, many = 17, 48
+    step = found_as("dials", f"tiny on two worker processes, {few} tasks a step; with --grain block {many}").figures
+    times = {name: figure.median for name, figure in step.items()}
+    more = (times["blocks"] - times["workers"]) / (many - few)
+    slower = times["workers"] / times["threads"]
     return [
-        f"**What a task costs.** Sending, scheduling and answering take a cluster {spread(task['cluster'])} ms a task, "
-        f"threads {spread(task['threads'])} ms.",
-        f"The header says how many tasks a step has (`grain      block, {tasks}, ...`).",
-        f"A step of the default model takes {spread(step['threads'])} ms with two threads and "
-        f"{spread(step['workers'])} ms with two workers, {number(slower, 1)} times as long: hence `--steps 100` above.",
+        f"**What a task costs.** A step of the default model takes {spread(step['workers'])} ms with two workers in "
+        f"{few} tasks, and {spread(step['blocks'])} ms in {many}: {number(more, 0)} ms more for each.",
+        f"Two threads take {spread(step['threads'])} ms; it is {number(slower, 1)} times as long on workers: hence "
+        "`--steps 100` above.",
+        f"The header says how many tasks a step has (`grain      chunk, {few} tasks a step, ...`). A small model's are "
+        "as large as can be: the forward and backward pass of a worker's sequences is one, and all that it updates.",
     ]
 
 

@@ -53,9 +53,9 @@ class JobSteps:
         self.chunks = ChunkChoice(
             job.config, job.micro_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
-        block = expected_block(job.config, job.micro_shape, scheduler.threads)
-        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place, block)
         self.workers = self.seen = len(scheduler.addresses())
+        block = expected_block(job.config, job.micro_shape, max(self.workers, 1))
+        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place, block)
         self.follows = not scheduler.in_place
         self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, self.workers)
         self._recorded: dict[tuple[tuple[int, int], str, int], TrainingStep] = {}  # by chunk, grain and workers
