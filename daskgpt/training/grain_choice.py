@@ -19,9 +19,9 @@ LONG_ENOUGH = 25e-3
 # Tasks of single kernels are for looking at: merging those of one chunk costs no parallelism, and separate ones are
 # ordered so that about a quarter more memory is held.
 MERGED_GRAINS = GRAINS[GRAINS.index("segment") :]
-# A cluster's task costs 2 to 4 ms, whatever it does; but with tasks of blocks weights and sums travel while other blocks
-# compute. With tasks of whole chunks a step on three workers takes 0.7 of the time where a block is expected to take
-# 2 ms (tiny), 0.8 over 1 Gb/s; with 18 ms (6 x 384) 0.8, but 1.1 over 1 Gb/s.
+# A cluster's task costs 2 to 4 ms, whatever it does; but with tasks of blocks weights and sums travel while other
+# blocks compute. With tasks of whole chunks a step on three workers takes 0.7 of the time where a block is expected to
+# take 2 ms (tiny), 0.8 over 1 Gb/s; with 18 ms (6 x 384) 0.8, but 1.1 over 1 Gb/s.
 BLOCK_LONG_ENOUGH = 10e-3
 
 
