@@ -23,9 +23,10 @@ def product(x, weight, backward, bias):
 
 def gradient(dy, x, total, accumulate, first, last):
     """What weight_gradient.backward_weight does."""
-    left, right = rows(rounded(dy)), rows(rounded(x))
-    if not len(left):
+    if not dy.size:
         if not accumulate:
             total[...] = 0
         return total
-    return blas.matmul(left[:, first:last], right, total, transpose_a=True, accumulate=accumulate)
+    # A weight's rows come in bands: of dy each of them rounds its own part alone.
+    left, right = rounded(rows(dy)[:, first:last]), rows(rounded(x))
+    return blas.matmul(left, right, total, transpose_a=True, accumulate=accumulate)
