@@ -79,7 +79,7 @@ def test_the_configuration_of_a_run_on_a_cluster(text, tmp_path):
         fit(text, out=str(tmp_path / "run"), dataflow={"scheduler": f"file:{path}", "threads": 7})
         dataflow = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["dataflow"]
         assert dataflow["scheduler"] == cluster.scheduler_address
-        assert (dataflow["threads"], dataflow["grain"]) == (2, "block")
+        assert (dataflow["threads"], dataflow["grain"]) == (2, "chunk")
 
 
 def test_names_that_toml_has_to_escape_come_back(tmp_path):
