@@ -156,7 +156,8 @@ def test_kill_matrix(kind, grain, machines, text, whole, tmp_path):
     with Client(machines.address) as client:
         client.register_plugin(plugin)
         try:
-            train(text, tmp_path / "run", machines.address, grain=grain, snapshot_every=4, save_every=3)
+            asked = {"batch_chunk": 1, "grain": grain, "snapshot_every": 4, "save_every": 3}
+            train(text, tmp_path / "run", machines.address, **asked)
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert once.exists(), "nobody was killed"
