@@ -1,7 +1,7 @@
 """Merged tasks on their way to workers: pickled once, not once a step, and unpickled once where they run.
 
 A step has the programs of the step before: thousands of small objects. Pickled as parts of its graph they would take
-client, scheduler and workers longer than all else that these do for a step.
+client and scheduler of a small model about as long as all else that these do for a step.
 """
 
 from __future__ import annotations
