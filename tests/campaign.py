@@ -4,7 +4,7 @@ Every case is one of two kinds, in turn:
 
 bits        a few training steps under any combination of chunk, grain, barrier, window, scheduler, threads and updates
             in place or not, at either precision that trains: losses and parameters are those of the whole batch as one
-            chunk in the same groups, bit for bit
+            chunk in the same groups, bit for bit, whatever normalizes, updates, is dropped or clipped
 gradients   logits, loss and every gradient beside `reference_gpt2`, an independent program in NumPy's float64, at any
             precision with its tolerance, under any chunk, grain and scheduler
 
@@ -72,6 +72,13 @@ def random_model(random: np.random.Generator) -> Model:
 def check_bits(random: np.random.Generator, model: Model, cluster: bool = False) -> tuple[str, str]:
     """No dial changes a bit; where the products are a library's, none but the chunk."""
     precision = str(random.choice(TRAINED))
+    model = replace(
+        model,
+        config=replace(model.config, norm=str(random.choice(["layernorm", "rmsnorm"]))),
+        optimizer=str(random.choice(["adamw", "momentum", "muon"])),
+        dropout=float(random.choice([0.0, 0.2])),
+        clip=float(random.choice([0.0, 0.5])),
+    )
     whole = bits_after_steps(model, precision, Dials(model.batch)) if own_product() else ""
     for _ in range(DIALS):
         dials = random_dials(random, model)

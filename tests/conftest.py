@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machines import Machines
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import read_debug_state, read_model
+from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -20,6 +22,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the files of tests/nightly/; a file's tests share a process, and so do all that use one cluster."""
+    for item in items:
+        if "nightly" in item.path.parts:
+            item.add_marker(pytest.mark.nightly)
+        if item.get_closest_marker("xdist_group") is None:
+            group = "cluster" if "cluster" in getattr(item, "fixturenames", ()) else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def golden_model():
     return read_model(GOLDEN / "gpt2_small.bin")
@@ -28,6 +41,17 @@ def golden_model():
 @pytest.fixture(scope="session")
 def golden_state(golden_model):
     return read_debug_state(GOLDEN / "gpt2_small_debug_state.bin", golden_model[0])
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """The one cluster of a run of the tests: a scheduler and workers as processes, which tests may kill.
+
+    Tests begin with `cluster.have(2)`, or as many workers as they need.
+    """
+    compile_all(np.float32)  # before several processes would do it at the same time
+    with Machines(tmp_path_factory.mktemp("cluster"), workers=2) as machines:
+        yield machines
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear
+from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, rmsnorm
 
 Arrays = dict[str, np.ndarray]
 # No multiple of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
@@ -125,6 +125,16 @@ CASES = (
             "x": lambda dy, a: layernorm.backward_x(dy, a["x"], a["weight"]),
             "weight": lambda dy, a: summed(layernorm.backward_weight, a["weight"], dy, a["x"]),
             "bias": lambda dy, a: summed(linear.backward_bias, a["bias"], dy),
+        },
+    ),
+    _case(
+        "rmsnorm",
+        {"x": (B, T, C), "weight": (C,)},
+        lambda a: rmsnorm.forward(a["x"], a["weight"]),
+        lambda a: a["x"] / np.sqrt((a["x"] ** 2).mean(-1, keepdims=True) + 1e-5) * a["weight"],
+        {
+            "x": lambda dy, a: rmsnorm.backward_x(dy, a["x"], a["weight"]),
+            "weight": lambda dy, a: summed(rmsnorm.backward_weight, a["weight"], dy, a["x"]),
         },
     ),
     _case(

@@ -24,7 +24,7 @@ from daskgpt.kernels.float32.blas import gemm_address
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import Outcome, TrainingStep
 
 SEED = "DASKGPT_TEST_SEED"
 STEPS = 3
@@ -32,13 +32,14 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration with the shape of its batch, the groups in which that is summed, who updates, what is dropped."""
+    """A configuration, the shape and groups of its batch, who updates, what is dropped, where norms are clipped."""
 
     config: GPT2Config
     batch: tuple[int, int]
     groups: int = 1
     optimizer: str = "adamw"
     dropout: float = 0.0
+    clip: float = 0.0
 
 
 MODELS = {
@@ -56,6 +57,13 @@ MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
 MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
 MODELS["odd with muon"] = replace(MODELS["odd in 2 groups"], optimizer="muon")
 MODELS["odd with dropout"] = replace(MODELS["odd in 2 groups"], dropout=0.2)
+# Of these no bits are written down.
+VARIANTS = {
+    "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),
+    "clipped momentum": replace(MODELS["odd in 2 groups"], clip=0.1, optimizer="momentum"),
+    "clipped muon": replace(MODELS["odd"], clip=0.1, optimizer="muon"),
+    "rmsnorm": replace(MODELS["odd"], config=replace(MODELS["odd"].config, norm="rmsnorm")),
+}
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,10 @@ def start_values(config: GPT2Config) -> dict[str, np.ndarray]:
     return values
 
 
-def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = STEPS) -> str:
-    """The last loss in hexadecimal and a hash of all losses and parameters."""
+def outcomes_of_steps(
+    model: Model, precision: str, dials: Dials, steps: int = STEPS
+) -> tuple[list[Outcome], dict[str, np.ndarray]]:
+    """What every step tells, and the parameters after the last one."""
     text = raw_numbers(1, (steps, model.batch[0], model.batch[1] + 1)) % model.config.vocabulary
     batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in text.astype(np.int32)]
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
@@ -97,7 +107,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             model.config,
             model.batch,
             dials.chunk,
-            OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout),
+            OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip),
             precision=precision_of(precision),
             grain=dials.grain,
             barrier=dials.barrier,
@@ -106,21 +116,26 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
             parts=dials.parts or len(scheduler.addresses()),
             accumulate=dials.accumulate,
         )
-        state = step.initial(start_values(model.config))
+        state, told = step.initial(start_values(model.config)), []
         if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training
-            losses = []
             for first in range(0, steps, dials.window):
                 found, state = step.window(scheduler, state, batches[first : first + dials.window], steps)
-                losses += [outcome.loss for outcome in found]
+                told += found
         else:
-            losses = []
-            for tokens, targets in batches:
-                loss, state = step(scheduler, state, tokens, targets, steps)
-                losses.append(loss)
-        digest = hashlib.sha256(" ".join(loss.hex() for loss in losses).encode())
-        for name, value in sorted(state.parameters(scheduler).items()):
-            digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
-    return f"{losses[-1].hex()} {digest.hexdigest()[:32]}"
+            for batch in batches:
+                handles, state = step.submit(scheduler, state, batch, steps)
+                told.append(step.outcome(scheduler, handles))
+        return told, state.parameters(scheduler)
+
+
+def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = STEPS) -> str:
+    """The last loss in hexadecimal and a hash of all losses (and norms, where they are clipped) and parameters."""
+    told, parameters = outcomes_of_steps(model, precision, dials, steps)
+    numbers = [outcome.loss.hex() for outcome in told]
+    digest = hashlib.sha256(" ".join(numbers + [outcome.norm.hex() for outcome in told if outcome.norm]).encode())
+    for name, value in sorted(parameters.items()):
+        digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
+    return f"{numbers[-1]} {digest.hexdigest()[:32]}"
 
 
 def own_product() -> bool:

@@ -1,30 +1,18 @@
-"""Workers that we start have one heap, whatever threads they have had before they were told."""
+"""Tests of what glibc is told: to keep memory, in one heap."""
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import tempfile
-from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
-
-import daskgpt
+from daskgpt.schedulers import allocator
 
 
-def heaps():
-    """How many heaps this process has, as its C library says."""
-    library = ctypes.CDLL(None)
-    library.fopen.restype = ctypes.c_void_p
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "heaps.xml"
-        file = ctypes.c_void_p(library.fopen(str(path).encode(), b"w"))
-        library.malloc_info(0, file)
-        library.fclose(file)
-        return path.read_text().count("<heap ")
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other heaps")
-def test_a_worker_of_a_local_cluster_has_one_heap():
-    with daskgpt.open_scheduler("local", 2) as scheduler:
-        assert scheduler.everywhere(heaps) == [1, 1]
+def test_the_library_is_told_to_keep_memory_in_one_heap(monkeypatch):
+    """The numbers are those of glibc's <malloc.h>: M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD."""
+    for name, answer, kept in (("glibc", 1, True), ("glibc", 0, False), ("musl", 1, False)):
+        told: list = []
+        library = SimpleNamespace(mallopt=lambda *given, told=told, answer=answer: told.append(given) or answer)
+        monkeypatch.setattr(allocator.platform, "libc_ver", lambda name=name: (name, "2"))
+        monkeypatch.setattr(allocator.ctypes, "CDLL", lambda path, library=library: library)
+        assert allocator.keep_memory() is kept
+        assert told == ([(-8, 1), (-4, 0), (-1, -1)] if name == "glibc" else [])

@@ -1,9 +1,11 @@
-"""Clipping by the norm of all gradients: PyTorch's numbers, and the same bits whoever sums what."""
+"""Tests of steps that are too large: clipped by their norm, left out as outliers, or the end of a run."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 from command_lines import write_text
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
-from one_number import MODELS, Dials, random_dials, seed
-from small_runs import OPTIMIZER, fit, losses_of, stopping_at, tensors_of
+from one_number import MODELS, Dials, outcomes_of_steps
+from small_runs import FLAGS, OPTIMIZER, fit, losses_of, stopping_at, tensors_of
 
 import daskgpt
+from daskgpt import train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.adamw import adamw, adamw_inplace
 from daskgpt.kernels.norm import UNIT_ROWS, guard, squares
@@ -22,7 +25,8 @@ from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.outliers import LEAST, WINDOW, Outliers
+from daskgpt.training.step import NO_LIMITS, Outcome, TrainingStep
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["clipping"]
 SHAPES = {"a": (130, 33), "bb": (33,), "ccc": (1, 7)}
@@ -30,7 +34,7 @@ OPTIONS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def made_up(step, name, shape):
-    """As `golden/make_training.py` has it."""
+    """As `benchmarks/make_training.py` has it."""
     raw = np.random.Philox(1000 * step + len(name)).random_raw(int(np.prod(shape))) >> np.uint64(40)
     return (raw.astype(np.float32) * np.float32(2.0**-24) - np.float32(0.5)).reshape(shape)
 
@@ -65,68 +69,17 @@ def test_squares_of_rows_are_parts_of_the_whole(random, shape):
     assert np.isfinite(squares(large)).all()
 
 
-def ended_with(model, precision, dials, clip, optimizer="adamw", steps=3):
-    """Losses, norms and the parameters' bytes after some steps."""
-    tokens = np.random.default_rng(1).integers(0, model.config.vocabulary, (steps, model.batch[0], model.batch[1] + 1))
-    batches = [(text[:, :-1], text[:, 1:]) for text in tokens.astype(np.int32)]
-    with open_scheduler(dials.scheduler, dials.threads) as scheduler:
-        step = TrainingStep(
-            model.config,
-            model.batch,
-            dials.chunk,
-            OptimizerConfig(optimizer=optimizer, clip=clip, warmup=1),
-            precision=precision_of(precision),
-            grain=dials.grain,
-            barrier=dials.barrier,
-            in_place=scheduler.in_place if dials.in_place is None else dials.in_place,
-            groups=model.groups,
-            parts=dials.parts or len(scheduler.addresses()),
-            accumulate=dials.accumulate,
-        )
-        state = step.initial(random_parameters(model.config, np.random.default_rng(2)))
-        if dials.barrier == "none" and step.in_place:
-            told, state = step.window(scheduler, state, batches, steps)
-        else:
-            told = []
-            for batch in batches:
-                handles, state = step.submit(scheduler, state, batch, steps)
-                told.append(step.outcome(scheduler, handles))
-        return told, {name: value.tobytes() for name, value in state.parameters(scheduler).items()}
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "optimizer"),
-    [
-        ("odd in 2 groups", "float32", "adamw"),
-        ("odd in 2 groups", "bfloat16", "momentum"),
-        ("odd", "float32", "muon"),
-        ("long", "bfloat16", "adamw"),
-    ],
-)
-def test_no_dial_changes_a_bit(name, precision, optimizer):
-    model, random = MODELS[name], np.random.default_rng(number := seed())
-    whole = ended_with(model, precision, Dials(model.batch), 0.5, optimizer)
-    assert len({outcome.norm for outcome in whole[0]}) == 3
-    micro = [Dials((1, model.batch[1]), accumulate=3, scheduler=name, threads=2) for name in ("sync", "threads")]
-    micro += [Dials((1, 5), accumulate=3, in_place=False, parts=2, barrier=name) for name in ("step", "phase")]
-    dials = [
-        *micro,
-        Dials((1, model.batch[1]), in_place=False, parts=2),
-        *(random_dials(random, model) for _ in range(4)),
-    ]
-    for own in dials:
-        assert ended_with(model, precision, own, 0.5, optimizer) == whole, (own, number)
-    unclipped = ended_with(model, precision, Dials(model.batch), 1e9, optimizer)
-    assert unclipped[0][0] == whole[0][0]
-    assert unclipped[1]["wpe.weight"] != whole[1]["wpe.weight"]
-
-
-def test_a_norm_that_clips_nothing_changes_no_bit():
-    model = MODELS["odd"]
-    with_norm, without = (ended_with(model, "float32", Dials((3, 10)), clip) for clip in (1e9, 0.0))
-    assert with_norm[1] == without[1]
-    assert [told.loss for told in with_norm[0]] == [told.loss for told in without[0]]
-    assert {told.norm for told in without[0]} == {None}
+def test_only_a_norm_above_the_limit_changes_the_update():
+    told, ends = {}, {}
+    for clip in (0.1, 1e9, 0.0):
+        found, values = outcomes_of_steps(replace(MODELS["odd"], clip=clip), "float32", Dials((3, 10)))
+        told[clip], ends[clip] = found, {name: value.tobytes() for name, value in values.items()}
+    assert ends[1e9] == ends[0.0]
+    assert [each.loss for each in told[1e9]] == [each.loss for each in told[0.0]]
+    assert {each.norm for each in told[0.0]} == {None}
+    assert len({each.norm for each in told[0.1]}) == 3
+    assert told[0.1][0] == told[1e9][0]
+    assert ends[0.1]["wpe.weight"] != ends[0.0]["wpe.weight"]
 
 
 def test_the_norm_is_that_of_the_gradients(random):
@@ -149,43 +102,169 @@ def text(tmp_path_factory):
 CLIPPED = OptimizerConfig(clip=0.5, warmup=OPTIMIZER.warmup)
 
 
-def norms_of(run):
-    return [json.loads(line).get("norm") for line in (run / "metrics.jsonl").read_text().splitlines()]
+def told(run, name):
+    """What each step says, as JSON's standard has it: Python's own reader takes NaN for a number."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
+    return [record.get(name) for record in records]
 
 
-@pytest.mark.parametrize(
-    "dataflow", [{"scheduler": "threads", "barrier": "none"}, {"scheduler": "local", "threads": 2}]
-)
-def test_every_step_logs_its_norm_and_a_resumed_run_goes_on_with_the_same_bits(text, tmp_path, dataflow):
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_step_logs_its_norm_and_a_resumed_run_goes_on_with_the_same_bits(text, tmp_path, cluster, shared):
+    cluster.have(2)
+    dataflow = {"scheduler": cluster.address} if shared else {"scheduler": "threads", "barrier": "none"}
     fit(text, tmp_path / "whole", optimizer=CLIPPED)
     fit(text, tmp_path / "run", optimizer=CLIPPED, dataflow=dataflow, on_step=stopping_at(5))
-    assert 5 <= len(norms_of(tmp_path / "run")) < 12
+    assert 5 <= len(told(tmp_path / "run", "norm")) < 12
     daskgpt.fit(resume=tmp_path / "run", quiet=True)
-    assert norms_of(tmp_path / "run") == norms_of(tmp_path / "whole")
-    assert all(norm > 0.5 for norm in norms_of(tmp_path / "run")[:3])
+    assert told(tmp_path / "run", "norm") == told(tmp_path / "whole", "norm")
+    assert all(norm > 0.5 for norm in told(tmp_path / "run", "norm")[:3])
     assert tensors_of(tmp_path / "run") == tensors_of(tmp_path / "whole")
     fit(text, tmp_path / "plain", optimizer=OPTIMIZER)
-    assert set(norms_of(tmp_path / "plain")) == {None}
+    assert set(told(tmp_path / "plain", "norm")) == {None}
     assert losses_of(tmp_path / "plain") != losses_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "local"])
-def test_replicas_clip_their_own_gradients(text, tmp_path, scheduler):
+def test_limits_are_those_of_the_steps_before():
+    found = Outliers(3.0)
+    losses = np.sin(np.arange(200)) + 5
+    for step, loss in enumerate(losses):
+        if step in (LEAST, 90, 199):
+            known = losses[max(step - WINDOW, 0) : step]
+            assert found.limits(step)[0] == pytest.approx(known.mean() + 3 * known.std(), rel=1e-12)
+            assert found.limits(step)[1] == pytest.approx(2.0)
+        found.note(step, Outcome(float(loss), 2.0))
+    assert found.limits(LEAST - 1) == NO_LIMITS
+    again = Outliers(3.0, json.loads(json.dumps(found.facts(150))))
+    assert again.limits(150) == found.limits(150)
+    found.note(70, Outcome(1e9, 1e9))  # made again after a loss: it counts once
+    assert again.limits(150) == found.limits(150)
+    assert Outliers(0.0, found.seen).limits(150) == NO_LIMITS
+
+
+def test_an_outlier_counts_as_its_limit_and_what_stays_is_let_in():
+    found = Outliers(6.0)
+    for step in range(LEAST + 8):
+        found.note(step, Outcome(5 + step % 2, 1.0))
+    most = found.limits(step + 1)[0]
+    found.note(step + 1, Outcome(1e9, 1.0))
+    assert found.seen[-1][1] == most
+    for later in range(step + 2, step + 60):
+        if found.limits(later)[0] > 9:
+            break
+        found.note(later, Outcome(9.0, 1.0))
+    else:
+        pytest.fail("a loss of 9 is left out for ever")
+
+
+@pytest.mark.parametrize(("precision", "in_place"), [("float32", True), ("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize("limits", [(0.1, math.inf), (math.inf, 1e-6)])
+def test_a_step_that_is_left_out_changes_nothing(random, limits, in_place, precision):
+    parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
+    before = {name: value.tobytes() for name, value in parameters.items()}
+    optimizer = OptimizerConfig(skip_outliers=6.0, warmup=1)
+    with open_scheduler("sync", 1) as scheduler:
+        step = TrainingStep(SMALL, (4, 12), (2, 6), optimizer, precision_of(precision), in_place=in_place)
+        handles, state = step.submit(scheduler, step.initial(parameters), batch, 10, limits)
+        assert not step.outcome(scheduler, handles).made
+        assert {name: value.tobytes() for name, value in state.parameters(scheduler).items()} == before
+        handles, state = step.submit(scheduler, state, batch, 10)
+        assert step.outcome(scheduler, handles).made
+        after = {name: value.tobytes() for name, value in state.parameters(scheduler).items()}
+        assert not {name for name in before if after[name] == before[name]}
+
+
+STRICT = OptimizerConfig(skip_outliers=0.5, warmup=3, learning_rate=1e-6, final_learning_rate=1e-6)
+STEPS = LEAST + 12
+
+
+def test_the_same_steps_are_left_out_whoever_runs_them_and_after_a_resume(text, tmp_path):
+    fit(text, tmp_path / "whole", optimizer=STRICT, steps=STEPS)
+    left_out = told(tmp_path / "whole", "skipped")
+    assert min(step for step, made in enumerate(left_out) if made) >= LEAST
+    fit(text, tmp_path / "none", optimizer=STRICT, steps=STEPS, dataflow={"barrier": "none", "batch_chunk": 1})
+    fit(text, tmp_path / "run", optimizer=STRICT, steps=STEPS, on_step=stopping_at(LEAST + 5))
+    daskgpt.fit(resume=tmp_path / "run", quiet=True)
+    for other in ("none", "run"):
+        assert told(tmp_path / other, "skipped") == left_out
+        assert losses_of(tmp_path / other) == losses_of(tmp_path / "whole")
+        assert tensors_of(tmp_path / other) == tensors_of(tmp_path / "whole")
+
+
+def test_replicas_leave_out_no_step(text):
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    local = {"local_steps": 3, "replicas": 2}
-    model = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, vocabulary=257, positions=16)
-    results = [
-        daskgpt.fit(
-            model,
-            data,
-            CLIPPED,
-            {"scheduler": scheduler, "threads": 2, "batch_chunk": chunk},
-            {"steps": 6, "validation_batches": 1, "out": str(tmp_path / f"run{chunk}")},
-            local=local,
-            quiet=True,
-        )
-        for chunk in (1, 2)
-    ]
-    assert results[0].losses == results[1].losses
-    assert norms_of(tmp_path / "run1") == norms_of(tmp_path / "run2")
-    assert all(norms_of(tmp_path / "run1"))
+    local = {"local_steps": 2, "replicas": 2}
+    with pytest.raises(ValueError, match=r"skip_outliers=6.0, local_steps=2"):
+        daskgpt.fit(daskgpt.preset("tiny"), data, {"skip_outliers": 6}, local=local, quiet=True)
+
+
+STEEP = OptimizerConfig(learning_rate=1e30, schedule="constant")
+
+
+def test_the_command_line_stops_at_the_first_loss_that_is_not_finite(text, tmp_path):
+    out = tmp_path / "run"
+    steep = ["--learning-rate", "1e30", "--schedule", "constant", "--steps", "50"]
+    with pytest.raises(RuntimeError, match="step=1, loss=nan.* There is no checkpoint"):
+        train.main(["--data", str(text), *FLAGS.split(), *steep, "--out", str(out)])
+    first, last = told(out, "loss")
+    assert math.isfinite(first)
+    assert last is None
+    assert not list(out.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "barrier"), [("sync", "step"), ("sync", "none"), ("threads", "none"), ("cluster", "step")]
+)
+def test_every_scheduler_stops_at_the_same_step(text, tmp_path, scheduler, barrier, cluster):
+    cluster.have(2)
+    address = cluster.address if scheduler == "cluster" else scheduler
+    dataflow = {"scheduler": address, "barrier": barrier, "window": 4, "threads": 2}
+    with pytest.raises(RuntimeError, match="step=1, loss=nan"):
+        fit(text, tmp_path / "run", optimizer=STEEP, dataflow=dataflow)
+    assert [loss is None for loss in told(tmp_path / "run", "loss")] == [False, True]
+
+
+def test_what_the_last_update_spoils_is_seen_at_the_validation(text, tmp_path):
+    with pytest.raises(RuntimeError, match="step=0, validation_loss=nan"):
+        fit(text, tmp_path / "run", optimizer=STEEP, steps=1)
+    assert [math.isfinite(loss) for loss in told(tmp_path / "run", "loss")] == [True]
+    assert told(tmp_path / "run", "validation_loss") == [None]
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+@pytest.mark.parametrize("way", ["threads", "bfloat16", "cluster"])
+def test_parameters_that_no_loss_reads_are_looked_at_too(text, tmp_path, random, way, cluster):
+    cluster.have(2)
+    config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=32)
+    parameters = random_parameters(config, random)
+    parameters["wpe.weight"][20, 3] = np.nan  # a position beyond the sequences
+    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
+    dataflow = {"precision": way} if way == "bfloat16" else {"scheduler": {"cluster": cluster.address}.get(way, way)}
+    run = {"steps": 9, "validation_batches": 1, "validate_every": 4, "out": str(tmp_path / "run")}
+    with pytest.raises(RuntimeError, match="step=3, parameter=wpe.weight"):
+        daskgpt.fit(config, data, dataflow=dataflow, run=run, parameters=parameters, quiet=True)
+    assert [math.isfinite(loss) for loss in told(tmp_path / "run", "loss")] == [True] * 4
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_a_run_that_is_stopped_writes_no_model_of_them_either(text, tmp_path):
+    steep = OptimizerConfig(learning_rate=1e300, schedule="constant")  # more than float32 holds
+    with pytest.raises(RuntimeError, match="parameters must stay finite.*step=0"):
+        fit(text, tmp_path / "run", optimizer=steep, on_step=stopping_at(1))
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_settings_must_be_finite():
+    for name in ("learning_rate", "final_learning_rate", "eps", "weight_decay"):
+        with pytest.raises(ValueError, match=f"{name}=inf"):
+            daskgpt.OptimizerConfig(**{name: math.inf})
+
+
+def test_the_last_good_checkpoint_is_named(text, tmp_path):
+    out = tmp_path / "run"
+    fit(text, out, optimizer=OptimizerConfig(schedule="constant"), steps=3, save_every=2)
+    with pytest.raises(RuntimeError, match="must stay finite") as ended:
+        daskgpt.fit(resume=out, quiet=True, run={"steps": 40}, optimizer={"learning_rate": 1e30})
+    (found,) = re.findall(r"The last good checkpoint is (\S+): --resume (\S+) goes on", str(ended.value))
+    assert found == (str(sorted(out.glob("step-*"))[-1]), str(out))
+    assert daskgpt.load(found[0])

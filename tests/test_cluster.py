@@ -1,397 +1,292 @@
-"""Real clusters: started by hand as cluster/README.md says, and by cluster/start.sh."""
+"""Tests of runs on a cluster of processes: the bits of threads whoever comes or dies, and nothing is left behind."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
-import signal
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 
 import dask
 import numpy as np
-import psutil
 import pytest
-from chromium import PATH, visit
-from command_lines import PATIENCE
-from distributed import Client, get_task_stream
+from command_lines import write_text
+from conftest import SMALL, random_batch
+from distributed import Client
+from machines import KillItself, wait_until
+from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
+from threadpoolctl import threadpool_info
 
-from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.cluster import BETWEEN_TASKS
+import daskgpt
+from daskgpt import train
+from daskgpt.config.run import OptimizerConfig
+from daskgpt.model.parameters import parameter_shapes
+from daskgpt.model.precision import precision_of
+from daskgpt.schedulers.cluster import SENT
+from daskgpt.schedulers.losses import LostResults
+from daskgpt.schedulers.members import running
+from daskgpt.schedulers.usage import METRIC
+from daskgpt.training.asked import asked
+from daskgpt.training.fetched_state import FetchedState
+from daskgpt.training.step import State, TrainingStep
 
-ROOT = Path(__file__).parents[1]
-START = ROOT / "cluster" / "start.sh"
-README = ROOT / "cluster" / "README.md"
-MODEL = "--blocks 2 --channels 32 --heads 2 --batch-size 4 --batch-chunk 2 --sequence-length 16 --sequence-chunk 8"
-RUN = "--schedule constant --validate-every 0 --validation-batches 1 --sample-tokens 0"
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """What a terminal has: this Python first on the PATH, this checkout's package, a folder for temporary files."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TMPDIR": str(tmp_path_factory.mktemp("temporary")),
-    }
+DROPPING = replace(OPTIMIZER, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Something to learn from."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(Path(__file__).read_text())
-    return path
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
-def members(leader):
-    """What still runs of a process and all that it started; what has ended and waits to be noticed does not count."""
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """The folder of a run with threads."""
+    return fit(text, tmp_path_factory.mktemp("whole") / "run", "threads")
+
+
+def fit(text, out, scheduler, precision="float32", on_step=None, client=None, **run):
+    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
+    settings = {"steps": 12, "validation_batches": 1, "validate_every": 5, "save_minutes": 0, "sample_tokens": 0}
+    dataflow = daskgpt.DataflowConfig(scheduler=scheduler or "auto", threads=2, batch_chunk=1, precision=precision)
+    run = daskgpt.RunConfig(**settings | run, out=str(out))
+    daskgpt.fit(MODEL, data, DROPPING, dataflow, run, on_step=on_step, client=client)
+    return out
+
+
+def same(out, whole):
+    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
+
+
+def test_two_workers_give_the_bits_of_threads(cluster, text, whole, tmp_path, capsys):
+    cluster.have(2)
+    fit(text, tmp_path / "run", cluster.address)
+    said = capsys.readouterr().out
+    assert same(tmp_path / "run", whole)
+    assert f"cluster at {cluster.address}, 2 workers, dashboard " in said
+    assert {line.split()[-1] for line in said.split("sent/s\n")[1].splitlines()[:2]} == set(cluster.alive())
+
+
+def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, text, tmp_path):
+    cluster.have(2)
+    both = [fit(text, tmp_path / name[:3], name, "bfloat16", steps=3) for name in ("threads", cluster.address)]
+    assert same(*both)
+
+
+def state_after_a_step(scheduler, precision, parts):
+    own = {"in_place": scheduler.in_place, "parts": parts}
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision_of(precision), **own)
+    initial = step.initial(daskgpt.initial_parameters(SMALL, 0))
+    return step(scheduler, initial, *random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
+
+
+def summed(parameters):
+    """Where it runs, what it finds, and a sample."""
+    sums = {name: (value.dtype, value.shape, float(value.sum())) for name, value in parameters.items()}
+    return os.getpid(), sums, list(daskgpt.sample(SMALL, parameters, [1, 2], 8, seed=3))
+
+
+@pytest.mark.parametrize(("precision", "parts"), [("float32", 1), ("float32", 2), ("bfloat16", 2)])
+def test_a_worker_is_asked_about_a_model_that_no_client_fetches(cluster, precision, parts, monkeypatch):
+    cluster.have(2)
+    with daskgpt.open_scheduler("threads", 2) as threads:
+        here, *wanted = asked(threads, state_after_a_step(threads, precision, parts), summed)
+    with daskgpt.open_scheduler(cluster.address) as scheduler:
+        state = state_after_a_step(scheduler, precision, parts)
+        monkeypatch.setattr(State, "parameters", None)
+        process, *found = asked(scheduler, state, summed)
+    assert here == os.getpid() != process
+    assert found == wanted
+
+
+def test_a_sample_that_is_lost_costs_no_model(text, tmp_path, monkeypatch, capsys):
+    def lost(*_):
+        raise LostResults("fetch", "a result must stay somewhere", "none")
+
+    monkeypatch.setattr(train, "shown_sample", lost)
+    flags = [*FLAGS.split(), "--data", str(text), "--steps", "3", "--out", str(tmp_path / "run")]
+    assert train.main([*flags, "--sample-tokens", "5"]) == 0
+    assert "sample     there is none: a result must stay somewhere; got none\n" in "".join(capsys.readouterr())
+    assert daskgpt.load(tmp_path / "run")
+
+
+def test_who_writes_a_state_holds_one_array_at_a_time(cluster, text, whole, tmp_path, monkeypatch):
+    cluster.have(2)
+    monkeypatch.setattr("daskgpt.training.fetched_state.TOGETHER", 1)
+    fetched, held = FetchedState._fetched, []
+
+    def counted(self, group):
+        held.append((len(self.latest), len(group)))
+        return fetched(self, group)
+
+    monkeypatch.setattr(FetchedState, "_fetched", counted)
+    assert same(fit(text, tmp_path / "run", cluster.address, validate_every=0), whole)
+    assert set(held) == {(0, 1)}
+    assert len(held) == 3 * len(parameter_shapes(MODEL)), "weights and two moments, once each"
+
+
+def test_recorded_spans_name_their_workers_times_and_senders(cluster):
+    cluster.have(2)
+    begin = time.time()
+    with daskgpt.open_scheduler(cluster.address) as scheduler, scheduler.record() as found:
+        scheduler.settle(state_after_a_step(scheduler, "float32", 2).packs)
+    names = [f"worker {name}" for name in sorted(cluster.alive())]
+    assert [process.name for process in found] == names
+    for process in found:
+        assert process.threads == 1
+        assert process.spans
+        assert all(begin < process.offset + span.start <= process.offset + span.end for span in process.spans)
+        assert all(process.offset + span.end < time.time() for span in process.spans)
+    receipts = [(process.name, got) for process in found for got in process.receipts if got.start > begin - 1]
+    assert receipts
+    assert all(got.sender in {*names} - {name} and got.bytes > 0 and got.results > 0 for name, got in receipts)
+
+
+def left_on(dask_scheduler):
+    """What a run might leave on a scheduler."""
+    plugins = [*dask_scheduler.plugins, *dask_scheduler.worker_plugins]
+    return [str(key) for key in dask_scheduler.tasks], [name for name in plugins if "daskgpt" in name]
+
+
+def left_with(dask_worker):
+    """What a run might leave with a worker."""
+    threads = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+    plugins = [name for name in dask_worker.plugins if "daskgpt" in name]
+    return plugins, METRIC in dask_worker.metrics, len(dask_worker.data), threads
+
+
+def held_by(dask_scheduler):
+    """Tasks, groups of tasks, and words of graphs, which must not grow with the steps."""
+    spans = dask_scheduler.extensions["spans"].spans.values()
+    ours = [span for span in spans if span.name[-1] == "daskgpt"]
+    told = max(len(span.metadata["collections"]) for span in ours if span.metadata)
+    return len(dask_scheduler.tasks), max(len(span.groups) for span in ours), told
+
+
+def test_a_borrowed_client_is_left_as_it_was(cluster, text, whole, tmp_path):
+    cluster.have(2)
+    with Client(cluster.address) as client:
+        kept = client.submit(sum, [1, 2])
+
+        def left():
+            return client.run_on_scheduler(left_on), client.run(left_with)
+
+        def stop(step, metrics):
+            raise KeyError("enough")
+
+        wait_until(lambda: left()[0][1] == [] and not any(own[1] for own in left()[1].values()), "earlier runs")
+        assert kept.result() == 3
+        before, during = left(), []
+        fit(text, tmp_path / "run", "threads", client=client, on_step=lambda *_: during.append(left()))
+        assert same(tmp_path / "run", whole)
+        wait_until(lambda: left() == before, "what is left goes")
+        assert all(own[1] and set(own[3]) <= {1} for own in during[-1][1].values()), "one thread of BLAS a task"
+        with pytest.raises(KeyError, match="enough"):
+            fit(text, "", "threads", client=client, on_step=stop)
+        wait_until(lambda: left() == before, "what is left goes")
+        assert client.status == "running"
+        assert list(client.futures) == [kept.key]
+
+
+def test_steps_leave_nothing_behind(cluster, text):
+    cluster.have(2)
     found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue  # ended meanwhile
-    return found
+    with Client(cluster.address) as client:
+
+        def look(step, metrics):
+            if step in (7, 23):
+                tasks = sum(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
+                found.append((*client.run_on_scheduler(held_by), tasks))
+
+        fit(text, "", "", client=client, on_step=look, steps=24, snapshot_every=1, validate_every=0)
+    early, late = found
+    assert all(after <= 2 * before for before, after in zip(early, late)), found
 
 
-@contextmanager
-def started(command, environment, **options):
-    """The process, of which nothing is left afterwards."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **options)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(PATIENCE)
-        finally:
-            for member in members(process.pid):
-                member.kill()
+def test_a_client_of_ours_keeps_few_of_the_graphs_that_it_has_sent(cluster):
+    cluster.have(2)
+    with daskgpt.open_scheduler(cluster.address) as scheduler:
+        for number in range(2 * SENT):
+            scheduler.client.submit(sum, [number], pure=False).result()
+        assert 0 < len(scheduler.client.scheduler_comm.recent_message_log) <= SENT
 
 
-def wait_until(holds, process=None):
-    """What `holds` returns as soon as that is something."""
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        if found := holds():
-            return found
-        assert process is None or process.poll() is None, f"it ended with {process.returncode}"
-        time.sleep(0.1)
-    raise AssertionError(f"not within {PATIENCE} seconds")
+def test_a_cluster_is_found_by_its_file_and_by_the_environment(cluster):
+    cluster.have(2)
+    file = f"file:{cluster.folder / 'scheduler.json'}"
+    with dask.config.set({"scheduler-address": cluster.address.removeprefix("tcp://")}):
+        for address, shown in ((file, file), ("auto", f"{cluster.address} (DASK_SCHEDULER_ADDRESS)")):
+            with daskgpt.open_scheduler(address) as scheduler:
+                assert scheduler.description.startswith(f"cluster at {shown}, 2 workers, dashboard ")
+                assert scheduler.threads == len(scheduler.addresses()) == 2
+                assert scheduler.everywhere(sum, [1, 2], here=True) == [3, 3, 3]
+    with Client(cluster.address) as client:
+        wait_until(lambda: client.run_on_scheduler(left_on) == ([], []), "what is left goes")
 
 
-def training(text, scheduler, out, steps):
-    """The command line of a short run."""
-    flags = [*shlex.split(f"{MODEL} {RUN}"), "--steps", str(steps), "--data", str(text), "--out", str(out)]
-    return [sys.executable, "-m", "daskgpt.train", "--scheduler", scheduler, *flags]
+def test_workers_of_other_versions_are_refused(cluster, text, tmp_path, monkeypatch):
+    cluster.have(2)
+    known = {"daskgpt": "0.0 (00000000)", "float32 products": "fused"}
+    monkeypatch.setattr("daskgpt.schedulers.admission.identity", lambda packed: known)
+    with pytest.raises(RuntimeError, match=r"must have the versions.*worker=tcp://127.*daskgpt=.*the run: 0\.0 "):
+        fit(text, tmp_path / "run", cluster.address)
+    assert not list(tmp_path.glob("run/step-*"))
 
 
-def losses(text, scheduler, out, steps, environment, *flags):
-    """Train, and read the losses back."""
-    command = [*training(text, scheduler, out, steps), *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def commands():
-    """The command lines of the README's first section, in its order."""
-    by_hand = README.read_text().split("## By hand")[1].split("\n## ")[0]
-    return [shlex.split(block) for block in re.findall(r"```bash\n(.*)\n```", by_hand)]
-
-
-@pytest.fixture(scope="module")
-def by_hand(tmp_path_factory, environment):
-    """Address and scheduler file of a scheduler and two workers, as in the README but for the port."""
-    folder = tmp_path_factory.mktemp("cluster")
-    file = folder / "scheduler.json"
-    scheduler, worker, _ = commands()
-    with (
-        (folder / "log").open("w") as log,
-        started(
-            [*scheduler, "--port", "0", "--scheduler-file", str(file)], environment, stdout=log, stderr=log
-        ) as process,
-    ):
-        wait_until(lambda: file.exists() and file.stat().st_size, process)
-        address = json.loads(file.read_text())["address"]
-        worker = [address if word == "tcp://127.0.0.1:8786" else word for word in worker]
-        with (
-            started([*worker, "--local-directory", str(folder / "1")], environment, stdout=log, stderr=log) as first,
-            started([*worker, "--local-directory", str(folder / "2")], environment, stdout=log, stderr=log) as second,
-        ):
-            wait_until(lambda: (folder / "log").read_text().count("Register worker") == 2, first)
-            assert second.poll() is None
-            yield address, file
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    """Compiled once, before many processes would do it at the same time."""
-    compile_all(np.float32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def refused(kernels, tmp_path_factory, text, environment):
-    """A run on a cluster that is not there, and its folder; begun first, for it waits ten seconds for an answer."""
-    out = tmp_path_factory.mktemp("refused") / "run"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with started(training(text, "tcp://127.0.0.1:1", out, 2), environment, **pipes) as process:
-        yield process, out
-
-
-@pytest.fixture(scope="module")
-def threads(tmp_path_factory, text, environment):
-    """Losses of 20 steps under the threaded scheduler."""
-    return losses(text, "threads", tmp_path_factory.mktemp("threads") / "run", 20, environment)
-
-
-@pytest.mark.slow
-def test_readme_starts_a_scheduler_a_worker_and_a_run():
-    scheduler, worker, train = commands()
-    assert scheduler[:2] == ["dask", "scheduler"]
-    assert worker[:3] == ["dask", "worker", "tcp://127.0.0.1:8786"]
-    assert worker[worker.index("--nthreads") + 1] == "1"
-    assert train == ["python", "-m", "daskgpt.train", "--scheduler", "tcp://127.0.0.1:8786", "--steps", "100"]
-
-
-def test_two_workers_give_the_bits_of_the_threaded_scheduler(by_hand, threads, text, environment, tmp_path):
-    address, _ = by_hand
-    with Client(address) as client, get_task_stream(client) as stream:
-        assert losses(text, address, tmp_path / "run", 20, environment) == threads
-    assert len({task["worker"] for task in stream.data}) == 2, "both workers had a part in it"
-    assert len(set(threads)) == 20
-
-
-REPORTED = """(() => {
-    const names = Bokeh.documents.flatMap((d) => [...d._all_models.values()])
-        .filter((m) => m.type === "ColumnDataSource" && m.data.name).flatMap((m) => [...m.data.name])
-    return [...new Set(names)].join(" ")
-})()"""
-
-
-def test_dasks_own_report_speaks_of_layers_and_passes(by_hand, text, environment, tmp_path):
-    address, _ = by_hand
-    report = tmp_path / "report.html"
-    flags = ["--grain", "kernel", "--performance-report", str(report)]
-    losses(text, address, tmp_path / "run", 2, environment, *flags)
-    page = report.read_text()
+def test_dasks_own_report_speaks_of_layers_and_passes(cluster, text, tmp_path, capsys):
+    cluster.have(2)
+    flags = f"{FLAGS} --steps 2 --grain kernel --data {text} --out {tmp_path / 'run'} --scheduler {cluster.address}"
+    assert train.main([*flags.split(), "--performance-report", "report.html"]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
     for name in ("embedding.forward", "linear.forward", "attention.backward", "crossentropy.backward", "adamw"):
         assert name in page
     assert not re.search(r"<script[^>]+src=", page), "a page without network shows all of it"
-    if PATH:
-        found = visit(report, tmp_path / "profile", "!!(window.Bokeh && Bokeh.documents.length)", (REPORTED,))
-        asked = [url for url in found.requests if url.startswith("http")]
-        assert all(url.endswith("favicon.ico") for url in asked), "nothing that the page needs"
-        assert "attention.backward" in found.values[0]
-        assert len(found.picture) > 20_000
-
-
-def test_a_scheduler_file_names_the_cluster(by_hand, threads, text, environment, tmp_path):
-    _, file = by_hand
-    assert losses(text, f"file:{file}", tmp_path / "run", 3, environment) == threads[:3]
-
-
-def test_processes_started_by_hand_listen_at_the_loopback_address_alone(by_hand, environment):
-    listening = [
-        connection.laddr.ip
-        for process in psutil.process_iter()
-        if _temporary_folder(process) == environment["TMPDIR"]
-        for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert len(listening) >= 6, "two addresses of each of three processes"
-    assert set(listening) == {"127.0.0.1"}
-
-
-def _temporary_folder(process):
-    try:
-        return process.environ().get("TMPDIR")
-    except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-        return None  # not one of ours
-
-
-def test_where_nobody_listens_one_line_is_said_and_nothing_made(refused):
-    process, out = refused
-    _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2
-    assert re.fullmatch(
-        r"open_scheduler: a Dask scheduler must answer; got scheduler=tcp://127\.0\.0\.1:1 \(.+\)\. "
-        r"Start one with `dask scheduler` and check the address\.\n",
-        said,
-    )
-    assert not out.exists()
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_dies_ends_a_run_with_one_line(text, environment, tmp_path):
-    file, out = tmp_path / "scheduler.json", tmp_path / "run"
-    scheduler, worker, _ = commands()
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    command = [*scheduler, "--port", "0", "--scheduler-file", str(file)]
-    with started(command, environment, **quiet) as killed:
-        wait_until(lambda: file.exists() and file.stat().st_size, killed)
-        address = json.loads(file.read_text())["address"]
-        worker = [address if word == "tcp://127.0.0.1:8786" else word for word in worker]
-        with (
-            started([*worker, "--local-directory", str(tmp_path / "1")], environment, **quiet),
-            started(training(text, address, out, 100_000), environment, **pipes) as process,
-        ):
-            metrics = out / "metrics.jsonl"
-            wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, process)
-            killed.kill()
-            _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2
-    assert "Traceback" not in said
-    assert re.fullmatch(
-        r"ClusterScheduler: the scheduler must live until the end of a run; got \w+, nobody who knows where the "
-        r"parameters are\. Start again: there is no checkpoint\.",
-        said.splitlines()[-1],
-    )
-    assert sorted(path.name for path in out.iterdir()) == [".lock", "config.toml", "metrics.jsonl"]
-
-
-@pytest.mark.slow
-def test_two_runs_share_a_cluster_and_each_has_its_own_bits(by_hand, threads, text, environment, tmp_path):
-    address, _ = by_hand
-    outs = [tmp_path / str(number) for number in range(2)]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with (
-        started(training(text, address, outs[0], 20), environment, **pipes) as first,
-        started(training(text, address, outs[1], 20), environment, **pipes) as second,
-    ):
-        for process in (first, second):
-            _, said = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 0, said
-    for out in outs:
-        assert [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()] == threads
-
-
-@pytest.mark.slow
-def test_script_starts_a_cluster_that_trains_and_leaves_nothing(threads, text, environment, tmp_path):
-    file = tmp_path / "scheduler.json"
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    command = [START, "--workers", "2", "--port", "0", "--scheduler-file", file]
-    with started(command, environment | {"TMPDIR": str(folder)}, stdout=subprocess.PIPE) as process:
-        lines = [process.stdout.readline() for _ in range(5)]
-        assert re.fullmatch(r"scheduler  tcp://127\.0\.0\.1:\d+\n", lines[0])
-        assert lines[1] == "workers    2, of one thread each\n"
-        assert re.fullmatch(r"dashboard  http://127\.0\.0\.1:\d+/status\n", lines[2])
-        assert lines[3:] == [
-            f"train      python -m daskgpt.train --scheduler file:{file}\n",
-            "Ctrl-C stops the cluster.\n",
-        ]
-        assert losses(text, f"file:{file}", tmp_path / "run", 2, environment) == threads[:2]
-        with Client(scheduler_file=str(file)) as client:
-            for name, (_, own) in BETWEEN_TASKS.items():
-                here = client.run_on_scheduler(dask.config.get, name)
-                assert {here, *client.run(dask.config.get, name).values()} == {own}, name
-        assert len(members(process.pid)) >= 5, "this script, a scheduler, a nanny, two workers"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
-        assert members(process.pid) == []
-    assert not file.exists()
-    assert list(folder.iterdir()) == []
-
-
-def test_script_stops_in_the_middle_of_its_start(environment, tmp_path):
-    with started([START, "--port", "0"], environment | {"TMPDIR": str(tmp_path)}) as process:
-        wait_until(lambda: len(members(process.pid)) >= 2, process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 128 + signal.SIGINT
-        assert members(process.pid) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_script_says_so_when_the_workers_end(environment, tmp_path):
-    command = [START, "--workers", "1", "--port", "0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with started(command, environment | {"TMPDIR": str(tmp_path)}, **pipes) as process:
-        (worker,) = wait_until(lambda: [p for p in members(process.pid) if "worker" in p.cmdline()], process)
-        worker.kill()
-        _, said = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1
-        assert said.splitlines()[-1] == (
-            "start.sh: the scheduler and all workers must keep running; the workers here ended. "
-            "Read what it said above."
-        )
-        assert members(process.pid) == []
-
-
-def test_script_says_so_when_a_worker_does_not_register(environment, tmp_path):
-    slow = tmp_path / "slow.py"
-    slow.write_text("import time\ntime.sleep(2)\n")
-    command = [START, "--workers", "1", "--port", "0", "--patience", "1"]
-    late = environment | {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(slow)}
-    with started(command, late, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        shown, said = process.communicate(timeout=PATIENCE)
-        assert (process.returncode, shown) == (1, "")
-        assert "start.sh: all workers must register in 1 seconds; got 0 of 1. Try a longer --patience.\n" in said
-        assert members(process.pid) == []
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "keyword"),
     [
-        ("--wrokers 2", "start.sh: a flag must be known; got --wrokers. Try --help.\n"),
-        ("--workers", "start.sh: --workers must have a value; got none. Try --help.\n"),
-        ("--workers 0", "start.sh: --workers must be a positive number; got 0. Try --workers 2.\n"),
-        ("--patience 1m", "start.sh: --patience must be whole seconds; got 1m. Try --patience 60.\n"),
-        ("--port http", "start.sh: --port must be a number; got http. Try --port 8786.\n"),
-        (
-            f"--scheduler-file {README}",
-            f"start.sh: --scheduler-file must be new; got {README}. Remove it if the cluster that wrote it is gone.\n",
-        ),
-        (
-            "node1",
-            "start.sh: node1 must be able to reach the scheduler; got --host 127.0.0.1. "
-            "Give --host an address of this machine.\n",
-        ),
-        (
-            "--port 99999",
-            "start.sh: the scheduler must be able to listen; got --host 127.0.0.1 --port 99999 "
-            "(bind(): port must be 0-65535.). "
-            "Give --host an address of this machine, and a --port that is free (0 for any).\n",
-        ),
+        ("--scheduler threads --performance-report dask.html", "clusters only"),
+        ("--performance-report dask.htm", "page"),
+        ("--performance-report no/such/dask.html", "writable"),
     ],
 )
-def test_script_refuses_flags_in_one_line(flags, said, environment):
-    done = subprocess.run(
-        [START, *shlex.split(flags)], env=environment, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, keyword, text, tmp_path):
+    with pytest.raises(ValueError, match=keyword):
+        train.main(["--data", str(text), "--out", str(tmp_path / "run"), *flags.split()])
+    assert not list(tmp_path.glob("run/*.jsonl"))
 
 
-def test_script_needs_a_python_with_dask(environment, tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
-    bare.chmod(0o755)
-    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    done = subprocess.run([START], env=environment | {"PATH": path}, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"start.sh: Python must have Dask; got python={bare}. Activate the environment that daskgpt is installed in.\n"
-    )
+def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, text, whole, tmp_path, capsys):
+    cluster.have(2)
+    plugin = KillItself("tokens", 20, tmp_path / "killed")
+    with Client(cluster.address) as client:
+        client.register_plugin(plugin)
+        try:
+            fit(text, tmp_path / "run", cluster.address, snapshot_every=3)
+        finally:
+            client.unregister_worker_plugin(plugin.name)
+    assert (tmp_path / "killed").exists()
+    assert len(cluster.alive()) == 1
+    assert same(tmp_path / "run", whole)
+    assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
 
 
-def test_script_shows_its_flags(environment):
-    done = subprocess.run([START, "--help"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0
-    for flag in (
-        "--workers N",
-        "--port PORT",
-        "--host ADDRESS",
-        "--scheduler-file FILE",
-        "--patience SECONDS",
-        "HOST ...",
-    ):
-        assert flag in done.stdout
+def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(cluster, text, whole, tmp_path, capsys):
+    cluster.have(1)
+    assert same(fit(text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
+    assert "recovery   the state is kept in this process every 3 steps" in capsys.readouterr().out
+
+
+def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, text, whole, tmp_path, capsys, monkeypatch):
+    cluster.have(1)
+    monkeypatch.setattr("daskgpt.training.recovery.LOOKING", 0)
+
+    def join(step, metrics):
+        if step == 3:
+            cluster.start_worker()
+            with Client(cluster.address) as client:
+                wait_until(lambda: len(running(client, METRIC)) == 2, "a second worker")
+
+    assert same(fit(text, tmp_path / "run", cluster.address, on_step=join), whole)
+    said = capsys.readouterr().out
+    assert said.index("workers    new: tcp://") < said.index("workers    2 take part from now on: ")

@@ -1,22 +1,17 @@
-"""The page "daskgpt" on Dask's dashboard: what it collects from a real run, and what a browser shows of it."""
+"""Tests of the page "daskgpt" on Dask's dashboard: what it collects and shows, by a scheduler made by hand."""
 
 from __future__ import annotations
 
-import time
-import urllib.request
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from chromium import PATH, visit
-from command_lines import write_text
-from distributed import Client
-from machines import wait_until
-from small_runs import MODEL, OPTIMIZER
 
-import daskgpt
 from daskgpt.instruments.dashboard.collected import Call, Collected, column, idle_share, overlap_share
-from daskgpt.schedulers.usage import METRIC
+from daskgpt.instruments.dashboard.dashboard_page import WAITING, _Page
+from daskgpt.schedulers.telling import TOPIC
+from daskgpt.schedulers.usage import KERNEL, METRIC
 
-STEPS = 12
 CALLS = [
     Call("a", "linear.forward", 0.0, 2.0),
     Call("b", "linear.forward", 1.0, 3.0),
@@ -28,64 +23,43 @@ CALLS = [
 def test_shares_of_the_time_in_which_tasks_run():
     assert idle_share(CALLS, 2) == 1 - 5.5 / 8
     assert overlap_share(CALLS) == 0.5 / 4, "two of one name are no overlap of layers"
-    assert overlap_share([]) == idle_share([], 2) == 0
+    assert overlap_share([]) == idle_share([], 2) == idle_share(CALLS, 0) == 0
 
 
-@pytest.fixture(scope="module")
-def client():
-    """Of a cluster as --scheduler local starts it."""
-    with daskgpt.open_scheduler("local", 2) as scheduler, Client(scheduler.client.cluster) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def collected(client):
-    """What Dask's scheduler, which is in this process, collects."""
-    return client.cluster.scheduler.plugins[Collected.name]
-
-
-@pytest.fixture(scope="module")
-def seconds(client, collected, tmp_path_factory):
-    """Busy seconds that workers have told after a run, and those of kernels by layer and pass."""
-    data = daskgpt.DataConfig(data=str(write_text(tmp_path_factory.mktemp("text"))), batch_size=4, sequence_length=16)
-    run = daskgpt.RunConfig(steps=STEPS, validate_every=5, validation_batches=1)
-    daskgpt.fit(MODEL, data, OPTIMIZER, run=run, client=client, quiet=True)
-    time.sleep(2)  # several heartbeats, after the last task
-    kernels = wait_until(collected.kernel_seconds, "heartbeats")
-    return sum(worker.metrics[METRIC]["busy"] for worker in client.cluster.scheduler.workers.values()), kernels
-
-
-def test_a_run_tells_of_its_steps_and_the_scheduler_of_its_tasks(collected, seconds):
-    assert [record["step"] for record in collected.steps] == list(range(STEPS))
-    assert column(collected.steps, "validation_loss")[0] == [5, 10, 12]
-    assert {"linear.backward", "update", "tokens.backward"} & {call.name for call in collected.calls}
-    assert collected.recoveries == 0
-    assert collected.bytes_a_step() >= 0
-
-
-def test_kernels_are_told_by_layer_and_pass_and_still_count_as_busy_time(seconds):
-    busy, kernels = seconds
-    assert {"linear.forward", "linear.backward", "attention.forward", "crossentropy.forward"} <= kernels.keys()
-    assert 0 < sum(kernels.values()) <= busy
-
-
-NAMES = '[...document.querySelectorAll("a")].map((link) => link.textContent.trim()).join(" ")'
-SHOWN = """(() => {
-    const models = Bokeh.documents.flatMap((d) => [...d._all_models.values()])
-    const sources = models.filter((m) => m.type === "ColumnDataSource")
-    const longest = (name) => Math.max(0, ...sources.filter((s) => s.data[name]).map((s) => s.data[name].length))
-    return [longest("y"), longest("worker"), longest("seconds")]
-})()"""
-
-
-def test_a_browser_shows_it_and_the_menu_leads_to_it(client, seconds, tmp_path):
-    link = client.dashboard_link.replace("/status", "/daskgpt")
-    assert urllib.request.urlopen(link).status == 200
-    if PATH:
-        found = visit(link, tmp_path / "profile", "!!(window.Bokeh && Bokeh.documents.length)", (NAMES, SHOWN))
-        assert found.messages == []
-        names, (steps, calls, kernels) = found.values
-        assert "Daskgpt" in names
-        assert steps == STEPS
-        assert min(calls, kernels) > 0
-        assert len(found.picture) > 20_000
+def test_what_is_collected_is_shown():
+    workers = {name: SimpleNamespace(name=f"worker {name}", metrics={METRIC: {"received": 100.0}}) for name in "ab"}
+    kernel = ("execute", "prefix", f"{KERNEL}linear.forward", "seconds")
+    scheduler = SimpleNamespace(workers=workers, total_nthreads=2, plugins={})
+    scheduler.cumulative_worker_metrics = {kernel: 2.0, (*kernel[:1], "other", *kernel[2:]): 1.0, "else": 9.0}
+    found, page, other = Collected(scheduler), _Page(scheduler), _Page(scheduler)
+    other.update()
+    assert "--preload" in other.numbers.text
+    scheduler.plugins = {Collected.name: found}
+    page.update()
+    assert page.numbers.text == WAITING
+    for call in [Call("a", "old", -9.0, -1.5), *CALLS]:
+        startstops = [{"action": name, "start": call.start, "stop": call.end} for name in ("compute", "transfer")]
+        found.transition(f"{call.name}-1", "processing", "memory", startstops=startstops, worker=call.worker)
+        found.transition(f"{call.name}-1", "waiting", "memory", startstops=startstops, worker=call.worker)
+    assert list(found.calls)[1:] == found.latest == CALLS
+    assert found.kernel_seconds() == {"linear.forward": 3.0}
+    steps = [{"step": number, "loss": 3.0 - number, "tokens_per_s": 10.0} for number in range(3)]
+    steps[1] |= {"validation_loss": 1.5, "lost_steps": 1}
+    found.log_event("another topic", steps)
+    found.log_event(TOPIC, steps[:2])
+    page.update()
+    workers["a"].metrics[METRIC]["received"] = 500.0
+    found.log_event(TOPIC, steps[2:])
+    page.update()
+    assert (found.runs, found.recoveries, found.bytes_a_step()) == (1, 1, 200)
+    assert column(found.steps, "validation_loss") == ([2], [1.5])
+    assert page.loss.data["x"].tolist() == [1, 2, 3]
+    assert page.loss.data["y"].tolist() == [3, 2, 1]
+    assert page.validation.data["y"].tolist() == [1.5]
+    assert page.calls.data["right"].tolist() == pytest.approx(np.array([call.end - 4 for call in CALLS]))
+    assert (page.calls.data["worker"][0], page.kernels.data["seconds"]) == ("worker a", [3.0])
+    for words in ("step <b>3<", "<b>1.000<", "<b>1.500<", "<b>31%<", "layers <b>12%<", "<b>200<", "recoveries <b>1<"):
+        assert words in page.numbers.text.replace("200B", "200<")
+    found.log_event(TOPIC, steps[:1])  # another run begins
+    page.update()
+    assert (found.runs, page.loss.data["x"].tolist(), found.bytes_a_step()) == (2, [1], 0)

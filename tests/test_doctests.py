@@ -25,7 +25,3 @@ def test_the_example_of_a_public_function_is_true(name, tmp_path, monkeypatch):
     said = []
     runner.run(found, out=said.append)
     assert runner.failures == 0, "".join(said)
-
-
-def test_there_are_public_functions():
-    assert {"fit", "load", "plan", "preset", "sample", "save"} <= set(FUNCTIONS)

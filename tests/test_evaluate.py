@@ -1,4 +1,4 @@
-"""Loss of texts and token files, and multiple choice, beside what training's layers compute."""
+"""Tests of the loss of texts and token files, and of multiple choice, beside what training's layers compute."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 import pytest
-from command_lines import refused, run
-from conftest import GOLDEN, random_parameters
+from conftest import random_parameters
 from numpy.testing import assert_allclose
 from tolerances import TOLERANCES
 
 import daskgpt
+from daskgpt import evaluate
 from daskgpt.data.encodings import get_encoding
 from daskgpt.data.hellaswag import read_hellaswag
 from daskgpt.evaluate import sizes_of
@@ -37,6 +37,17 @@ def model(parameters, tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     daskgpt.save(path, CONFIG, parameters, encoding="bytes", sequence_length=24)
     return path
+
+
+@pytest.fixture
+def evaluated(model, capsys):
+    """What the command prints with these flags."""
+
+    def run(*flags):
+        evaluate.main([str(model), *map(str, flags)])
+        return capsys.readouterr().out
+
+    return run
 
 
 def nats_of(parameters, tokens):
@@ -73,26 +84,22 @@ def test_every_token_but_the_first_is_predicted_once(parameters, random):
             assert_allclose(found, expected, **TOLERANCES["nats a token"])
 
 
-def test_loss_perplexity_and_bits_of_a_text_and_of_its_tokens(model, parameters, tmp_path):
+def test_loss_perplexity_and_bits_of_a_text_and_of_its_tokens(evaluated, parameters, tmp_path):
     text = "Größe, naïve: €\n" * 12
     (tmp_path / "text.txt").write_text(text)
     ids = np.array([256, *text.encode()])
     write_tokens(tmp_path / "tokens.bin", ids)
     expected = np.concatenate([nats_of(parameters, ids[s : s + 25]) for s in range(0, len(ids) - 1, 24)])
-    results = {}
-    for name in ("text.txt", "tokens.bin"):
-        result = run("evaluate", model, "--data", tmp_path / name, "--json", "--threads", 2)
-        assert result.returncode == 0, result.stderr
-        results[name] = json.loads(result.stdout)
-        assert results[name].pop("data") == str(tmp_path / name)
-    found = results["text.txt"]
-    assert found == results["tokens.bin"]
+    files = [str(tmp_path / name) for name in ("text.txt", "tokens.bin")]
+    found, other = (json.loads(evaluated("--data", file, "--json", "--threads", 2)) for file in files)
+    assert [found.pop("data"), other.pop("data")] == files
+    assert found == other
     assert (found["tokens"], found["bytes"], found["sequence_length"]) == (len(text.encode()), len(text.encode()), 24)
     assert found["loss"] == pytest.approx(expected.mean(), abs=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-4)
     assert found["bits_a_byte"] == pytest.approx(expected.mean() / math.log(2), abs=1e-5)
-    told = run("evaluate", model, "--data", tmp_path / "text.txt", "--limit", 30, "--sequence-length", 40).stdout
-    assert "30 tokens, 30 bytes, sequences of 30" in told or "30 tokens, 30 bytes, sequences of 40" in told
+    told = evaluated("--data", files[0], "--limit", 30, "--sequence-length", 40)
+    assert "30 tokens, 30 bytes" in told
     assert f"{nats_of(parameters, ids[:31]).mean():.4f} nats a token" in told
 
 
@@ -122,21 +129,18 @@ def test_multiple_choice_is_that_of_whole_sequences(parameters, random):
     assert len(kinds) > 2  # both accuracies are seen to differ
 
 
-def test_llmc_questions_are_read_as_they_were_written(model, tmp_path):
+def test_llmc_questions_are_read_as_they_were_written(evaluated, tmp_path):
     path = question_file(tmp_path / "questions.bin", QUESTIONS)
     found = read_questions(path)
     for question, (context, completions, label) in zip(found, QUESTIONS, strict=True):
         assert question.context.tolist() == context
         assert [each.tolist() for each in question.completions] == completions
         assert question.label == label
-    result = run("evaluate", model, "--data", path)
-    assert result.returncode == 0, result.stderr
-    assert "3 questions of 2.67 completions" in result.stdout
-    assert "accuracy     " in result.stdout
-    assert "normalised   " in result.stdout
+    told = evaluated("--data", path)
+    assert all(words in told for words in ("3 questions of 2.67 completions", "accuracy", "normalised"))
 
 
-def test_hellaswag_lines_are_questions(model, tmp_path):
+def test_hellaswag_lines_are_questions(evaluated, tmp_path):
     path = tmp_path / "hellaswag_val.jsonl"
     lines = [
         {"ind": 1, "ctx": "A man é", "endings": ["sits.", "runs away.", "flies", "é"], "label": 2, "split": "val"},
@@ -147,59 +151,63 @@ def test_hellaswag_lines_are_questions(model, tmp_path):
     assert [question.label for question in found] == [2, 1]
     assert bytes(found[0].context.tolist()).decode() == "A man é"
     assert [bytes(each.tolist()).decode() for each in found[0].completions] == [" sits.", " runs away.", " flies", " é"]
-    record = json.loads(run("evaluate", model, "--data", path, "--json").stdout)
-    assert record["questions"] == 2
-    assert record["accuracy"] == record["right"] / 2
-    assert json.loads(run("evaluate", model, "--data", path, "--json", "--limit", 1).stdout)["questions"] == 1
+    record = json.loads(evaluated("--data", path, "--json"))
+    assert (record["questions"], record["accuracy"]) == (2, record["right"] / 2)
+    assert json.loads(evaluated("--data", path, "--json", "--limit", 1))["questions"] == 1
+
+
+def changed(place, value):
+    return lambda data: data[:place] + bytes([value]) + data[place + 1 :]
 
 
 DAMAGED = {
-    "version": (lambda data: data[:4] + b"\x07" + data[5:], "the version must be 1"),
-    "count": (lambda data: data[:8] + b"\x00" + data[9:], "the file must hold questions"),
-    "more questions": (lambda data: data[:8] + b"\x04" + data[9:], "the file must hold all of its questions"),
-    "odd": (lambda data: data + b"x", "the questions must be 2-byte numbers"),
-    "more": (lambda data: data + b"xx", "nothing must follow the last question"),
-    "cut": (lambda data: data[:-2], "the file must hold all of its questions"),
-    "header": (lambda data: data[:1000], "the file must begin with a header of 1024 bytes"),
-    "mark": (lambda data: data[:1024] + b"\x00" + data[1025:], "a question must begin with its mark and its number"),
-    "size": (lambda data: data[:1026] + b"\x0c" + data[1027:], "contexts and completions must be whole"),
-    "label": (lambda data: data[:1030] + b"\x09" + data[1031:], "the label must be one of the completions"),
-    "completions": (lambda data: data[:1032] + b"\x03" + data[1033:], "a question must be as long as it says"),
+    "the version must be 1": changed(4, 7),
+    "the file must hold questions": changed(8, 0),
+    "the file must hold all of its questions": changed(8, 4),
+    "the file must hold all": lambda data: data[:-2],
+    "the questions must be 2-byte numbers": lambda data: data + b"x",
+    "nothing must follow the last question": lambda data: data + b"xx",
+    "the file must begin with a header": lambda data: data[:1000],
+    "a question must begin with its mark": changed(1024, 0),
+    "contexts and completions must be whole": changed(1026, 12),
+    "the label must be one of the completions": changed(1030, 9),
+    "a question must be as long as it says": changed(1032, 3),
 }
 
 
-@pytest.mark.parametrize("name", list(DAMAGED))
-def test_a_damaged_question_file_is_refused(tmp_path, name):
-    damage, message = DAMAGED[name]
+@pytest.mark.parametrize("message", DAMAGED)
+def test_a_damaged_question_file_is_refused(tmp_path, message):
     path = question_file(tmp_path / "questions.bin", QUESTIONS)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(DAMAGED[message](path.read_bytes()))
     with pytest.raises(ValueError, match=f"^read_questions: {message}.*; got path="):
         read_questions(path)
 
 
-def test_what_cannot_be_evaluated_is_one_line(model, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"ctx": "a", "endings": ["b", "c"], "label": 0}\n{"ctx": "a"}\n')
-    (tmp_path / "latin.jsonl").write_bytes(b'{"ctx": "\xe9"}')
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "label.jsonl").write_text('{"ctx": "a", "endings": ["b", "c"], "label": 2}')
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c"], "label": 0}\n{"ctx": "a"}\n', "line=2, found=no endings"),
+        ("latin.jsonl", b'{"ctx": "\xe9"}', "UTF-8"),
+        ("empty.jsonl", b"\n", "must hold questions"),
+        ("label.jsonl", b'{"ctx": "a", "endings": ["b", "c"], "label": 2}', "label"),
+        ("ids.bin", [([1], [[2], [300]], 0)], "id=300"),
+        ("long.bin", [([1], [[2], [3] * 40], 0)], "tokens=40, context=40"),
+        ("missing.txt", None, "missing.txt"),
+        ("missing.jsonl", None, "missing.jsonl"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(evaluated, tmp_path, name, content, told):
+    if isinstance(content, list):
+        question_file(tmp_path / name, content)
+    elif content:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=told):
+        evaluated("--data", tmp_path / name)
+
+
+def test_flags_that_do_not_fit_are_refused(evaluated, tmp_path):
     (tmp_path / "short.txt").write_text("é")
-    question_file(tmp_path / "ids.bin", [([1], [[2], [300]], 0)])
-    question_file(tmp_path / "long.bin", [([1], [[2], [3] * 40], 0)])
-    cases = {
-        "bad.jsonl": 'a line must be a JSON object with "ctx" (a text), "endings" (texts) and "label"',
-        "latin.jsonl": "the file must be UTF-8 text",
-        "empty.jsonl": "the file must hold questions",
-        "label.jsonl": "found=a label that names none of the endings",
-        "ids.bin": "every id must be at least 0 and below the vocabulary; got id=300",
-        "long.bin": "a completion must fit the model's context behind a token; got tokens=40, context=40",
-        "missing.txt": "missing.txt",
-        "missing.jsonl": "missing.jsonl",
-    }
-    for name, message in cases.items():
-        assert message in refused(run("evaluate", model, "--data", tmp_path / name)), name
-    assert "line=2, found=no endings" in refused(run("evaluate", model, "--data", tmp_path / "bad.jsonl"))
-    assert "--data must name a file" in refused(run("evaluate", model))
-    assert "sequence_length=41" in refused(
-        run("evaluate", model, "--data", tmp_path / "short.txt", "--sequence-length", 41)
-    )
-    assert refused(run("evaluate", GOLDEN / "missing.bin", "--data", tmp_path / "short.txt"))
+    with pytest.raises(ValueError, match="--data must name a file"):
+        evaluated()
+    with pytest.raises(ValueError, match="sequence_length=41"):
+        evaluated("--data", tmp_path / "short.txt", "--sequence-length", 41)

@@ -1,9 +1,8 @@
-"""Hugging Face's GPT-2 folders as older and other programs write them, and what is said where they cannot be read."""
+"""Tests of Hugging Face's GPT-2 folders: as other programs write them, as they are written here, and refusals."""
 
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -22,19 +21,9 @@ from daskgpt.formats.run_model import open_run_model
 from daskgpt.formats.safetensors_files import NamedTensor, write_tensor_files
 from daskgpt.model.parameters import tensors
 
-CONFIG = GPT2Config(**{**SMALL.__dict__, "padded_vocabulary": SMALL.vocabulary})
+CONFIG = GPT2Config(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
 PARAMETERS = random_parameters(CONFIG, np.random.default_rng(2))
-FIELDS = {
-    "model_type": "gpt2",
-    "n_layer": CONFIG.blocks,
-    "n_head": CONFIG.heads,
-    "n_embd": CONFIG.channels,
-    "n_positions": CONFIG.positions,
-    "vocab_size": CONFIG.vocabulary,
-}
-TENSORS = "the tensors must be those of the GPT-2 in config.json"
-DAMAGED = "The folder is of another kind of model, or damaged: copy it again."
-NO_OTHER = "This program's GPT-2 has no other."
+FIELDS = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_positions": 12, "vocab_size": 29}
 
 
 def arrays(prefix=""):
@@ -71,33 +60,12 @@ def opened(parameters=PARAMETERS, config=CONFIG, **more):
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_with_and_without_the_prefix(tmp_path, prefix):
-    assert_the_model(write(tmp_path / "a", arrays(prefix)))
-
-
-def test_masks_are_ignored(tmp_path):
-    masks = {f"h.{n}.attn.bias": np.tril(np.ones((1, 1, 16, 16), np.uint8)) for n in range(CONFIG.blocks)}
-    masks |= {f"h.{n}.attn.masked_bias": np.array(-1e4, np.float32) for n in range(CONFIG.blocks)}
-    assert_the_model(write(tmp_path / "a", arrays() | masks))
-
-
-def test_a_tied_head(tmp_path):
-    assert_the_model(write(tmp_path / "a", arrays("transformer.") | {"lm_head.weight": PARAMETERS["wte.weight"]}))
-    other = PARAMETERS["wte.weight"].copy()
-    other[-1, -1] += 1
-    path = write(tmp_path / "b", arrays("transformer.") | {"lm_head.weight": other})
-    text = "lm_head.weight must be transformer.wte.weight again, value for value: this program's output layer is the "
-    refuses(
-        path,
-        text + "embedding",
-        "/model.safetensors, lm_head.weight=another.",
-        "A model with two tables is not known here.",
-    )
-
-
-@pytest.mark.parametrize("path", ["", "config.json", "model.safetensors"])
-def test_the_folder_or_a_file_in_it(tmp_path, path):
-    assert_the_model(write(tmp_path / "a") / path)
+def test_prefixes_masks_and_a_tied_head(tmp_path, prefix):
+    more = {f"{prefix}h.{n}.attn.bias": np.tril(np.ones((1, 1, 16, 16), np.uint8)) for n in range(CONFIG.blocks)}
+    more |= {f"{prefix}h.{n}.attn.masked_bias": np.array(-1e4, np.float32) for n in range(CONFIG.blocks)}
+    for path in ("", "config.json", "model.safetensors"):
+        assert_the_model(write(tmp_path / "a", arrays(prefix)) / path)
+    assert_the_model(write(tmp_path / "b", arrays(prefix) | more | {"lm_head.weight": PARAMETERS["wte.weight"]}))
 
 
 def test_shards(tmp_path):
@@ -108,26 +76,23 @@ def test_shards(tmp_path):
     assert_the_model(folder / "model.safetensors.index.json")
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_16_bit_values_are_widened(tmp_path, kind):
-    def stored(values):
-        return values.astype(np.float16) if kind == "F16" else to_bfloat16(values)
-
+@pytest.mark.parametrize(("kind", "name"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_16_bit_values_are_widened(tmp_path, kind, name):
+    stored = np.float16 if kind == "F16" else to_bfloat16
+    widened = np.float32 if kind == "F16" else lambda values: (values.astype("u4") << 16).view("f4")
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(FIELDS))
     named = [NamedTensor(n, v.shape, kind, lambda v=v: stored(v)) for n, v in arrays().items()]
     write_tensor_files(folder, named, {"format": "pt"}, where="test")
-    widen = {"F16": lambda v: v.astype(np.float16), "BF16": lambda v: (to_bfloat16(v).astype("u4") << 16).view("f4")}
-    assert_the_model(folder, {name: widen[kind](values).astype("f4") for name, values in PARAMETERS.items()})
-    assert open_huggingface(folder).dtype == {"F16": "float16", "BF16": "bfloat16"}[kind]
+    assert_the_model(folder, {name: widened(stored(values)) for name, values in PARAMETERS.items()})
+    assert open_huggingface(folder).dtype == name
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"activation_function": "gelu_pytorch_tanh"},
-        {"n_inner": 4 * CONFIG.channels},
+        {"activation_function": "gelu_pytorch_tanh", "n_inner": 64, "pruned_heads": None},
         {"n_inner": None, "layer_norm_epsilon": 1e-05, "tie_word_embeddings": True, "scale_attn_weights": True},
         {"reorder_and_upcast_attn": True, "embd_pdrop": 0.1, "eos_token_id": 50256, "unheard_of": [1, {}]},
     ],
@@ -136,21 +101,29 @@ def test_fields_that_say_nothing_else(tmp_path, more):
     assert_the_model(write(tmp_path / "a", fields=FIELDS | more))
 
 
+def test_tensors_are_read_when_they_are_asked_for(tmp_path):
+    model = open_huggingface(write(tmp_path / "a"))
+    for name, tensor in tensors(CONFIG).items():
+        found = model.read(tensor)
+        assert not found.flags.writeable, name  # the mapped file's own memory
+        np.testing.assert_array_equal(found, PARAMETERS[name])
+
+
 # What is written
 
 
 def test_what_is_written_is_read_by_both_readers(tmp_path):
     folder = tmp_path / "a"
     write_huggingface(folder, opened(encoding="bytes", sequence_length=4), {"x.txt": b"x"}, end_of_text=28)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
     names = ["config.json", "generation_config.json", "model.safetensors", "x.txt"]
     assert sorted(path.name for path in folder.iterdir()) == names
+    assert (folder / "x.txt").read_bytes() == b"x"
     assert_the_model(folder)
     for model in (open_model_file(folder), open_run_model(folder / "model.safetensors")):
         assert (model.config, model.encoding, model.sequence_length) == (CONFIG, "bytes", 4)
     known = json.loads((folder / "config.json").read_text())
-    assert known.items() >= FIELDS.items()
-    assert (known["bos_token_id"], known["eos_token_id"]) == (28, 28)
+    assert known.items() >= (FIELDS | {"bos_token_id": 28, "eos_token_id": 28}).items()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 28
 
 
@@ -161,28 +134,28 @@ def test_padding_is_left_out(tmp_path):
     assert daskgpt.load(tmp_path / "a")[1]["wte.weight"].tobytes() == parameters["wte.weight"][:29].tobytes()
 
 
-def test_what_cannot_be_expressed_is_not_written(tmp_path):
-    config = daskgpt.GPT2Config(norm="rmsnorm")
-    text = "write_huggingface: config.json has no norm, which must be layernorm; got norm=rmsnorm. "
-    with pytest.raises(ValueError, match=f"^{text}"):
-        write_huggingface(tmp_path / "a", opened({}, config), {})
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "mine").touch()
-    for taken in (tmp_path / "b", tmp_path / "b" / "mine"):
-        text = f"write_huggingface: the folder must be new, or empty; got path={taken}. "
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-            write_huggingface(taken, opened(), {})
-    with pytest.raises(FileNotFoundError, match="^write_huggingface: the folder must exist; got path="):
-        write_huggingface(tmp_path / "c" / "d", opened(), {})
-    with pytest.raises(RuntimeError, match="no values"):
-        write_huggingface(tmp_path / "e", OpenedModel(CONFIG, [], "", "", broken), {})
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "mine"]
-
-
 def broken(tensor):
     if tensor.block == 1:
         raise RuntimeError("no values")
     return PARAMETERS[tensor.name]
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "error", "keyword"),
+    [
+        ("new", opened({}, daskgpt.GPT2Config(norm="rmsnorm")), ValueError, "no norm"),
+        ("taken", opened(), ValueError, "must be new, or empty"),
+        ("taken/mine", opened(), ValueError, "must be new, or empty"),
+        ("c/d", opened(), FileNotFoundError, "folder must exist"),
+        ("new", OpenedModel(CONFIG, [], "", "", broken), RuntimeError, "no values"),
+    ],
+)
+def test_what_is_not_written(tmp_path, target, model, error, keyword):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").touch()
+    with pytest.raises(error, match=keyword):
+        write_huggingface(tmp_path / target, model, {})
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "taken"]
 
 
 # The tokenizer
@@ -210,163 +183,104 @@ def test_bytes_are_a_vocabulary_without_merges():
     assert (ids["a"], ids["Ġ"], ids["<|endoftext|>"]) == (ord("a"), ord(" "), get_encoding("bytes").eot_token)
 
 
-def test_a_token_that_no_merge_makes():
-    ranks = {b"a": 0, b"b": 1, b"abb": 2}
-    with pytest.raises(ValueError, match="every token must be a merge of two before it; got id=2. "):
-        merges_of(ranks)
+def test_merges_of_a_few_tokens():
+    assert merges_of({b"a": 0, b"b": 1, b"ab": 2, b"abb": 3}) == [("a", "b"), ("ab", "b")]
+    with pytest.raises(ValueError, match="merge of two"):
+        merges_of({b"a": 0, b"b": 1, b"abb": 2})
 
 
 # What is refused
 
 
-def refuses(path, rule, got, advice=DAMAGED, kind=ValueError):
-    text = f"read_huggingface: {rule}; got path={path}{got} {advice}"
-    with pytest.raises(kind, match=f"^{re.escape(text)}$"):
-        daskgpt.load(path)
-
-
 @pytest.mark.parametrize(
-    ("more", "rule", "got"),
+    ("more", "keyword"),
     [
-        ({"activation_function": "relu"}, "activation_function must be gelu_new or gelu_pytorch_tanh", "relu"),
-        ({"activation_function": "gelu"}, "activation_function must be gelu_new or gelu_pytorch_tanh", "gelu"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be 1e-05", "1e-06"),
-        ({"n_inner": 17}, "n_inner must be null or 64", "17"),
-        ({"scale_attn_weights": False}, "scale_attn_weights must be true", "false"),
-        ({"scale_attn_weights": 1}, "scale_attn_weights must be true", "1"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be false", "true"),
-        ({"add_cross_attention": True}, "add_cross_attention must be false", "true"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings must be true", "false"),
-        ({"pruned_heads": {"1": [0]}}, "pruned_heads must be {} or null", '{"1": [0]}'),
-        ({"quantization_config": {"bits": 4}}, "quantization_config must be null", '{"bits": 4}'),
+        ({"activation_function": "relu"}, "gelu_new or gelu_pytorch_tanh"),
+        ({"activation_function": "gelu"}, "gelu_new or gelu_pytorch_tanh"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be"),
+        ({"n_inner": 17}, "n_inner must be null or 64"),
+        ({"scale_attn_weights": False}, "scale_attn_weights must be true"),
+        ({"scale_attn_weights": 1}, "scale_attn_weights must be true"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false"),
+        ({"add_cross_attention": True}, "add_cross_attention must be false"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
+        ({"pruned_heads": {"1": [0]}}, "pruned_heads must be"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config must be null"),
+        ({"model_type": "llama"}, "model_type must be gpt2"),
+        ({"model_type": ["gpt2"]}, "model_type must be gpt2"),
+        ({"n_layer": 10**9}, "every block must have its tensors"),
+        ({"n_layer": 3}, "missing=h.2.attn.c_attn.bias .12 in all"),
+        ({"n_layer": 1}, "unknown=h.1.attn.c_attn.bias .12 in all"),
+        ({"vocab_size": 30}, r"wte.weight must have shape \(30, 16\)"),
+        ({"n_positions": 2**30}, r"wpe.weight must have shape \(1073741824, 16\)"),
+        ({"n_head": 3}, "must describe a GPT-2.*heads=4"),
     ],
 )
-def test_what_this_program_cannot_express(tmp_path, more, rule, got):
-    path = write(tmp_path / "a", fields=FIELDS | more)
-    text = f"read_huggingface: {rule}; got path={path / 'config.json'}, {next(iter(more))}={got}. {NO_OTHER}"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        daskgpt.load(path)
+def test_configurations_that_are_refused(tmp_path, more, keyword):
+    with pytest.raises(ValueError, match=keyword):
+        daskgpt.load(write(tmp_path / "a", fields=FIELDS | more))
 
 
 @pytest.mark.parametrize("name", ["n_layer", "n_head", "n_embd", "n_positions", "vocab_size"])
-@pytest.mark.parametrize("value", [None, 0, -1, 2.0, "2", True, 2**31, 10**400, [1], float("nan"), "missing"])
-def test_sizes_that_are_none(tmp_path, name, value):
-    fields = FIELDS | {name: value}
-    if value == "missing":
-        del fields[name]
-    path = write(tmp_path / "a", fields=fields)
-    rule = f"read_huggingface: {name} must be a whole number from 1 on; got path={path / 'config.json'}, {name}="
-    with pytest.raises(ValueError, match=f"^{re.escape(rule)}") as error:
-        daskgpt.load(path)
-    assert len(str(error.value)) < 300 + len(str(path))
-
-
-def test_other_models(tmp_path):
-    for fields, got in (({"model_type": "llama"}, "llama"), ({}, "missing"), ({"model_type": ["gpt2"]}, '["gpt2"]')):
-        path = write(tmp_path / "a", fields=fields)
-        text = f"model_type must be gpt2; got path={path / 'config.json'}, model_type={got}. "
-        with pytest.raises(ValueError, match=f"^read_huggingface: {re.escape(text)}Other models are not known here.$"):
+def test_sizes_that_are_none(tmp_path, name):
+    for value in (None, 0, -1, 2.0, "2", True, 2**31, 10**400, [1], float("nan")):
+        path = write(tmp_path / "a", fields=FIELDS | {name: value})
+        with pytest.raises(ValueError, match=f"{name} must be a whole number") as error:
             daskgpt.load(path)
-
-
-def test_sizes_that_are_not_the_tensors(tmp_path):
-    for more, rule, got in (
-        ({"n_layer": 10**9}, "every block must have its tensors", ", n_layer=1000000000, tensors=28."),
-        ({"n_layer": 3}, TENSORS, ", missing=h.2.attn.c_attn.bias (12 in all)."),
-        ({"n_layer": 1}, TENSORS, ", unknown=h.1.attn.c_attn.bias (12 in all)."),
-        ({"vocab_size": 30}, "wte.weight must have shape (30, 16) in a file", ", shape=(29, 16)."),
-        ({"n_positions": 2**30}, f"wpe.weight must have shape {(2**30, 16)} in a file", ", shape=(16, 16)."),
-    ):  # fmt: skip
-        path = write(tmp_path / "a", fields=FIELDS | more)
-        text = f"read_huggingface: {rule}; got path={path / 'model.safetensors'}{got} {DAMAGED}"
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            daskgpt.load(path)
-    path = write(tmp_path / "a", fields=FIELDS | {"n_head": 3})
-    with pytest.raises(ValueError, match="^read_huggingface: config.json must describe a GPT-2; .* Try heads=4.$"):
-        daskgpt.load(path)
+        assert len(str(error.value)) < 300 + len(str(path))
+    with pytest.raises(ValueError, match=f"{name}=missing"):
+        daskgpt.load(write(tmp_path / "a", fields={key: value for key, value in FIELDS.items() if key != name}))
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "rule", "got"),
+    ("name", "values", "keyword"),
     [
-        ("score.weight", np.zeros((2, 16), np.float32), TENSORS, ", unknown=score.weight (1 in all)."),
-        ("transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "every tensor must be there once", ", tensor=ln_f.bias."),
-        (
-            "ln_f.bias",
-            np.zeros(16),
-            "ln_f.bias must be float32, float16, bfloat16 (F32, F16, BF16)",
-            ", dtype=F64.",
-        ),
-        (
-            "h.0.mlp.c_fc.weight",
-            PARAMETERS["h.0.mlp.c_fc.weight"],
-            "h.0.mlp.c_fc.weight must have shape (16, 64) in a file",
-            ", shape=(64, 16).",
-        ),
+        ("score.weight", np.zeros((2, 16), np.float32), "unknown=score.weight"),
+        ("transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "there once"),
+        ("ln_f.bias", np.zeros(16), "F64"),
+        ("h.0.mlp.c_fc.weight", PARAMETERS["h.0.mlp.c_fc.weight"], r"must have shape \(16, 64\)"),
+        ("lm_head.weight", PARAMETERS["wte.weight"][::-1].copy(), "value for value"),
+        ("lm_head.weight", PARAMETERS["wte.weight"].astype(np.float16), "value for value"),
+        ("lm_head.weight", PARAMETERS["wte.weight"][1:].copy(), "must have shape"),
     ],
 )
-def test_tensors_that_are_not_gpt2s(tmp_path, name, values, rule, got):
-    path = write(tmp_path / "a", arrays() | {name: values})
-    advice = "Convert it to float32 first." if "F64" in got else DAMAGED
-    text = f"read_huggingface: {rule}; got path={path / 'model.safetensors'}{got} {advice}"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        daskgpt.load(path)
+def test_tensors_that_are_not_gpt2s(tmp_path, name, values, keyword):
+    with pytest.raises(ValueError, match=keyword):
+        daskgpt.load(write(tmp_path / "a", arrays() | {name: values}))
 
 
 def test_a_folder_without_a_model(tmp_path):
     path = write(tmp_path / "a")
     (path / "model.safetensors").unlink()
-    rule = "the folder must hold model.safetensors, or model.safetensors.index.json"
-    refuses(path, rule, ".", "There is no model beside config.json: copy the folder again.", FileNotFoundError)
+    with pytest.raises(FileNotFoundError, match="must hold model.safetensors"):
+        daskgpt.load(path)
     (path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match="pytorch_model.bin holds pickled Python objects, .* --help` says"):
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin holds pickled"):
         daskgpt.load(path)
 
 
 def test_metadata_of_another_model_of_ours(tmp_path):
     folder = tmp_path / "a"
     write_huggingface(folder, opened(), {})
-    (folder / "config.json").write_text(json.dumps(FIELDS | {"n_head": 4}))
-    rule = "config.json and the file's own metadata must describe one model"
-    text = f"{rule}; got path={folder / 'model.safetensors'}, heads=2 in the metadata, 4 in config.json. "
-    with pytest.raises(ValueError, match=f"^read_huggingface: {re.escape(text)}"):
+    (folder / "config.json").write_text(json.dumps(FIELDS | {"n_head": 2}))
+    with pytest.raises(ValueError, match="heads=4 in the metadata, 2 in config.json"):
         daskgpt.load(folder)
 
 
 @pytest.mark.parametrize(
-    ("content", "first"),
-    [(b"", "none"), (b"ab", "61 62"), (b"# no model", "23 20 6e 6f"), (b'{"a": 1}', "7b 22 61 22")],
-)
-def test_files_that_are_no_model(tmp_path, content, first):
-    path = tmp_path / "something.json"
-    path.write_bytes(content)
-    rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
-    text = f"read_model_file: {rule}; got path={path}, first bytes={first}. It is something else, or damaged."
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        daskgpt.load(path)
-
-
-@pytest.mark.parametrize(
-    ("start", "name", "kind"),
+    ("content", "name", "keyword"),
     [
-        (b"PK\3\4" + bytes(100), "ckpt.pt", "a zip archive, as PyTorch writes it, with pickled Python objects"),
-        (b"PK\3\4" + bytes(100), "model.bin", "a zip archive, as PyTorch writes it, with pickled Python objects"),
-        (b"\x80\x04\x95" + bytes(100), "model", "pickled Python objects"),
-        (b"\x80\x02}", "meta.pkl", "pickled Python objects"),
-        (b"(dp0\n", "meta.pkl", ".pkl, an ending of pickled Python objects"),
+        (b"", "model", "first bytes=none"),
+        (b"ab", "model", "first bytes=61 62"),
+        (b'{"a": 1}', "something.json", "first bytes=7b 22 61 22"),
+        (b"PK\3\4" + bytes(100), "ckpt.pt", "zip archive"),
+        (b"PK\3\4" + bytes(100), "model.bin", "zip archive"),
+        (b"\x80\x02\x95" + bytes(100), "model", r"\(pickled"),
+        (b"\x80\x05}", "meta.pkl", r"\(pickled"),
+        (b"(dp0\n", "meta.pkl", r"\(.pkl, an ending"),
     ],
 )
-def test_pickles_are_not_opened(tmp_path, start, name, kind):
-    path = tmp_path / name
-    path.write_bytes(start)
-    text = f"the file must be one that can be read without running what is in it; got path={path} ({kind}). "
-    with pytest.raises(ValueError, match=f"^read_model_file: {re.escape(text)}`python -m daskgpt.convert --help` has"):
-        daskgpt.load(path)
-
-
-def test_tensors_are_read_when_they_are_asked_for(tmp_path):
-    model = open_huggingface(write(tmp_path / "a"))
-    for name, tensor in tensors(CONFIG).items():
-        found = model.read(tensor)
-        assert not found.flags.writeable, name  # the mapped file's own memory
-        np.testing.assert_array_equal(found, PARAMETERS[name])
+def test_files_that_are_no_model(tmp_path, content, name, keyword):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=keyword):
+        daskgpt.load(tmp_path / name)

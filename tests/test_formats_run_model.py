@@ -1,39 +1,24 @@
-"""The run's own model file: the same bits come back, and a file that is not whole or not its own is refused."""
+"""Tests of the run's own model file: the same bits come back; a file not whole or not its own is refused."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import tracemalloc
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from llmc_samples import CONFIG, MODEL, SMALL, small_parameters
+from llmc_samples import CONFIG, MODEL, SMALL, assert_same_bits, small_parameters
 from safetensors import safe_open
 
 import daskgpt
-from daskgpt.config.model import GPT2Config
+from daskgpt.data.encodings import ranks_of
 from daskgpt.formats.models import read_model_file
 from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_model
+from daskgpt.formats.vocabulary_file import written_vocabulary
 from daskgpt.model.parameters import initial_parameters, parameter_shapes, value_count
 
-ALONE = "It was written by another program: a GPT-2 of Hugging Face's is read as a folder, with its config.json."
-FOREIGN = "It was written by another program, or is damaged: give a file that daskgpt wrote."
-
-
 RMS = replace(SMALL, norm="rmsnorm")
-
-
-def assert_same_bits(first, second):
-    assert list(first) == list(second)
-    for name, values in first.items():
-        assert values.dtype == second[name].dtype == np.float32
-        assert values.shape == second[name].shape
-        assert second[name].flags.c_contiguous, name
-        assert second[name].flags.writeable, name
-        assert values.tobytes() == second[name].tobytes(), name
 
 
 def unpadded():
@@ -62,21 +47,14 @@ def rewrite(path, header, tensors):
     path.write_bytes(len(text).to_bytes(8, "little") + text + tensors)
 
 
-def edit(path, **changes):
+def edit(path, change):
     """The file with another entry of the metadata, and no checksum of it."""
     header, tensors = parts(path)
     known = json.loads(header["__metadata__"]["daskgpt"])
     del known["check"]
-    for name, value in changes.items():
-        (known["model"] if name in known["model"] or name not in known else known)[name] = value
+    change(known)
     header["__metadata__"]["daskgpt"] = json.dumps(known)
     rewrite(path, header, tensors)
-
-
-def refuses(path, rule, got, advice=FOREIGN):
-    text = f"read_run_model: {rule}; got path={path}{got} {advice}"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        read_run_model(path)
 
 
 # What is written
@@ -103,14 +81,10 @@ def test_names_and_layout_are_hugging_faces(path):
 
 def test_the_metadata_says_what_the_model_is(path):
     known = json.loads(parts(path)[0]["__metadata__"]["daskgpt"])
-    assert known["model"] == {
-        "blocks": 2, "heads": 2, "channels": 4, "vocabulary": 5, "padded_vocabulary": 8, "positions": 6,
-        "norm": "layernorm",
-    }  # fmt: skip
-    assert known["model"].keys() == asdict(SMALL).keys()
+    sizes = {"blocks": 2, "heads": 2, "channels": 4, "vocabulary": 5, "padded_vocabulary": 8, "positions": 6}
+    assert known["model"] == sizes | {"norm": "layernorm"}
     assert (known["version"], known["daskgpt"]) == (1, daskgpt.__version__)
     assert (known["encoding"], known["sequence_length"]) == ("bytes", 4)
-    assert "(in, out)" in known["layout"]
 
 
 @pytest.mark.parametrize("value", [-0.0, 3.0, np.nan])
@@ -122,65 +96,28 @@ def test_padding_that_is_not_zero_is_kept(tmp_path, value):
     assert_same_bits(parameters, daskgpt.load(tmp_path / "model.safetensors")[1])
 
 
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-def test_arrays_that_are_not_contiguous_are_written_right(tmp_path, layout):
-    own = unpadded()
-    given = {
-        "transposed": {name: np.ascontiguousarray(values.T).T for name, values in own.items()},
-        "strided": {name: np.repeat(values, 2, axis=-1)[..., ::2] for name, values in own.items()},
-    }[layout]
-    write_run_model(tmp_path / "model.safetensors", StoredModel(SMALL, given))
-    assert_same_bits(own, read_run_model(tmp_path / "model.safetensors").parameters)
-
-
-def test_a_golden_model_goes_through_every_format(tmp_path):
-    config, parameters = daskgpt.load(MODEL)
-    assert config == CONFIG
-    daskgpt.save(tmp_path / "own.safetensors", config, parameters)
-    daskgpt.save(tmp_path / "back.bin", *daskgpt.load(tmp_path / "own.safetensors"))
-    assert (tmp_path / "back.bin").read_bytes() == MODEL.read_bytes()
-
-
-def test_tensors_are_streamed(tmp_path):
-    config = GPT2Config(blocks=16, heads=2, channels=128, vocabulary=64, positions=64)
-    parameters = initial_parameters(config, seed=0)
-    size = sum(values.nbytes for values in parameters.values())
-
-    def peak(work, *arguments):
-        tracemalloc.start()
-        work(*arguments)
-        found = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return found
-
-    # One tensor is less than a fortieth of all.
-    assert peak(write_run_model, tmp_path / "m.safetensors", StoredModel(config, parameters)) < 0.2 * size
-    assert peak(read_run_model, tmp_path / "m.safetensors") < 1.2 * size
-
-
-def test_what_is_wrong_is_not_written(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "change", "error", "keyword"),
+    [
+        ("model.safetensors", {"wpe.weight": np.zeros((6, 4))}, TypeError, "float32"),
+        ("model.safetensors", {"ln_f.bias": None}, ValueError, "missing"),
+        ("absent/model.safetensors", {}, FileNotFoundError, "folder must exist"),
+        *[(name, {}, ValueError, "ending must be") for name in ("model", "model.pt", "model.safetensors.bak")],
+    ],
+)
+def test_what_is_wrong_is_not_written(tmp_path, name, change, error, keyword):
     target = tmp_path / "model.safetensors"
     target.write_bytes(b"the model of yesterday")
-    parameters = unpadded()
-    wide = parameters | {"wpe.weight": parameters["wpe.weight"].astype(np.float64)}
-    with pytest.raises(TypeError, match=r"^write_run_model: wpe.weight must be float32; got dtype=float64\. "):
-        daskgpt.save(target, SMALL, wide)
-    with pytest.raises(ValueError, match="ln_f.bias, which is missing"):
-        daskgpt.save(target, SMALL, {name: parameters[name] for name in parameters if name != "ln_f.bias"})
-    with pytest.raises(FileNotFoundError, match="write_run_model: the folder must exist"):
-        daskgpt.save(tmp_path / "absent" / "model.safetensors", SMALL, parameters)
-    for name in ("model", "model.pt", "model.safetensors.bak"):
-        with pytest.raises(ValueError, match=r"^save: the ending must be \.safetensors or \.bin \(llm\.c\); got path="):
-            daskgpt.save(tmp_path / name, SMALL, parameters)
+    parameters = {key: values for key, values in (unpadded() | change).items() if values is not None}
+    with pytest.raises(error, match=keyword):
+        daskgpt.save(tmp_path / name, SMALL, parameters)
     assert os.listdir(tmp_path) == ["model.safetensors"]
     assert target.read_bytes() == b"the model of yesterday"
 
 
 def test_llmc_refuses_what_its_header_cannot_express(tmp_path):
     parameters = initial_parameters(RMS, seed=1)
-    text = "write_model: llm.c's header has no norm, which must be layernorm; got norm=rmsnorm. "
-    text += "Write a .safetensors file, which holds every configuration."
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(ValueError, match="no norm"):
         daskgpt.save(tmp_path / "model.bin", RMS, parameters)
     assert os.listdir(tmp_path) == []
     daskgpt.save(tmp_path / "model.safetensors", RMS, parameters)
@@ -200,31 +137,25 @@ def test_a_format_is_told_by_its_content(path, tmp_path, name):
     assert read_model_file(tmp_path / name).config == CONFIG
 
 
-def test_no_such_file(tmp_path):
-    for name, where in (("a.safetensors", "read_run_model"), ("a.bin", "read_model")):
-        with pytest.raises(FileNotFoundError, match=f"^{where}: the file must exist; got path={tmp_path / name}"):
-            daskgpt.load(tmp_path / name)
-    text = f"load: the folder must hold a checkpoint, or be Hugging Face's; got path={tmp_path}. "
-    with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}"):
-        daskgpt.load(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "keyword"), [("a.safetensors", "read_run_model"), ("a.bin", "read_model"), (".", "must hold a checkpoint")]
+)
+def test_no_such_file(tmp_path, name, keyword):
+    with pytest.raises(FileNotFoundError, match=keyword):
+        daskgpt.load(tmp_path / name)
 
 
 # What is refused
 
 
-@pytest.mark.parametrize("size", [0, 1, 8, 9, 500, -4, -1])
-def test_a_truncated_file(path, size):
-    path.write_bytes(path.read_bytes()[:size])
-    whole = f"got path={path}, bytes={path.stat().st_size} (Error while deserializing header: "
-    with pytest.raises(ValueError, match="^read_run_model: the file must be a whole safetensors file; ") as error:
-        daskgpt.load(path)
-    assert whole in str(error.value)
-    assert str(error.value).endswith("). It is of another kind, or damaged: write it again.")
+def cut(size):
+    return lambda data: data[:size]
 
 
 @pytest.mark.parametrize(
     "damage",
     [
+        *map(cut, (0, 1, 8, 9, 500, -4, -1)),
         lambda data: data + b"\0" * 4,
         lambda data: b"\xff" * 8 + data[8:],
         lambda data: (2**40).to_bytes(8, "little") + data[8:],
@@ -235,183 +166,106 @@ def test_a_truncated_file(path, size):
         lambda data: b"PK\3\4" + bytes(1000),
     ],
 )
-def test_a_header_that_makes_no_sense(path, damage):
+def test_a_damaged_file(path, damage):
     data = path.read_bytes()
     path.write_bytes(damage(data))
     assert path.read_bytes() != data
-    with pytest.raises(ValueError, match="^read_run_model: the file must be a whole safetensors file; ") as error:
+    with pytest.raises(ValueError, match="whole safetensors file") as error:
         daskgpt.load(path)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
 
 
-def test_metadata_that_is_missing_or_no_configuration(path):
+@pytest.mark.parametrize(
+    ("metadata", "keyword"),
+    [
+        ({"format": "pt"}, "entries=format"),
+        ({}, "entries=none"),
+        (None, "entries=none"),
+        ({"daskgpt": "no JSON"}, "JSONDecodeError"),
+        ({"daskgpt": "[" * 100_000}, "RecursionError"),
+        ({"daskgpt": "9" * 5000}, "ValueError"),
+        ({"daskgpt": "[]"}, "daskgpt=list"),
+        ({"daskgpt": "null"}, "daskgpt=NoneType"),
+        ({"daskgpt": "{}"}, "version=missing"),
+        ({"daskgpt": '{"version": 1, "model": 3, "encoding": "", "sequence_length": 0}'}, "model=3"),
+    ],
+)
+def test_metadata_that_is_missing_or_no_configuration(path, metadata, keyword):
     header, tensors = parts(path)
-    entry = "the metadata must have an entry daskgpt with the model's configuration"
-    for metadata, entries in (({"format": "pt"}, "format"), ({}, "none")):
-        rewrite(path, header | {"__metadata__": metadata}, tensors)
-        refuses(path, entry, f", entries={entries}.", ALONE)
     del header["__metadata__"]
-    rewrite(path, header, tensors)
-    refuses(path, entry, ", entries=none.", ALONE)
-    kinds = "the metadata's daskgpt must have version (int), model (dict), encoding (str), sequence_length (int)"
-    for text, rule, got in (
-        ("no JSON", "the metadata's entry daskgpt must be JSON", " (JSONDecodeError)."),
-        ("[" * 100_000, "the metadata's entry daskgpt must be JSON", " (RecursionError)."),
-        ("9" * 5000, "the metadata's entry daskgpt must be JSON", " (ValueError)."),
-        ("[]", kinds, ", daskgpt=list."),
-        ("null", kinds, ", daskgpt=NoneType."),
-        ("{}", kinds, ", daskgpt.version=missing."),
-        ('{"version": 1, "model": 3, "encoding": "", "sequence_length": 0}', kinds, ", daskgpt.model=3."),
-    ):
-        rewrite(path, header | {"__metadata__": {"daskgpt": text}}, tensors)
-        refuses(path, rule, got)
+    rewrite(path, header if metadata is None else header | {"__metadata__": metadata}, tensors)
+    with pytest.raises(ValueError, match=keyword):
+        read_run_model(path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "rule", "got", "advice"),
+    ("changes", "keyword"),
     [
-        (
-            {"version": 2},
-            "the version must be 1",
-            ", version=2.",
-            "Read it with the daskgpt that wrote it, or a newer one.",
-        ),
-        (
-            {"rotations": 3, "turns": 1},
-            "the model must have no setting that is unknown here",
-            ", model=rotations, turns.",
-            "A newer daskgpt wrote it: read it with that.",
-        ),
-        (
-            {"blocks": 10**12},
-            "every block must have its tensors",
-            ", blocks=1000000000000, tensors=28.",
-            FOREIGN,
-        ),
-        ({"blocks": 10**400}, "the metadata must describe a GPT-2", f", blocks=1{'0' * 36}....", FOREIGN),
-        ({"padded_vocabulary": 0}, "the metadata must describe a GPT-2", ", padded_vocabulary=0.", FOREIGN),
-        (
-            {"heads": 3},
-            "the metadata must describe a GPT-2",
-            ".",
-            "GPT2Config: channels must be a multiple of heads; got channels=4, heads=3. Try heads=4.",
-        ),
-        (
-            {"channels": 2**61 - 1, "heads": 2**60},
-            "the metadata must describe a GPT-2",
-            ".",
-            f"GPT2Config: channels must be a multiple of heads; got channels={2**61 - 1}, heads={2**60}. Try heads=1.",
-        ),
-        (
-            {"norm": "batchnorm"},
-            "the metadata must describe a GPT-2",
-            ".",
-            "GPT2Config: norm must be known; got norm=batchnorm. Did you mean layernorm?",
-        ),
-        (
-            {"norm": "rmsnorm"},
-            "the tensors must be those of the model in the metadata",
-            ", unknown=h.0.ln_1.bias (5 in all).",
-            FOREIGN,
-        ),
-        (
-            {"sequence_length": 7},
-            "the sequence length must lie between 0 and the model's positions (6)",
-            ", sequence_length=7.",
-            FOREIGN,
-        ),
-        (
-            {"blocks": 3},
-            "the tensors must be those of the model in the metadata",
-            ", missing=h.2.attn.c_attn.bias (12 in all).",
-            FOREIGN,
-        ),
-        (
-            {"blocks": 1},
-            "the tensors must be those of the model in the metadata",
-            ", unknown=h.1.attn.c_attn.bias (12 in all).",
-            FOREIGN,
-        ),
-        ({"positions": 2**50}, f"wpe.weight must have shape {(2**50, 4)} in a file", ", shape=(6, 4).", FOREIGN),
-        (
-            {"padded_vocabulary": 7, "vocabulary": 6},
-            "wte.weight must have shape (6, 4) or (7, 4) in a file",
-            ", shape=(5, 4).",
-            FOREIGN,
-        ),
+        ({"version": 2}, "version must be 1"),
+        ({"rotations": 3, "turns": 1}, "model=rotations, turns"),
+        ({"blocks": 10**12}, "every block must have its tensors"),
+        ({"blocks": 10**400}, "blocks=10{36}"),
+        ({"padded_vocabulary": 0}, "padded_vocabulary=0"),
+        ({"heads": 3}, "multiple of heads"),
+        ({"channels": 2**61 - 1, "heads": 2**60}, "multiple of heads"),
+        ({"norm": "batchnorm"}, "norm must be known"),
+        ({"norm": "rmsnorm"}, "unknown=h.0.ln_1.bias .5 in all"),
+        ({"sequence_length": 7}, "sequence length must lie between"),
+        ({"sequence_length": -1}, "sequence length must lie between"),
+        ({"blocks": 3}, "missing=h.2.attn.c_attn.bias .12 in all"),
+        ({"blocks": 1}, "unknown=h.1.attn.c_attn.bias .12 in all"),
+        ({"positions": 2**50}, "wpe.weight must have shape"),
+        ({"padded_vocabulary": 7, "vocabulary": 6}, r"wte.weight must have shape \(6, 4\) or \(7, 4\)"),
+        ({"encoding": "runes"}, "encoding must be one of"),
+        *[({"blocks": value}, "model.blocks=") for value in (2.0, "2", True, None, [2])],
     ],
 )
-def test_a_configuration_that_is_not_the_tensors(path, changes, rule, got, advice):
-    edit(path, **changes)
-    refuses(path, rule, got, advice)
+def test_a_configuration_that_is_not_the_tensors(path, changes, keyword):
+    parts_of_it = ("version", "encoding", "sequence_length")
+    edit(path, lambda known: (known if changes.keys() <= set(parts_of_it) else known["model"]).update(changes))
+    with pytest.raises(ValueError, match=keyword):
+        daskgpt.load(path)
 
 
-@pytest.mark.parametrize("value", [2.0, "2", True, None, [2]])
-def test_a_size_of_another_kind(path, value):
-    edit(path, blocks=value)
-    names = ("blocks", "heads", "channels", "vocabulary", "padded_vocabulary", "positions")
-    with pytest.raises(ValueError, match=r"^read_run_model: the metadata's model must have blocks \(int\), ") as error:
+@pytest.mark.parametrize(
+    ("vocabulary", "keyword"),
+    [(3, "vocabulary=3"), (written_vocabulary(ranks_of("bytes")), "vocabulary must be that of the encoding")],
+)
+def test_a_vocabulary_that_is_not_the_encodings(path, vocabulary, keyword):
+    edit(path, lambda known: known.update(vocabulary=vocabulary))
+    with pytest.raises(ValueError, match=keyword):
         read_run_model(path)
-    assert all(f"{name} (int)" in str(error.value) for name in names)
-    assert str(error.value).endswith(f"; got path={path}, model.blocks={value!s}. {FOREIGN}")
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("F16", 2), ("BF16", 2), ("F64", 8), ("I32", 4)])
-def test_another_dtype(path, dtype, size):
+@pytest.mark.parametrize(
+    ("name", "entry", "keyword"),
+    [
+        *[("ln_f.bias", {"dtype": dtype, "shape": [8]}, f"dtype={dtype}") for dtype in ("F16", "BF16")],
+        ("ln_f.bias", {"dtype": "F64", "shape": [2]}, "dtype=F64"),
+        ("ln_f.bias", {"dtype": "I32"}, "dtype=I32"),
+        ("h.0.attn.c_attn.weight", {"shape": [12, 4]}, r"must have shape \(4, 12\)"),
+    ],
+)
+def test_tensors_of_another_kind(path, name, entry, keyword):
     header, tensors = parts(path)
-    header["ln_f.bias"]["dtype"] = dtype
-    header["ln_f.bias"]["shape"] = [16 // size]
+    header[name] |= entry
     rewrite(path, header, tensors)
-    refuses(path, "ln_f.bias must be float32 (F32)", f", dtype={dtype}.", "Convert the file to float32 first.")
-
-
-def test_matrices_that_are_not_transposed(path):
-    header, tensors = parts(path)
-    header["h.0.attn.c_attn.weight"]["shape"].reverse()
-    rewrite(path, header, tensors)
-    refuses(path, "h.0.attn.c_attn.weight must have shape (4, 12) in a file", ", shape=(12, 4).")
+    with pytest.raises(ValueError, match=keyword):
+        read_run_model(path)
 
 
 def test_a_flipped_bit_of_the_metadata(path):
     path.write_bytes(path.read_bytes().replace(b'\\"heads\\": 2', b'\\"heads\\": 1'))
-    rule = "the metadata's daskgpt must be what was written, by its checksum"
-    with pytest.raises(
-        ValueError, match=f"^read_run_model: {re.escape(rule)}; got path={re.escape(str(path))}, check="
-    ):
+    with pytest.raises(ValueError, match="checksum"):
         read_run_model(path)
 
 
 def test_a_setting_that_came_later_means_its_default(path):
-    header, tensors = parts(path)
-    known = json.loads(header["__metadata__"]["daskgpt"])
-    del known["model"]["norm"], known["check"]
-    header["__metadata__"]["daskgpt"] = json.dumps(known)
-    rewrite(path, header, tensors)
+    edit(path, lambda known: known["model"].pop("norm"))
     assert read_run_model(path).config == SMALL
 
 
 def test_values_are_counted_as_the_tensors_hold_them():
     for config in (SMALL, RMS, CONFIG):
         assert value_count(config) == sum(np.prod(shape) for shape in parameter_shapes(config).values())
-
-
-def test_an_encoding_that_is_unknown(path):
-    edit(path, encoding="runes")
-    text = f"load: the file's encoding must be one of bytes, gpt2; got path={path}, encoding=runes. "
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-        daskgpt.load(path)
-
-
-def test_llmc_headers_of_absurd_sizes_end_at_once(tmp_path):
-    for number, value in ((4, 2**31 - 1), (6, 2**31 - 4), (3, 2**31 - 1)):
-        data = bytearray(MODEL.read_bytes())
-        data[4 * number : 4 * number + 4] = value.to_bytes(4, "little")
-        data[4 * 7 : 4 * 8] = (2**31 - 1).to_bytes(4, "little")
-        path = tmp_path / "absurd.bin"
-        path.write_bytes(data)
-        tracemalloc.start()
-        with pytest.raises(ValueError, match=r"^read_model: the file must have \d+ bytes, by its header; .* truncated"):
-            daskgpt.load(path)
-        assert tracemalloc.get_traced_memory()[1] < 10e6
-        tracemalloc.stop()

@@ -1,17 +1,12 @@
-"""Damaged files of every format: some hundred cases of what `python tests/fuzz.py` tries thousands of."""
+"""Tests of readers with damaged files of every format: some of the cases that `python benchmarks/fuzz.py` makes."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
-from command_lines import PATIENCE
 
 pytest.importorskip("hypothesis", reason="Hypothesis is not installed (the extra test)")
 
+import fuzz
 from fuzz_cases import FORMATS, Example, damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +16,7 @@ from hypothesis import strategies as st
 def test_damaged_files(name, tmp_path):
     example = Example(name, tmp_path / "files")
 
-    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def case(data):
         example.check(*data.draw(damaged(example.whole)))
@@ -37,32 +32,7 @@ def test_every_file_of_an_example_is_needed(tmp_path):
             assert example.check(file, b"") == "refused"
 
 
-def test_the_command(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("fuzz.py")), "--cases", "90", "--seed", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("90 cases: ")
-
-
-def raising(error):
-    def read(folder):
-        raise error
-
-    return read
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        raising(KeyError("a")),
-        raising(ValueError("a word")),
-        raising(ValueError("where: the rule is this; got path=another file. Do that.")),
-        lambda folder: {},
-        lambda folder: FORMATS["llm.c"].read(folder) | {"ln_f.bias": FORMATS["llm.c"].read(folder)["ln_f.weight"]},
-    ],
-)
-def test_a_reader_that_is_wrong_is_found(tmp_path, wrong):
-    example = Example("llm.c", tmp_path / "files")
-    example.format = replace(example.format, read=wrong)
-    with pytest.raises((AssertionError, KeyError)):
-        example.check("m.bin", example.whole["m.bin"])
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "21", "--seed", "3"])
+    fuzz.main()
+    assert "21 cases: " in capsys.readouterr().out

@@ -1,26 +1,38 @@
-"""Merging tasks: the same bits at every grain, fewer tasks, no cycles, values dropped when nobody needs them."""
+"""Tests of the tasks of a step: how they are merged, where they wait, and micro-batches."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from dataclasses import replace
+from math import prod
+from operator import attrgetter
 
 import numpy as np
 import pytest
+from command_lines import write_text
 from conftest import SMALL, random_batch, random_parameters
-from test_model import losses_and_parameters
+from one_number import MODELS, Dials, Model, outcomes_of_steps
+from small_runs import MODEL
+from tolerances import TOLERANCES
 
 import daskgpt
-from daskgpt.config.model import preset
-from daskgpt.config.run import DataConfig, OptimizerConfig, RunConfig
+from daskgpt import train
+from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, inplace
+from daskgpt.graph.accumulating import MicroBatches, MicroSum
+from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.grain import GRAINS
-from daskgpt.graph.nodes import is_leaf
+from daskgpt.graph.nodes import is_leaf, task
 from daskgpt.graph.program import Call, Program, calls_of
-from daskgpt.graph.spans import Span
+from daskgpt.graph.spans import Span, recorded_spans
+from daskgpt.instruments.memory import predict
+from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.grain_choice import GrainChoice, expected_block
+from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 
 
@@ -30,32 +42,15 @@ def assert_same_bits(found, expected, what):
         np.testing.assert_array_equal(value, expected[1][name], err_msg=f"{what} {name}")
 
 
-@pytest.mark.parametrize("chunk", [(2, 12), (2, 4), (4, 12)], ids=str)
-def test_every_grain_gives_the_same_bits(chunk):
-    expected = losses_and_parameters("sync", 1, chunk, grain="kernel", in_place=False)
-    for grain in GRAINS:
-        for scheduler, in_place in (("sync", True), ("threads", True), ("threads", False)):
-            found = losses_and_parameters(scheduler, 2, chunk, grain=grain, in_place=in_place)
-            assert_same_bits(found, expected, f"{grain} {scheduler} {in_place}")
-
-
 @pytest.mark.parametrize("rows", [1, 40])
 def test_tensors_shared_by_several_update_tasks_give_the_same_bits(rows, monkeypatch):
     """Two ways to share the embedding: its two gradients in one task, or the first one on its own."""
     monkeypatch.setattr(calls, "ROWS_ELEMENTS", 1)  # 64 rows at a time
     monkeypatch.setattr(inplace, "TASK_ELEMENTS", 1)  # each in a task of its own
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
-    random = np.random.default_rng(8)
-    parameters, batch = random_parameters(config, random), random_batch(config, random)
-    results = []
-    for in_place in (False, True):
-        step = TrainingStep(config, (4, 12), (2, 12), OptimizerConfig(), in_place=in_place)
-        with open_scheduler("threads", 2) as scheduler:
-            state = step.initial(parameters)
-            for _ in range(2):
-                loss, state = step(scheduler, state, *batch, 2)
-            results.append(([loss], state.parameters(scheduler)))
-    assert_same_bits(results[1], results[0], rows)
+    model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, own) for own in (False, True)]
+    assert_same_bits(*(outcomes_of_steps(model, "float32", own) for own in dials), rows)
+    step = TrainingStep(config, (4, 12), (2, 12), OptimizerConfig(), in_place=True)
     shares = [key for key in step.runnable.graph if key[0].startswith("adamw-wte.weight")]
     assert len(shares) == 4
 
@@ -64,22 +59,17 @@ def test_updates_in_place_wait_for_every_reader_of_the_old_value():
     step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", in_place=True)
     graph = step.runnable.graph
     homes = {call.key: key for key, node in graph.items() if not is_leaf(node) for call in node.func.calls}
-    checked = 0
-    for update, readers in step.recorded.after.items():
-        for reader in readers:
-            assert homes[reader] in graph[homes[update]].dependencies
-            checked += 1
-    assert checked > 50
+    waits = [(update, reader) for update, readers in step.recorded.after.items() for reader in readers]
+    assert len(waits) > 50
+    assert all(homes[reader] in graph[homes[update]].dependencies for update, reader in waits)
 
 
 def test_parameters_that_were_given_are_not_written_over(random, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
     parameters = random_parameters(config, random)
     before = {name: value.copy() for name, value in parameters.items()}
-    data = DataConfig(data=str(text), batch_size=4, sequence_length=12)
-    result = daskgpt.fit(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters)
+    data = DataConfig(data=str(write_text(tmp_path)), batch_size=4, sequence_length=12)
+    result = daskgpt.fit(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters, quiet=True)
     for name, value in parameters.items():
         np.testing.assert_array_equal(value, before[name])
         assert not np.array_equal(result.parameters[name], before[name])
@@ -99,7 +89,7 @@ def test_a_coarser_grain_has_fewer_tasks():
 
 
 def test_tasks_of_a_chunk_that_holds_whole_sequences_become_one():
-    names = [key[0] for key in tasks_of("chunk", (2, 12)) if not key[0].startswith(("update", "mean"))]
+    names = [key[0] for key in tasks_of("chunk", (2, 12))]
     assert len([name for name in names if name.startswith("tokens")]) == 2  # one a chunk
 
 
@@ -126,33 +116,27 @@ def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads
     choice = GrainChoice("auto", "step", in_place=True, block_seconds=seconds)
     assert (choice.first, choice.open) == ("segment", True)
     assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
-    assert not choice.open
-    assert step.grain == grain
+    assert (step.grain, choice.open) == (grain, False)
 
 
 @pytest.mark.parametrize(
-    ("config", "batch", "workers", "grain"),
+    ("config", "batch", "grain"),
     [
-        (preset("tiny"), (12, 64), 2, "chunk"),
-        (preset("tiny", blocks=6, heads=6, channels=384), (32, 64), 2, "block"),
-        (preset("gpt2"), (8, 256), 2, "block"),
-        (preset("gpt2"), (8, 256), 8, "block"),
+        (preset("tiny"), (12, 64), "chunk"),
+        (preset("tiny", blocks=6, heads=6, channels=384), (32, 64), "block"),
+        (preset("gpt2"), (8, 256), "block"),
     ],
 )
-def test_a_cluster_begins_with_large_tasks(config, batch, workers, grain):
-    choice = GrainChoice("auto", "step", in_place=False, block_seconds=expected_block(config, batch, workers))
+def test_a_cluster_begins_with_large_tasks(config, batch, grain):
+    choice = GrainChoice("auto", "step", in_place=False, block_seconds=expected_block(config, batch, 2))
     assert (choice.first, choice.open) == (grain, False)
 
 
 def test_a_program_drops_a_value_after_its_last_reader():
     alive = []
 
-    class Value:
-        pass
-
     def make():
-        value = Value()
-        alive.append(weakref.ref(value))
+        alive.append(weakref.ref(value := np.zeros(3)))
         return value
 
     def read(value):
@@ -162,9 +146,128 @@ def test_a_program_drops_a_value_after_its_last_reader():
         gc.collect()
         return alive[0]() is None
 
-    calls = [
-        Call(("a",), make, [], 0, (), True),
-        Call(("b",), read, [0], 1, (0,), True),
-        Call(("c",), look, [1], 2, (), True),
-    ]
+    calls = [Call(("a",), make, [], 0, (), True), Call(("b",), read, [0], 1, (0,), True)]
+    calls.append(Call(("c",), look, [1], 2, (), True))
     assert Program(calls, [], [2])() is True
+
+
+def spans_of(barrier, grain="kernel", steps=2):
+    random = np.random.default_rng(5)
+    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain=grain, barrier=barrier, in_place=True)
+    state = step.initial(random_parameters(SMALL, random))
+    with open_scheduler("threads", 2) as scheduler, recorded_spans() as spans:
+        for _ in range(steps):
+            spans.clear()
+            _, state = step(scheduler, state, *random_batch(SMALL, random), steps)
+        return [(step.recorded.origin(span.key), span) for span in spans]
+
+
+def intervals(spans, name_of):
+    """From the first start to the last end of the spans of each name."""
+    found = {}
+    for origin, span in spans:
+        start, end = found.get(name_of(origin), (span.start, span.end))
+        found[name_of(origin)] = min(start, span.start), max(end, span.end)
+    return sorted(found.values())
+
+
+@pytest.mark.parametrize(("barrier", "stage"), [("layer", "stage"), ("phase", "phase")])
+def test_a_stage_is_over_before_the_next_one_starts(barrier, stage):
+    found = intervals(spans_of(barrier), attrgetter(stage))
+    assert len(found) == 3 or barrier == "layer"
+    for (_, end), (start, _) in itertools.pairwise(found):
+        assert end <= start
+
+
+def test_without_barriers_layers_overlap_in_a_step():
+    found = intervals(spans_of("step"), attrgetter("stage"))
+    assert any(end > start for (_, end), (start, _) in itertools.pairwise(found))
+
+
+def test_steps_that_make_new_state_do_not_overlap():
+    """They would all begin with the first one's."""
+    random = np.random.default_rng(5)
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), barrier="none", in_place=False)
+    state = step.initial(random_parameters(SMALL, random))
+    with open_scheduler("sync") as scheduler, pytest.raises(RuntimeError, match="in_place=False"):
+        step.window(scheduler, state, [random_batch(SMALL, random)] * 2, 2)
+
+
+def test_a_reader_waits_for_the_update_of_the_step_before_and_for_nothing_else_of_it():
+    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", barrier="none", in_place=True)
+    graph = step.runnable.window(2)
+    earlier = {}
+    for key, node in graph.items():
+        if key[0].endswith("-1") and not is_leaf(node):
+            names = {d[0].split("-")[0] for d in node.dependencies if d[0].endswith("-0")}
+            earlier[calls_of(node)[0].key] = names
+    assert set().union(*earlier.values()) == {"adamw"}
+    assert all(names for key, names in earlier.items() if key[0].startswith("linear.forward"))
+    assert not any(names for key, names in earlier.items() if key[0].startswith(("attention", "gelu", "add")))
+
+
+def test_stages_in_a_circle_are_refused():
+    graph = {}
+    for key, needs in ((("a", 0), []), (("b", 0), [("a", 0)]), (("a", 1), [("b", 0)])):
+        graph[key] = task(key, print, needs)
+    with pytest.raises(RuntimeError, match="circle"):
+        with_barriers(graph, lambda key: key[0], name="barrier", tokens=False)
+
+
+def test_every_sequence_has_one_micro_batch_of_its_part():
+    assert [MicroBatches(4, 8).of_chunk(chunk) for chunk in range(8)] == [(0, n // 2) for n in range(8)]
+    assert [MicroBatches(2, 8, 2).of_chunk(chunk) for chunk in range(8)] == [(n // 4, n % 4 // 2) for n in range(8)]
+    assert [MicroBatches(4, 2).of_chunk(chunk) for chunk in range(2)] == [(0, 0), (0, 2)]
+
+
+def job(config, batch_size, accumulate):
+    data = DataConfig(batch_size=batch_size, sequence_length=64, accumulate=accumulate, groups=1)
+    return Job(config, data, OptimizerConfig(), DataflowConfig(scheduler="threads", threads=2), RunConfig())
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), GPT2Config(blocks=3, channels=64, vocabulary=2000)], ids=str)
+def test_the_memory_is_that_of_one_micro_batch_and_the_gradients(config):
+    """And what the tied table's last sum waits for: the gradients of the embedding's output, a row a token.
+
+    Of several groups more gradients are held at once, one for each level of the tree that has a total.
+    """
+    one, four = (predict(job(config, 12, accumulate)) for accumulate in (1, 4))
+    gradients = 4 * sum(prod(tensor.shape) for tensor in tensors(config).values())
+    kept = 4 * 4 * 12 * 64 * config.channels
+    factor = TOLERANCES["memory of a micro-batch"]["factor"]
+    joined = predict(job(config, 48, 1))
+    assert sum(four.at_peak.values()) <= factor * sum(one.at_peak.values()) + gradients + kept
+    assert four.at_peak["gradients"] <= gradients
+    assert sum(joined.at_peak.values()) > sum(four.at_peak.values()) + one.at_peak["activations"]
+
+
+def test_a_sum_is_made_when_its_micro_batch_has_come_so_far():
+    config = MODELS["odd"].config
+    step = TrainingStep(config, (6, 20), (1, 20), OptimizerConfig(), in_place=True, accumulate=3)
+    sums = [node.func for node in step.recorded.unmerged.values() if isinstance(getattr(node, "func", None), MicroSum)]
+    assert {each.micro for each in sums} == {0, 1, 2, None}
+    assert {each.origin.where for each in sums if each.micro is None} == {"wte+wpe"}
+
+
+def test_a_run_with_accumulation_is_that_of_larger_batches(tmp_path):
+    text, run = write_text(tmp_path), RunConfig(steps=6, validate_every=3, validation_batches=2, sample_tokens=0)
+    found = []
+    for size, count, barrier in ((8, 1, "step"), (2, 4, "step"), (2, 4, "none")):
+        data = DataConfig(data=str(text), batch_size=size, accumulate=count, sequence_length=16)
+        dataflow = DataflowConfig(scheduler="threads", threads=2, barrier=barrier)
+        result = daskgpt.fit(MODEL, data, dataflow=dataflow, run=run, quiet=True)
+        found.append((result.losses, result.validation_loss, daskgpt.digest(result.parameters)))
+    assert found[1] == found[2] == found[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--accumulate 0", "at least 1"),
+        ("--accumulate 2 --local-steps 5", "accumulate must be 1"),
+        ("--accumulate 2 --batch-chunk 24", "batch_chunk=24, batch_size=12"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, told, tmp_path):
+    with pytest.raises(ValueError, match=told):
+        train.main(["--data", str(write_text(tmp_path)), *flags.split()])

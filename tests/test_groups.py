@@ -1,19 +1,18 @@
-"""Groups of sequences: sums of their own that meet in a binary tree, the same however the batch is cut."""
+"""Tests of groups of sequences: sums of their own that meet in a binary tree, the same however the batch is cut."""
 
 from __future__ import annotations
 
-import json
 import tomllib
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
-from command_lines import refused, run, write_text
+from command_lines import write_text
 from conftest import SMALL
 
 import daskgpt
-from daskgpt import bench
+from daskgpt import bench, train
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import apply
@@ -25,24 +24,20 @@ from daskgpt.model.parameters import parameter_shapes
 from daskgpt.training.inference import loss_and_gradients
 
 B, T, C, V = 8, 6, 5, 7
-CHUNKS = [(8, 6), (8, 3), (4, 6), (4, 2), (2, 6), (2, 1), (1, 6), (1, 3), (1, 1), ((3, 5), (6,)), ((1, 6, 1), (4, 2))]
+CHUNKS = [(8, 6), (8, 3), (4, 2), (2, 6), (2, 1), (1, 3), (1, 1), ((3, 5), (6,)), ((1, 6, 1), (4, 2))]
+SIZE = ["--blocks", "1", "--heads", "1", "--channels", "16", "--sequence-length", "16", "--batch-size", "4"]
 
 
-def chained(terms: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """One number after the other."""
-    total = start.copy()
-    for term in terms.reshape(-1, *start.shape):
-        total += term
-    return total
-
-
-def tree(terms: np.ndarray, groups: int, start: np.ndarray) -> np.ndarray:
-    """The canonical order as DESIGN.md says it, by recursion."""
+def tree(terms, groups, start):
+    """The canonical order as DESIGN.md says it, by recursion; in a group one number after the other."""
     size = len(terms) // groups
 
-    def total(low: int, high: int) -> np.ndarray:
+    def total(low, high):
         if high - low == 1:
-            return chained(terms[low * size : high * size], start if low == 0 else np.zeros_like(start))
+            found = start.copy() if low == 0 else np.zeros_like(start)
+            for term in terms[low * size : high * size].reshape(-1, *start.shape):
+                found += term
+            return found
         middle = (low + high) // 2
         return total(low, middle) + total(middle, high)
 
@@ -65,12 +60,10 @@ def test_groups_meet_in_a_binary_tree(random, groups, started):
         (dw,) = apply(
             "dw", embedding.backward_wte, "btC, bt -> VC", arrays, start=starts[1], new_axes={"V": V}, groups=groups
         )
-        found = dask.compute(db, dw, scheduler="sync")
-        for one, other in zip(found, wanted):
+        for one, other in zip(dask.compute(db, dw, scheduler="sync"), wanted):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.
-    others = [tree(rows, other, table).tobytes() for other in (1, 2, 4, 8)]
-    assert len(set(others)) == 4
+    assert len({tree(rows, other, table).tobytes() for other in (1, 2, 4, 8)}) == 4
 
 
 def test_totals_wait_for_each_other_like_a_binary_counter():
@@ -102,33 +95,26 @@ def test_the_shape_of_the_batch_decides(batch, groups):
     assert groups_of_batch(*batch, 2) == 2
 
 
-def test_groups_that_do_not_divide_the_batch_are_refused(tmp_path):
-    line = refused(run("train", "--groups", 3, "--out", tmp_path / "out"))
-    assert line == (
-        "DataConfig: groups must be a power of two that divides batch_size; got groups=3, batch_size=12. Try groups=4."
-    )
-    assert refused(run("bench", "--groups", 8)).endswith("; got groups=8, batch_size=12. Try groups=4.")
-    assert not (tmp_path / "out").exists()
+def test_groups_that_do_not_divide_the_batch_are_refused():
+    for groups, near in ((3, 4), (8, 4), (24, 4)):
+        with pytest.raises(ValueError, match=rf"divides batch_size; got groups={groups}, .* Try groups={near}\."):
+            daskgpt.DataConfig(batch_size=12, groups=groups)
     tokens = da.zeros((6, 8), dtype=np.int32, chunks=(2, 8))
-    with pytest.raises(ValueError, match=r"groups must be a power of two .*; got groups=4, sequences=6. Try groups=2."):
+    with pytest.raises(ValueError, match=r"groups must be a power of two .*; got groups=4, sequences=6"):
         loss_and_gradients(SMALL, daskgpt.initial_parameters(SMALL, 0), tokens, tokens, groups=4)
 
 
-def test_a_run_says_its_groups_and_records_them(tmp_path):
-    text, size = write_text(tmp_path), ["--blocks", 1, "--heads", 1, "--channels", 16, "--sequence-length", 16]
-    for groups, said in (("auto", "4 x 16 tokens"), (2, "4 x 16 tokens, summed in 2 groups of 2")):
-        flags = ["--batch-size", 4, "--groups", groups, "--steps", 2, "--sample-tokens", 0, "--validation-batches", 1]
+def test_a_run_says_its_groups_and_records_them(tmp_path, capsys):
+    flags = ["--steps", "2", "--sample-tokens", "0", "--validation-batches", "1"]
+    for groups, said in (("auto", "4 x 16 tokens\n"), ("2", "4 x 16 tokens, summed in 2 groups of 2\n")):
         folder = tmp_path / f"run-{groups}"
-        result = run("train", "--data", text, *size, *flags, "--out", folder)
-        assert result.returncode == 0, result.stderr
-        assert f"\nbatch      {said}\n" in result.stdout
-        written = tomllib.loads((folder / "config.toml").read_text())["data"]
-        assert written["groups"] == (1 if groups == "auto" else 2)
+        given = ["--data", str(write_text(tmp_path)), "--groups", groups, "--out", str(folder)]
+        assert train.main([*SIZE, *flags, *given]) == 0
+        assert said in capsys.readouterr().out
+        assert tomllib.loads((folder / "config.toml").read_text())["data"]["groups"] == (groups == "2") + 1
     # A run from before there were groups had one.
-    older = (folder / "config.toml").read_text().replace("groups = 2\n", "")
-    (folder / "config.toml").write_text(older)
-    again = run("train", "--init", folder, *flags, "--plan")
-    assert again.returncode == 0, again.stderr
+    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("groups = 2\n", ""))
+    assert train.main(["--init", str(folder), "--batch-size", "4", *flags, "--plan"]) == 0
 
 
 def test_losses_and_validation_are_sums_of_the_same_groups(tmp_path):
@@ -143,15 +129,6 @@ def test_losses_and_validation_are_sums_of_the_same_groups(tmp_path):
     ]
     assert results[0].losses == results[1].losses
     assert results[0].validation_loss == results[1].validation_loss
-
-
-def test_a_benchmark_takes_groups(capsys):
-    flags = ["--blocks", "1", "--heads", "1", "--channels", "16", "--batch-size", "4", "--sequence-length", "16"]
-    flags += ["--groups", "2", "--steps", "1", "--warmup", "1", "--recorded", "1"]
-    assert bench.main([*flags, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["groups"] == 2
-    assert bench.main([*flags, "--plan"]) == 0
-    assert "4 x 16 tokens, summed in 2 groups of 2" in capsys.readouterr().out
 
 
 def test_a_plan_counts_totals_that_wait():

@@ -1,55 +1,98 @@
-"""Attention beside the explicit softmax: lengths around the block of queries, heads, big scores, causality."""
+"""Tests of attention in float32, in float64, and with each bfloat16 unit: its formula, gradient, dropout and edges."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 import pytest
+import reference_gpt2
 from kernel_cases import softmax_attention, softmax_attention_backward
+from product_cases import UNITS, arrays, assert_same_bits, at_once, exact, using
+from reference_dropout import factors
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import attention
+from daskgpt.kernels.bfloat16 import rounded_attention
+from daskgpt.kernels.philox import streams
 
-LENGTHS = [1, 5, 31, 32, 33, 64, 130, 300]
-
-
-def qkv_of(tokens: int, channels: int, dtype: str = "float64", scale: float = 1.0) -> np.ndarray:
-    return (np.random.default_rng(tokens).normal(size=(2, tokens, 3 * channels)) * scale).astype(dtype)
-
-
-@pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize(("channels", "heads"), [(6, 1), (48, 3), (64, 8)])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_output_and_logsumexp(tokens, channels, heads, dtype):
-    qkv = qkv_of(tokens, channels, dtype)
-    y, logsumexp = attention.forward(qkv, heads)
-    expected_y, expected_logsumexp = softmax_attention(qkv.astype("f8"), heads)
-    assert (y.dtype, logsumexp.dtype) == (dtype, dtype)
-    np.testing.assert_allclose(y, expected_y, **TOLERANCES[f"kernel {dtype}"])
-    np.testing.assert_allclose(logsumexp, expected_logsumexp, **TOLERANCES[f"kernel {dtype}"])
+# Around bands of 32 and 64 queries; heads of 6, 16, 8, 80 and 3 numbers.
+SHAPES = [(tokens, *heads) for tokens in (1, 5, 31, 32, 33, 64, 130) for heads in ((6, 1), (48, 3))]
+SHAPES += [(33, 160, 2), (130, 160, 2), (64, 36, 12), (64, 64, 8), (300, 40, 2)]
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize("heads", [1, 3])
-def test_gradient_agrees_with_a_numeric_derivative_in_a_random_direction(tokens, heads):
-    qkv, random = qkv_of(tokens, 12), np.random.default_rng(9)
-    dy, direction = random.normal(size=(2, tokens, 12)), random.normal(size=qkv.shape)
-    ends = [softmax_attention(qkv + sign * 1e-6 * direction, heads)[0] for sign in (1, -1)]
-    gradient = attention.backward(dy, qkv, *attention.forward(qkv, heads), heads)
-    numeric = ((ends[0] - ends[1]) * dy).sum() / 2e-6
-    assert (gradient * direction).sum() == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
+@dataclass(frozen=True)
+class Kind:
+    """Attention's kernels in one precision; `seen` makes of operands the numbers that are multiplied."""
+
+    kernels: ModuleType
+    dtype: str
+    seen: Any
+    rounds: bool
+
+    def arrays(self, tokens, channels, scale=1.0):
+        qkv, dy = arrays(tokens, (2, tokens, 3 * channels), (2, tokens, channels))
+        return (qkv * scale).astype(self.dtype), dy.astype(self.dtype)
+
+    def assert_near(self, found, expected):
+        assert found.dtype == self.dtype
+        if self.rounds:
+            largest = np.abs(expected).max() or 1
+            np.testing.assert_allclose(found / largest, expected / largest, **TOLERANCES["bfloat16 attention"])
+        else:
+            np.testing.assert_allclose(found, expected, **TOLERANCES[f"kernel {self.dtype}"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_big_scores_stay_finite_and_right(dtype):
-    qkv = qkv_of(70, 16, dtype, scale=40)  # scores of some thousands: exp(score) would be infinite
-    y, logsumexp = attention.forward(qkv, 2)
-    expected_y, expected_logsumexp = softmax_attention(qkv.astype("f8"), 2)
+@pytest.fixture(params=["float32", "float64", *UNITS])
+def kind(request):
+    if request.param.startswith("float"):
+        yield Kind(attention, request.param, lambda x: x.astype("f8"), False)
+    else:
+        with using(request.param):
+            yield Kind(rounded_attention, "float32", exact, True)
+
+
+def run(kernels, qkv, dy, heads, rate=0.0):
+    """Output, log-sum-exp and gradient; place 7 of step 4 with seed 3."""
+    if not rate:
+        y, logsumexp = kernels.forward(qkv, heads)
+        return y, logsumexp, kernels.backward(dy, qkv, y, logsumexp, heads)
+    keys = streams(3, 4, len(qkv))
+    y, logsumexp = kernels.forward_dropped(qkv, keys, heads, 7, rate)
+    return y, logsumexp, kernels.backward_dropped(dy, qkv, y, logsumexp, keys, heads, 7, rate)
+
+
+@pytest.mark.parametrize("rate", [0, 0.3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_logsumexp_and_gradient_are_those_of_an_independent_program(kind, shape, rate):
+    tokens, channels, heads = shape
+    qkv, dy = kind.arrays(tokens, channels)
+    y, logsumexp, gradient = run(kind.kernels, qkv, dy, heads, rate)
+    masks = np.float64(1)
+    if rate:
+        masks = np.array([[factors(3, 4, s, 7, h, tokens, tokens, rate) for h in range(heads)] for s in range(2)])
+    expected, kept = reference_gpt2.attention(kind.seen(qkv), heads, masks)
+    kind.assert_near(y, expected)
+    assert logsumexp.dtype == kind.dtype
+    tolerance = TOLERANCES[f"kernel {kind.dtype}"]
+    np.testing.assert_allclose(logsumexp, softmax_attention(kind.seen(qkv), heads)[1], **tolerance)
+    kind.assert_near(gradient, reference_gpt2.attention_backward(kind.seen(dy), kept))
+
+
+def test_big_scores_stay_finite_and_right(kind):
+    qkv, dy = kind.arrays(70, 16, scale=40)  # scores of some thousands: exp(score) would be infinite
+    y, logsumexp, gradient = run(kind.kernels, qkv, dy, 2)
+    expected, expected_logsumexp = softmax_attention(kind.seen(qkv), 2)
     assert np.abs(expected_logsumexp).max() > 3000
-    # Scores of 5,000 carry an absolute rounding error of 5,000 * 6e-8 * 4 in float32: so much do the weights differ.
-    tolerance = {"rtol": 1e-5, "atol": 0.2} if dtype == "float32" else {"rtol": 1e-9, "atol": 1e-9}
-    np.testing.assert_allclose(y, expected_y, **tolerance)
     np.testing.assert_allclose(logsumexp, expected_logsumexp, rtol=1e-5)
-    gradient = attention.backward(np.ones_like(y), qkv, y, logsumexp, 2)
+    if kind.rounds:
+        kind.assert_near(y, expected)
+    else:
+        # Scores of 5,000 carry an absolute rounding error of 5,000 * 6e-8 * 4 in float32: so much weights differ.
+        tolerance = {"rtol": 1e-5, "atol": 0.2} if kind.dtype == "float32" else {"rtol": 1e-9, "atol": 1e-9}
+        np.testing.assert_allclose(y, expected, **tolerance)
     assert np.isfinite(gradient).all()
 
 
@@ -57,63 +100,51 @@ def test_big_scores_stay_finite_and_right(dtype):
 @pytest.mark.parametrize("scale", [1, 18])
 def test_saturated_scores_cost_no_more_precision_than_a_stored_softmax(tokens, scale):
     """Scores of some hundreds: a probability that follows from a rounded log-sum-exp alone would be 3e-5 off."""
-    qkv = qkv_of(tokens, 336, "float32", scale)
-    dy = np.random.default_rng(1).normal(size=(2, tokens, 336)).astype("f4")
-    exact = softmax_attention_backward(dy.astype("f8"), qkv.astype("f8"), 7)
-    textbook = softmax_attention_backward(dy, qkv, 7)
-    ours = attention.backward(dy, qkv, *attention.forward(qkv, 7), 7)
-    assert textbook.dtype == ours.dtype == np.float32
-    for name, part in (("dq", 0), ("dk", 1), ("dv", 2)):
-        columns = slice(part * 336, part * 336 + 336)
-        errors = [np.square(g[..., columns] - exact[..., columns]).mean() ** 0.5 for g in (ours, textbook)]
-        assert errors[0] <= TOLERANCES["attention, saturated"]["factor"] * errors[1], name
+    qkv, dy = arrays(tokens, (2, tokens, 3 * 144), (2, tokens, 144))
+    qkv *= scale
+    wanted = softmax_attention_backward(dy.astype("f8"), qkv.astype("f8"), 3)
+    results = run(attention, qkv, dy, 3)[2], softmax_attention_backward(dy, qkv, 3)
+    for part in range(3):
+        columns = slice(part * 144, part * 144 + 144)
+        ours, textbook = (np.square(g[..., columns] - wanted[..., columns]).mean() ** 0.5 for g in results)
+        assert ours <= TOLERANCES["attention, saturated"]["factor"] * textbook, "qkv"[part]
 
 
 @pytest.mark.parametrize("tokens", [33, 130])
-def test_no_token_sees_a_later_one(tokens):
-    qkv = qkv_of(tokens, 16, "float32")
-    y, logsumexp = attention.forward(qkv, 2)
+def test_no_token_sees_a_later_one(kind, tokens):
+    qkv, dy = kind.arrays(tokens, 48)
+    dy[:, 20:] = 0
+    y, logsumexp, gradient = run(kind.kernels, qkv, dy, 3)
     for cut in (1, 31, tokens - 1):
         changed = qkv.copy()
         changed[:, cut:] = 1e6
-        again, logsumexp_again = attention.forward(changed, 2)
+        again, logsumexp_again = kind.kernels.forward(changed, 3)
         np.testing.assert_array_equal(again[:, :cut], y[:, :cut])
         np.testing.assert_array_equal(logsumexp_again[..., :cut], logsumexp[..., :cut])
-    dy = np.zeros_like(y)
-    dy[:, :20] = 1
-    assert not attention.backward(dy, qkv, y, logsumexp, 2)[:, 20:].any()
+    assert not gradient[:, 20:].any()
 
 
-def test_a_nan_is_not_hidden():
-    qkv = qkv_of(40, 16, "float32")
+def test_a_nan_is_not_hidden(kind):
+    qkv, dy = kind.arrays(40, 16)
     qkv[0, 3, 2] = np.nan  # a query of the first head
-    y, _ = attention.forward(qkv, 2)
+    y, _, gradient = run(kind.kernels, qkv, dy, 2)
     assert np.isnan(y[0, 3, :8]).all()
     assert np.isfinite(y[0, :3]).all()
+    assert np.isnan(gradient[0, 3, :8]).all()
     assert np.isfinite(y[1]).all()
+    assert np.isfinite(gradient[1]).all()
 
 
-@pytest.mark.parametrize(("columns", "heads"), [(50, 2), (48, 3), (48, 0)])
-def test_columns_that_are_not_three_times_the_heads_are_refused(columns, heads):
-    message = (
-        f"attention.forward: qkv must have 3 * channels columns, channels a multiple of heads; got columns={columns}, "
-        f"heads={heads}. Check the order of the arguments."
-    )
-    with pytest.raises(ValueError) as error:
-        attention.forward(np.ones((1, 4, columns)), heads)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("name", ["dy", "y", "logsumexp"])
-def test_backward_refuses_arrays_that_do_not_fit(name):
-    qkv = qkv_of(7, 8)
-    y, logsumexp = attention.forward(qkv, 2)
-    arrays = {"dy": y, "qkv": qkv, "y": y, "logsumexp": logsumexp}
-    wrong = arrays[name][..., :-1]
-    expected = (
-        f"attention.backward: {name} must have shape {arrays[name].shape}; got shape={wrong.shape}. "
-        "Check the order of the arguments."
-    )
-    with pytest.raises(ValueError) as error:
-        attention.backward(*(arrays | {name: wrong}).values(), 2)
-    assert str(error.value) == expected
+def test_threads_at_once_give_the_same_bits_and_inputs_are_only_read(kind):
+    qkv, dy = kind.arrays(100, 96)
+    expected = run(kind.kernels, qkv, dy, 6, 0.3)
+    before = [array.copy() for array in (qkv, dy)]
+    moved = np.empty(qkv.size + 1, qkv.dtype)[1:].reshape(qkv.shape)
+    moved[...] = qkv
+    for array in (moved, qkv, dy):
+        array.flags.writeable = False
+    for results in at_once(4, lambda: [run(kind.kernels, x, dy, 6, 0.3) for x in (qkv, moved)]):
+        for found, wanted in zip(sum(results, ()), expected * 2, strict=True):
+            assert_same_bits(found, wanted)
+    for array, copy in zip((qkv, dy), before):
+        assert_same_bits(array, copy)

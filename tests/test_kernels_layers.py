@@ -1,28 +1,56 @@
-"""All layers' kernels: values, gradients, dtypes, purity, and the same bits wherever and by whomever they are run."""
+"""Tests of all layers' kernels: values, gradients, dtypes, sums in pieces, the same bits wherever they are run."""
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
-from kernel_cases import CASES, GRADIENTS, Arrays
+from kernel_cases import CASES, GRADIENTS, VOCABULARY
+from product_cases import assert_same_bits, at_once
 from tolerances import TOLERANCES
 
+from daskgpt.kernels import crossentropy, embedding, layernorm, linear, rmsnorm
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_gradient = pytest.mark.parametrize(("case", "name"), GRADIENTS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
+B, T, C, O, V = 2, 37, 48, 70, 72
+RANDOM = np.random.default_rng(8)
+DY, X, WIDE, LOSSES, DLOGITS = (RANDOM.normal(size=(B, T, *axes)) for axes in ((C,), (C,), (O,), (), (V,)))
+TOKENS, POSITIONS = RANDOM.integers(0, V, (B, T)).astype("i4"), np.arange(3, T + 3, dtype="i4")
+# A kernel, what it sums, and the shape of its total; what the sums are is tested with the layers.
+SUMS = {
+    "embedding.wte": (embedding.backward_wte, (DY, TOKENS), (V, C)),
+    "embedding.wpe": (embedding.backward_wpe, (DY, POSITIONS), (T + 4, C)),
+    "layernorm.weight": (layernorm.backward_weight, (DY, X), (C,)),
+    "rmsnorm.weight": (rmsnorm.backward_weight, (DY, X), (C,)),
+    "linear.weight": (linear.backward_weight, (WIDE, X), (O, C)),
+    "linear.bias": (linear.backward_bias, (WIDE,), (O,)),
+    "crossentropy.wte": (crossentropy.backward_wte, (LOSSES, DLOGITS, X), (V, C)),
+    "mean": (partial(crossentropy.mean_forward, count=B * T), (LOSSES,), ()),
+}
+every_sum = pytest.mark.parametrize("name", SUMS)
+every_table = pytest.mark.parametrize("name", [name for name, case in SUMS.items() if len(case[2]) == 2])
 
 
-def everything(case, arrays: Arrays) -> list[np.ndarray]:
+def everything(case, arrays):
     """The forward's result and every gradient."""
     y = case.forward(arrays)
     return [y, *(gradient(case.dy(y), arrays) for gradient in case.gradients.values())]
 
 
-def moved_in_memory(array: np.ndarray, offset: int) -> np.ndarray:
+def assert_all_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def in_float64(arrays):
+    return {name: array.astype("f8") if array.dtype.kind == "f" else array for name, array in arrays.items()}
+
+
+def moved_in_memory(array, offset):
     """A copy that starts `offset` elements after a multiple of 64 bytes."""
     buffer = np.empty(array.nbytes + 64 + offset * array.itemsize, np.uint8)
     start = -buffer.ctypes.data % 64 + offset * array.itemsize
@@ -35,8 +63,7 @@ def moved_in_memory(array: np.ndarray, offset: int) -> np.ndarray:
 @every_dtype
 def test_forward_agrees_with_the_formula(case, dtype):
     arrays = case.arrays(dtype)
-    y = case.forward(arrays)
-    expected = case.reference({name: a.astype("f8") if a.dtype.kind == "f" else a for name, a in arrays.items()})
+    y, expected = case.forward(arrays), case.reference(in_float64(arrays))
     assert y.dtype == dtype
     assert y.shape == expected.shape
     np.testing.assert_allclose(y, expected, **TOLERANCES[f"kernel {dtype}"])
@@ -56,9 +83,8 @@ def test_gradient_agrees_with_a_numeric_derivative_in_a_random_direction(case, n
 @every_gradient
 def test_float32_gradient_agrees_with_float64(case, name):
     arrays = case.arrays("float32")
-    wide = {key: a.astype("f8") if a.dtype.kind == "f" else a for key, a in arrays.items()}
     dy = case.dy(case.forward(arrays))
-    gradient, expected = case.gradients[name](dy, arrays), case.gradients[name](dy.astype("f8"), wide)
+    gradient, expected = case.gradients[name](dy, arrays), case.gradients[name](dy.astype("f8"), in_float64(arrays))
     assert gradient.dtype == np.float32
     assert gradient.shape == arrays[name].shape
     scale = np.abs(expected).max()
@@ -67,57 +93,125 @@ def test_float32_gradient_agrees_with_float64(case, name):
 
 @every_case
 @every_dtype
-def test_read_only_inputs_are_accepted_and_stay_as_they_are(case, dtype):
+def test_bits_do_not_depend_on_memory_or_thread_and_inputs_stay_as_they_are(case, dtype):
     arrays = case.arrays(dtype)
     expected = everything(case, {name: array.copy() for name, array in arrays.items()})
     before = {name: array.copy() for name, array in arrays.items()}
     for array in arrays.values():
         array.flags.writeable = False
-    for result, same in zip(everything(case, arrays), expected, strict=True):
-        np.testing.assert_array_equal(result, same)
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(array, before[name])
-
-
-@every_case
-def test_bits_do_not_depend_on_where_the_inputs_lie(case):
-    arrays = case.arrays("float32")
-    expected = everything(case, {name: moved_in_memory(array, 0) for name, array in arrays.items()})
-    for offset in (1, 4, 7):
-        results = everything(case, {name: moved_in_memory(array, offset) for name, array in arrays.items()})
-        for result, same in zip(results, expected, strict=True):
-            np.testing.assert_array_equal(result, same)
-
-
-@every_case
-def test_inputs_need_not_be_contiguous(case):
-    arrays = case.arrays("float32")
+    assert_all_same(everything(case, arrays), expected)
+    assert_all_same(arrays.values(), before.values())
     strided = {name: np.repeat(array, 2, axis=-1)[..., ::2] for name, array in arrays.items()}
-    assert not strided[next(iter(arrays))].flags.c_contiguous
-    for result, same in zip(everything(case, strided), everything(case, arrays), strict=True):
-        np.testing.assert_array_equal(result, same)
+    assert_all_same(everything(case, strided), expected)
+    if dtype == "float32":  # a library's float64 product may look at addresses
+        for offset in (0, 1, 4, 7):
+            moved = {name: moved_in_memory(array, offset) for name, array in arrays.items()}
+            assert_all_same(everything(case, moved), expected)
+
+    def flushed():
+        previous = set_flush_to_zero()
+        try:
+            return everything(case, arrays)
+        finally:
+            restore(previous)
+
+    alone = flushed()
+    for found in at_once(3, flushed):
+        assert_all_same(found, alone)
 
 
-@every_case
-def test_bits_do_not_depend_on_the_thread(case):
-    arrays = case.arrays("float32")
-    previous = set_flush_to_zero()
-    try:
-        expected = everything(case, arrays)
-    finally:
-        restore(previous)
-    results = []
+def whole_sum(name, dtype="float64"):
+    kernel, arrays, shape = SUMS[name]
+    arrays = [array.astype(dtype) if array.dtype.kind == "f" else array for array in arrays]
+    total = np.full(shape, np.nan, dtype)
+    assert kernel(*arrays, total=total, accumulate=False) is total
+    return kernel, arrays, total
 
-    def work():
-        set_flush_to_zero()
-        results.append(everything(case, arrays))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 3
-    for found in results:
-        for result, same in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(result, same)
+@every_sum
+@every_dtype
+def test_a_total_is_continued(name, dtype):
+    kernel, arrays, expected = whole_sum(name, dtype)
+    total, scale = expected.copy(), np.abs(expected).max()
+    assert kernel(*arrays, total=total, accumulate=True) is total
+    np.testing.assert_allclose(total / scale, 2 * expected / scale, **TOLERANCES[f"kernel {dtype}"])
+    for number in range(B):
+        parts = [array[number : number + 1] if array.shape[0] == B else array for array in arrays]
+        kernel(*parts, total=total, accumulate=number > 0)
+    np.testing.assert_allclose(total / scale, expected / scale, **TOLERANCES[f"kernel {dtype}"])
+
+
+@every_table
+@pytest.mark.parametrize("cut", [1, 16, 41])
+def test_rows_can_be_summed_in_pieces(name, cut):
+    kernel, arrays, expected = whole_sum(name)
+    whole = np.full(expected.shape, np.nan)
+    # A range of rows of one array: contiguous, but at any address.
+    kernel(*arrays, total=whole[:cut], accumulate=False, first_row=0)
+    assert np.isnan(whole[cut:]).all()
+    kernel(*arrays, total=whole[cut:], accumulate=False, first_row=cut)
+    np.testing.assert_allclose(whole, expected, **TOLERANCES["kernel float64"])
+
+
+@every_table
+def test_rows_outside_of_the_gradient_are_refused_or_zero(name):
+    kernel, arrays, shape = SUMS[name]
+    total = np.ones((3, C))
+    if name.startswith("embedding"):
+        kernel(*arrays, total=total, accumulate=False, first_row=shape[0] + 5)
+        assert not total.any()
+        return
+    for first in (-1, shape[0] - 2):
+        with pytest.raises(ValueError, match=f"total must be some of the {shape[0]} rows"):
+            kernel(*arrays, total=total, accumulate=False, first_row=first)
+
+
+@every_sum
+@pytest.mark.parametrize("fault", ["read-only", "other dtype", "not contiguous"])
+def test_a_total_that_cannot_take_the_sum_is_refused(name, fault):
+    kernel, arrays, shape = SUMS[name]
+    total = np.zeros(shape, "float32" if fault == "other dtype" else "float64")
+    if fault == "not contiguous":
+        if not shape:
+            return  # a single number always is
+        total = np.zeros((*shape, 2))[..., 0]
+    total.flags.writeable = fault != "read-only"
+    with pytest.raises(ValueError, match="total must be a writable contiguous float64 array"):
+        kernel(*arrays, total=total, accumulate=False)
+    assert not total.any()
+
+
+def head(dtype):
+    case = CASES[[case.name for case in CASES].index("crossentropy")]
+    return [case.arrays(dtype)[name] for name in ("x", "wte", "targets")]
+
+
+@every_dtype
+@pytest.mark.parametrize("scale", [1, 2000])
+def test_losses_and_dlogits_are_those_of_the_formula_and_padding_has_no_part(dtype, scale):
+    x, wte, targets = head(dtype)
+    x *= scale
+    wte[VOCABULARY:] = 1e9
+    losses, dlogits = crossentropy.forward(x, wte, targets, VOCABULARY)
+    assert dlogits.shape == (B, T, V)
+    logits = x.astype("f8") @ wte[:VOCABULARY].astype("f8").T
+    assert scale == 1 or logits.max() > 5000  # exp(logit) would be infinite
+    top = logits.max(-1, keepdims=True)
+    log_sum = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    expected = (log_sum - np.take_along_axis(logits, targets[..., None].astype(int), -1))[..., 0]
+    # Logits of some thousands have an absolute rounding error of 1e-3 in float32.
+    coarse = {"rtol": 1e-5, "atol": 1e-2 if dtype == "float32" else 1e-9}
+    tolerance = TOLERANCES[f"kernel {dtype}"] if scale == 1 else coarse
+    np.testing.assert_allclose(losses, expected, **tolerance)
+    np.testing.assert_allclose(
+        dlogits[..., :VOCABULARY], np.exp(logits - log_sum) - np.eye(VOCABULARY)[targets], **tolerance
+    )
+    np.testing.assert_array_equal(dlogits[..., VOCABULARY:], 0)
+
+
+def test_a_nan_is_not_hidden():
+    x, wte, targets = head("float32")
+    x[1, 2, 3] = np.nan
+    losses, dlogits = crossentropy.forward(x, wte, targets, VOCABULARY)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(losses)), [[1, 2]])
+    assert np.isnan(dlogits[1, 2, :VOCABULARY]).all()

@@ -1,17 +1,15 @@
-"""What a run's metrics say, and that every form of them says the same: a line of JSON, and TensorBoard's events."""
+"""Tests of a run's metrics, as lines of JSON and as TensorBoard's events, which must say the same."""
 
 from __future__ import annotations
 
 import json
 import resource
 import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from threading import Thread
 
 import pytest
-from command_lines import PATIENCE, SMALL, refused, run, write_text
+from command_lines import write_text
 from small_runs import MODEL, STEPS, fit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,6 +17,7 @@ import daskgpt
 from daskgpt.model.step_operations import step_operations
 from daskgpt.training import logs
 from daskgpt.training.logs import SINKS, Logs, chosen_sinks
+from daskgpt.training.metrics_file import metrics_lines
 from daskgpt.training.record_file import RecordFile
 from daskgpt.training.tensorboard_file import tagged
 
@@ -61,8 +60,9 @@ def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
     for record in records:
         took = TOKENS / record["tokens_per_s"]
         assert record["gflop_per_s"] == pytest.approx(operations / took / 1e9, rel=0.02, abs=1e-3)
-        assert 0 < record["product_share"] < 1
+        assert 0 <= record["product_share"] < 1  # rounded: 0 of a step that had to wait
         assert 50e6 < record["memory_bytes"] < 20e9
+    assert max(record["product_share"] for record in records) > 0
     assert [record["step"] for record in records if "validation_s" in record] == [3, 7, 11]
 
 
@@ -90,26 +90,6 @@ def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
 def test_what_workers_do_has_a_name_each():
     record = {"step": 3, "workers": {"0": {"idle": 0.5}, "1": {"idle": 0.25}}, "loss": None, "imbalance": 0.1}
     assert dict(tagged(record)) == {"workers/0/idle": 0.5, "workers/1/idle": 0.25, "run/imbalance": 0.1}
-
-
-def test_tensorboard_shows_the_configuration(logged):
-    found = EventAccumulator(str(logged)).Reload()
-    (text,) = [event.tensor_proto.string_val[0].decode() for event in found.Tensors("configuration")][-1:]
-    assert "| optimizer.learning_rate | 0.001 |" in text
-    assert "| model.channels | 16 |" in text
-
-
-def test_events_are_written_without_tensorflow_and_pytorch(text, tmp_path):
-    code = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-from small_runs import fit
-fit(Path({str(text)!r}), Path({str(tmp_path / "run")!r}), steps=2, log="tensorboard")
-assert not {{"tensorflow", "torch", "jax"}} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
-    assert len(events(tmp_path / "run")["loss/loss"]) == 2
 
 
 @contextmanager
@@ -149,16 +129,25 @@ def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path
 
 
 def test_logs_that_cannot_be_are_refused_before_anything_runs(text, tmp_path, monkeypatch):
-    line = refused(run("train", "--data", text, *SMALL, "--out", tmp_path / "out", "--log", "tensorbord"))
-    assert line == "train: the log must be known; got log=tensorbord. Did you mean tensorboard?"
+    with pytest.raises(ValueError, match="log=tensorbord. Did you mean tensorboard"):
+        fit(text, tmp_path / "out", log="tensorbord")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="train: a log must have a folder; got log=tensorboard. Give RunConfig"):
+    with pytest.raises(ValueError, match="a log must have a folder"):
         fit(text, "", log="tensorboard")
     monkeypatch.setattr(logs, "find_spec", lambda name: None)
-    rule = r"train: tensorboard must be installed; got log=tensorboard. Install it with pip install 'daskgpt\[tens"
-    with pytest.raises(RuntimeError, match=rule):
+    with pytest.raises(RuntimeError, match="tensorboard must be installed"):
         chosen_sinks("tensorboard", "out")
     assert chosen_sinks("", "") == ("metrics",)
+    monkeypatch.undo()
+    assert chosen_sinks("metrics, tensorboard,", "out") == ("metrics", "tensorboard")
+
+
+def test_lines_that_are_no_records_are_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 0}\n', b'{"step": 1}\n', b'{"step": 3}\n'
+    wrong = b'{"step": 1, "again": 1}\n', b"[1]\n", b'{"loss": 1}\n', b'{"step": "2"}\n', b"x\n", b'{"step": 4}\n'
+    path.write_bytes(b"".join([*good[:2], *wrong[:5], good[2], wrong[5], b'{"step": 2}']))
+    assert [line for _, line in metrics_lines(path, 4)] == list(good)
 
 
 class Slowly:

@@ -1,19 +1,18 @@
-"""The folder of a run: when it is written, what its files say, and what it refuses."""
+"""Tests of a run's folder: when it is written, what its files say, and what is refused."""
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from pathlib import Path
 
 import pytest
-from command_lines import SMALL, refused, run, write_text
+from command_lines import SMALL, write_text
+from small_runs import fit
 
-import daskgpt
+from daskgpt import train
+from daskgpt.training import run_folder
 from daskgpt.training.run_folder import RunFolder
-
-MODEL = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=16)
 
 
 @pytest.fixture(scope="module")
@@ -21,65 +20,54 @@ def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text"))
 
 
-def fit(text, **settings):
-    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    dataflow = daskgpt.DataflowConfig(**settings.pop("dataflow", {}))
-    run = daskgpt.RunConfig(**{"steps": 3, "validation_batches": 1} | settings)
-    return daskgpt.fit(MODEL, data, dataflow=dataflow, run=run)
+def config_of(folder):
+    return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
 
 
 def test_a_folder_that_is_named_is_written_and_none_otherwise(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert fit(text).checkpoint is None
+    assert fit(text, "", steps=3).checkpoint is None
     assert list(tmp_path.iterdir()) == []
-    result = fit(text, out="named")
-    assert result.checkpoint == Path("named/step-00000003")
-    names = {".lock", "config.toml", "metrics.jsonl", "latest", "best", "step-00000003"}
-    assert {path.name for path in Path("named").iterdir()} == names
-    with pytest.raises(FileExistsError, match="RunFolder: the folder must not hold a run already; got out=named"):
-        fit(text, out="named")
+    assert fit(text, "named", steps=3).checkpoint == Path("named/step-00000003")
+    before = {path: path.read_bytes() for path in Path("named").rglob("*") if path.is_file()}
+    with pytest.raises(FileExistsError, match="must not hold a run already"):
+        fit(text, "named")
+    assert {path: path.read_bytes() for path in Path("named").rglob("*") if path.is_file()} == before
 
 
-def test_the_command_line_names_a_folder_itself(text, tmp_path):
-    result = run("train", "--data", text, *SMALL, "--steps", 1, "--sample-tokens", 0, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert f"\nrun written to runs/{folder.name}\n" in result.stdout
-    assert tomllib.loads((folder / "config.toml").read_text())["run"]["out"] == str(folder.resolve())
+def test_the_command_line_names_a_folder_itself(text, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder.time, "strftime", lambda pattern: "now")
+    Path("runs/now").mkdir(parents=True)
+    Path("runs/now-2").mkdir()
+    assert train.main(["--data", str(text), *SMALL, "--steps", "1", "--sample-tokens", "0"]) == 0
+    assert "\nrun written to runs/now-3\n" in capfd.readouterr().out
+    folder = tmp_path / "runs" / "now-3"
+    assert config_of(folder)["run"]["out"] == str(folder.resolve())
 
 
 def test_the_configuration_is_what_was_used(text, tmp_path, monkeypatch):
     monkeypatch.chdir(text.parent)
     folder = tmp_path / "run"
-    fit("text.txt", out=os.path.relpath(folder), dataflow={"precision": "auto"})
-    written = tomllib.loads((folder / "config.toml").read_text())
+    fit("text.txt", os.path.relpath(folder), dataflow={"precision": "auto"}, steps=2)
+    written = config_of(folder)
     dataflow, data = written["dataflow"], written["data"]
     assert dataflow["grain"] in ("segment", "block", "chunk")
     assert dataflow["threads"] == len(os.sched_getaffinity(0))
     assert (dataflow["batch_chunk"], dataflow["sequence_chunk"]) == (4, 16)
     assert dataflow["precision"] == "float32"  # too few channels for auto to choose bfloat16
-    assert data["encoding"] == "bytes"
-    assert data["data"] == str(text.resolve())
+    assert (data["encoding"], data["data"]) == ("bytes", str(text.resolve()))
     assert written["run"]["out"] == str(folder.resolve())
     assert written["model"]["padded_vocabulary"] == 257
 
 
-def test_the_configuration_of_a_run_on_one_thread(text, tmp_path):
-    fit(text, out=str(tmp_path / "sync"), dataflow={"scheduler": "sync", "grain": "kernel", "threads": 8})
-    dataflow = tomllib.loads((tmp_path / "sync" / "config.toml").read_text())["dataflow"]
-    assert (dataflow["scheduler"], dataflow["grain"], dataflow["threads"]) == ("sync", "kernel", 1)
-
-
-def test_the_configuration_of_a_run_on_a_cluster(text, tmp_path):
-    from distributed import LocalCluster
-
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster:
-        path = tmp_path / "scheduler.json"
-        path.write_text(json.dumps(cluster.scheduler.identity()))
-        fit(text, out=str(tmp_path / "run"), dataflow={"scheduler": f"file:{path}", "threads": 7})
-        dataflow = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["dataflow"]
-        assert dataflow["scheduler"] == cluster.scheduler_address
-        assert (dataflow["threads"], dataflow["grain"]) == (2, "chunk")
+def test_the_configuration_of_a_run_on_a_cluster(text, tmp_path, cluster):
+    cluster.have(2)
+    named = f"file:{cluster.folder / 'scheduler.json'}"
+    fit(text, tmp_path / "run", steps=2, dataflow={"scheduler": named, "threads": 7})
+    dataflow = config_of(tmp_path / "run")["dataflow"]
+    assert dataflow["scheduler"] == cluster.address
+    assert (dataflow["threads"], dataflow["grain"]) == (2, "chunk")
 
 
 def test_names_that_toml_has_to_escape_come_back(tmp_path):
@@ -87,40 +75,33 @@ def test_names_that_toml_has_to_escape_come_back(tmp_path):
     names = {"a": 'quote " backslash \\ tab \t', "b": "\x7f delete, \u2028 line, 😀 beyond the first plane", "c": "ü"}
     folder.begin({"data": names})
     folder.close()
-    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))["data"] == names
+    assert config_of(tmp_path / "run")["data"] == names
 
 
 def test_two_runs_into_one_folder(tmp_path):
     first, second = RunFolder(str(tmp_path / "run")), RunFolder(str(tmp_path / "run"))  # neither is written yet
     first.begin({"run": {"seed": 1}})
-    with pytest.raises(FileExistsError, match="RunFolder: the folder must not hold a run already; got out="):
+    with pytest.raises(FileExistsError, match="must not hold a run already"):
         second.begin({"run": {"seed": 2}})
     first.logs.log({"step": 0})
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
-    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == {"run": {"seed": 1}}
+    assert config_of(tmp_path / "run") == {"run": {"seed": 1}}
+
+
+def test_a_folder_whose_configuration_has_no_room_is_free_again(tmp_path, monkeypatch):
+    def full(self, sections):
+        raise OSError(28, "No space left on device")
+
+    folder = RunFolder(str(tmp_path / "run"))
+    monkeypatch.setattr(RunFolder, "configure", full)
+    with pytest.raises(OSError, match="No space"):
+        folder.begin({})
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize("below", ["file", "file/run", "file/a/b"])
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(text, tmp_path, below):
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path, below):
     (tmp_path / "file").write_text("no folder")
-    out = tmp_path / below
-    line = refused(run("train", "--data", text, *SMALL, "--steps", 1, "--out", out))
-    assert line == (
-        f"RunFolder: the path must be a folder or new; got out={out}. "
-        f"{tmp_path / 'file'} is a file: give another --out."
-    )
-
-
-def test_data_that_cannot_be_read_is_refused(tmp_path):
-    unreadable = Path("/proc/self/mem")  # a file that even root cannot read from its start
-    if not unreadable.exists():
-        pytest.skip("needs /proc")
-    (tmp_path / "link.txt").symlink_to(unreadable)
-    for source in (tmp_path / "link.txt", tmp_path):
-        line = refused(run("train", "--data", source, *SMALL, "--out", tmp_path / "out"))
-        assert line == (
-            f"read_text: the file must be readable; got source={source}, file={tmp_path / 'link.txt'} "
-            "(Input/output error). Check its permissions and its disk."
-        )
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=f"{tmp_path / 'file'} is a file"):
+        RunFolder(str(tmp_path / below))

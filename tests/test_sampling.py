@@ -1,7 +1,8 @@
-"""Tokens from a model in Python."""
+"""Tests of tokens from a model: those of training's layers, whoever writes others; and the command that writes."""
 
 from __future__ import annotations
 
+import io
 import re
 
 import numpy as np
@@ -11,8 +12,11 @@ from numpy.testing import assert_allclose
 from tolerances import TOLERANCES
 
 import daskgpt
+from daskgpt import generate
+from daskgpt.data.encodings import get_encoding
 from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Decoder, Weights
+from daskgpt.generation.ending import end_of_text, shown
 from daskgpt.generation.sampling import Texts, window
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
@@ -21,20 +25,6 @@ from daskgpt.training.step import State
 @pytest.fixture(scope="module")
 def parameters():
     return random_parameters(SMALL, np.random.default_rng(5))
-
-
-def test_the_likeliest_token_is_that_of_the_logits(parameters, random):
-    import dask.array as da
-
-    prompt = random.integers(0, SMALL.vocabulary, 7).tolist()
-    (token,) = daskgpt.sample(SMALL, parameters, prompt, 1, temperature=0)
-    losses = []
-    for candidate in range(SMALL.vocabulary):  # the loss of the last token alone, by difference of two means
-        tokens = np.array([prompt], np.int32)
-        targets = np.array([[*prompt[1:], candidate]], np.int32)
-        loss, _ = daskgpt.loss_and_gradients(SMALL, parameters, da.from_array(tokens), da.from_array(targets))
-        losses.append(float(loss.compute(scheduler="sync")))
-    assert token == int(np.argmin(losses))
 
 
 def test_a_seed_gives_the_same_tokens_whatever_was_read_of_them(parameters):
@@ -48,7 +38,7 @@ def test_a_seed_gives_the_same_tokens_whatever_was_read_of_them(parameters):
 
 
 def test_no_more_is_kept_of_a_text_than_the_model_has_positions(parameters):
-    with pytest.raises(ValueError, match=f"as many positions as are kept; got capacity={SMALL.positions + 1}"):
+    with pytest.raises(ValueError, match=f"capacity={SMALL.positions + 1}"):
         Decoder(Weights(SMALL, parameters, "float32"), 1, SMALL.positions + 1)
 
 
@@ -56,14 +46,6 @@ def test_one_likeliest_token_leaves_no_choice(parameters):
     greedy = list(daskgpt.sample(SMALL, parameters, [4], 12, temperature=0))
     assert list(daskgpt.sample(SMALL, parameters, [4], 12, top_k=1, seed=9)) == greedy
     assert list(daskgpt.sample(SMALL, parameters, [4], 0)) == []
-
-
-def test_a_model_that_was_saved_says_the_same(parameters, tmp_path):
-    for name in ("model.safetensors", "model.bin"):
-        daskgpt.save(tmp_path / name, SMALL, parameters)
-        config, loaded = daskgpt.load(tmp_path / name)
-        assert config == SMALL
-        assert list(daskgpt.sample(config, loaded, [7], 10)) == list(daskgpt.sample(SMALL, parameters, [7], 10))
 
 
 def logits_of(parameters, tokens, config=SMALL):
@@ -103,32 +85,20 @@ def test_what_is_kept_changes_no_bit_of_the_scores_also_beyond_the_context(param
         assert np.array_equal(texts.scores([0]), anew)
 
 
-def test_the_text_is_that_of_a_program_that_keeps_nothing(parameters):
-    tokens = [5]
-    for token in daskgpt.sample(SMALL, parameters, [5], 50, temperature=0):
-        recent = tokens[window(len(tokens), SMALL.positions) :]
-        assert token == int(logits_of(parameters, recent).argmax())
-        tokens.append(token)
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_neither_threads_nor_other_texts_change_a_text(parameters, random, precision):
     weights = Weights(SMALL, parameters, precision)
     prompts = [random.integers(0, SMALL.vocabulary, length).tolist() for length in (1, 40, 7, 16, 17, 3, 9, 2, 5)]
-    texts = Texts(weights, prompts, threads=3)
-    for _ in texts.write(30, Choice(top_p=0.9), seed=7):
-        pass
-    again = Texts(weights, prompts, threads=1)
+    texts, again = (Texts(weights, prompts, threads=threads) for threads in (3, 1))
+    assert len(list(texts.write(30, Choice(top_p=0.9), seed=7))) == 30
     for count in (11, 19):  # gone on with where it was
-        for _ in again.write(count, Choice(top_p=0.9), seed=7):
-            pass
+        assert len(list(again.write(count, Choice(top_p=0.9), seed=7))) == count
     assert again.tokens == texts.tokens
     first = daskgpt.sample(SMALL, parameters, prompts[0], 30, top_p=0.9, seed=7, precision=precision)
     assert texts.tokens[0] == [*prompts[0], *first]
     assert all(len(text) == len(prompt) + 30 for text, prompt in zip(texts.tokens, prompts))
     same = Texts(weights, [prompts[1]] * 3)
-    for _ in same.write(30, Choice(), seed=7):
-        pass
+    assert len(list(same.write(30, Choice(), seed=7))) == 30
     assert len(set(map(tuple, same.tokens))) == 3  # samples of one prompt are different ones
 
 
@@ -147,17 +117,19 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(random):
     logits = random.normal(size=11).astype(np.float32) * 2
     weights = np.exp(logits.astype(np.float64) / 0.7)
     order = np.argsort(-weights)
+    above, of_four = (
+        1 + np.searchsorted(np.cumsum(weights[own]) / weights[own].sum(), 0.8) for own in (order, order[:4])
+    )
     cases = {
-        Choice(0.7): order,
-        Choice(0.7, top_k=4): order[:4],
-        Choice(0.7, top_p=0.8): order[: 1 + np.searchsorted(np.cumsum(weights[order]) / weights.sum(), 0.8)],
-        Choice(0.7, top_k=4, top_p=0.8): order[
-            : 1 + np.searchsorted(np.cumsum(weights[order[:4]]) / weights[order[:4]].sum(), 0.8)
-        ],
-        Choice(1e-60): order[:1],
-        Choice(1e-30): order[:1],
+        Choice(0.7): 11,
+        Choice(0.7, top_k=4): 4,
+        Choice(0.7, top_p=0.8): above,
+        Choice(0.7, top_k=4, top_p=0.8): of_four,
+        Choice(1e-60): 1,
+        Choice(1e-30): 1,
     }
-    for choice, kept in cases.items():
+    for choice, count in cases.items():
+        kept = order[:count]
         expected = np.zeros(11)
         expected[kept] = weights[kept] / weights[kept].sum()
         draws = np.bincount([choice(logits, random) for _ in range(4000)], minlength=11) / 4000
@@ -168,40 +140,128 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(random):
 def test_an_interrupted_answer_leaves_a_text_that_goes_on(parameters):
     texts = Texts(Weights(SMALL, parameters, "float32"), [[1]], threads=2)
     writing = texts.write(20, Choice(), seed=2)
-    for _ in range(5):
-        next(writing)
+    assert len([next(writing) for _ in range(5)]) == 5
     writing.close()
-    for _ in texts.write(15, Choice(), seed=2):
-        pass
+    assert len(list(texts.write(15, Choice(), seed=2))) == 15
     assert texts.tokens[0][1:] == list(daskgpt.sample(SMALL, parameters, [1], 20, seed=2))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "told"),
     [
-        ({"prompt": []}, "sample: the prompt must have a token; got prompt=[]. Give some text."),
-        (
-            {"prompt": [1, 29]},
-            "sample: tokens must lie in the vocabulary; got least=1, largest=29, vocabulary=29. "
-            "Use the encoding that the model was trained with.",
-        ),
-        ({"top_p": 0}, "sample: top_p must lie above 0 and be at most 1; got top_p=0. Give 1 for all."),
-        ({"precision": "bfloat"}, "sample: the precision must be known; got precision=bfloat. Did you mean bfloat16?"),
-        ({"threads": -1}, "sample: threads must not be negative; got threads=-1. Give 0 or more."),
-        ({"temperature": -1}, "sample: temperature must not be negative; got temperature=-1. Give 0 or more."),
-        ({"count": -1}, "sample: count must not be negative; got count=-1. Give 0 or more."),
-        ({"prompt": "text"}, "sample: the prompt must be token ids; got prompt=str. "),
+        ({"prompt": []}, "prompt must have a token"),
+        ({"prompt": [1, 29]}, "largest=29, vocabulary=29"),
+        ({"prompt": [-1]}, "least=-1"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"precision": "bfloat"}, "bfloat16?"),
+        ({"threads": -1}, "threads=-1"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"count": -1}, "count=-1"),
+        ({"prompt": "text"}, "prompt=str"),
     ],
+    ids=str,
 )
-def test_what_cannot_be_sampled_is_refused_at_once(parameters, arguments, message):
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+def test_what_cannot_be_sampled_is_refused_at_once(parameters, arguments, told):
+    with pytest.raises((ValueError, TypeError), match=re.escape(told)):
         daskgpt.sample(SMALL, parameters, **{"prompt": [1], "count": 1} | arguments)
-    with pytest.raises(ValueError, match=r"^check_parameters: .* ln_f\.bias, which is missing"):
+
+
+def test_a_model_that_is_no_model_is_refused(parameters):
+    with pytest.raises(ValueError, match=r"ln_f\.bias, which is missing"):
         daskgpt.sample(SMALL, {n: v for n, v in parameters.items() if n != "ln_f.bias"}, [1], 1)
-
-
-def test_a_model_whose_scores_are_no_numbers_is_refused(parameters):
     broken = parameters | {"ln_f.bias": np.full_like(parameters["ln_f.bias"], np.nan)}
     for temperature in (0, 1):
-        with pytest.raises(ValueError, match=r"^sample: a model's scores must be finite; got largest=nan\. "):
+        with pytest.raises(ValueError, match="largest=nan"):
             list(daskgpt.sample(SMALL, broken, [1], 1, temperature=temperature))
+
+
+CONFIG = daskgpt.GPT2Config(blocks=1, heads=2, channels=16, vocabulary=257, positions=32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model that writes printable characters and lines."""
+    parameters = random_parameters(CONFIG, np.random.default_rng(8))
+    parameters["wte.weight"] *= np.float32(0.1)
+    likely = np.zeros(257, bool)
+    likely[[*range(97, 123), 10, 32]] = True
+    parameters["ln_f.bias"] = np.ones(16, np.float32)
+    parameters["wte.weight"] += np.where(likely, np.float32(1), np.float32(-1))[:, None]
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    daskgpt.save(path, CONFIG, parameters, encoding="bytes", sequence_length=32)
+    return path
+
+
+@pytest.fixture
+def written(model, capsys):
+    """What the command prints on either stream with these flags."""
+
+    def run(*flags):
+        generate.main([str(model), *map(str, flags)])
+        return capsys.readouterr()
+
+    return run
+
+
+def test_a_batch_is_the_texts_one_by_one(written):
+    arguments = "--tokens", 40, "--seed", 3
+    parts = written("--prompt", "abc", "--prompt", "x", "--samples", 2, *arguments).out.split("--- ")[1:]
+    names, texts = zip(*(part.split("\n", 1) for part in parts))
+    assert names == ("1 of 4", "2 of 4", "3 of 4", "4 of 4")
+    assert [text[0] for text in texts] == ["a", "a", "x", "x"]
+    assert len(set(texts)) == 4
+    for options in ((), ("--threads", 2)):
+        alone = written("--prompt", "abc", *arguments, *options)
+        assert alone.out == texts[0]
+        assert "tokens/s (" in alone.err
+    assert written("--prompt", "abc", *arguments, "--precision", "bfloat16", "--top-p", 0.5).out != texts[0]
+
+
+def test_a_text_ends_at_words_that_are_waited_for(written):
+    arguments = "--prompt", "abc", "--tokens", 200, "--seed", 3
+    whole = written(*arguments).out
+    assert written(*arguments, "--until", whole[60:62]).out == whole[: whole.index(whole[60:62], 3) + 2] + "\n"
+
+
+def test_end_of_text_is_not_shown_and_words_may_span_tokens():
+    encoding = get_encoding("bytes")
+    end = end_of_text(encoding)
+    assert end == 256
+    assert list(shown(encoding, [97, 256, 98], end)) == [97]
+    assert list(shown(encoding, [97, 256, 98])) == [97, 256, 98]
+    assert list(shown(encoding, [97, None], end)) == [97]
+    assert bytes(shown(encoding, "a né new".encode(), until="né")).decode() == "a né"
+
+
+def test_a_chat_is_one_text(model, written, monkeypatch):
+    chat = "-i", "--tokens", 12, "--temperature", 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n\nxyz\n"))
+    said = written(*chat).out
+    config, parameters = daskgpt.load(model)
+    text, answers = [*b"abc\n"], ""
+    for line in (b"", b"", b"xyz\n"):
+        text += line
+        answer = list(daskgpt.sample(config, parameters, text, 12, temperature=0))
+        text += answer
+        answers += bytes(answer).decode() + "\n"
+    assert said == answers + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert written(*chat).out == "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--top-p", 2], ValueError),
+        (["--samples", 0], ValueError),
+        (["--prompt", ""], ValueError),
+        (["--precision", "float16"], SystemExit),
+        (["--threads", -1], ValueError),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_written_is_refused(written, flags, error, capsys):
+    with pytest.raises(error) as told:
+        written(*flags)
+    assert flags[0].strip("-").replace("-", "_") in str(told.value) + capsys.readouterr().err

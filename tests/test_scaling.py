@@ -1,61 +1,55 @@
-"""`bench --scaling`: a run for each number of threads, what it tells, and what it refuses."""
+"""Tests of `bench --scaling`, in process, and of what a run takes besides its steps."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from command_lines import write_text
+from small_runs import fit
 
 from daskgpt import bench
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
+from daskgpt.instruments import scaling
 from daskgpt.instruments.random_tokens import BenchConfig
-from daskgpt.instruments.scaling import orders
+from daskgpt.instruments.records import read_records
+from daskgpt.training.besides import PARTS
 
-SIZE = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]
-FLAGS = [*SIZE, "--steps", "2", "--warmup", "1", "--recorded", "1"]
-
-
-@pytest.mark.slow
-def test_a_run_for_each_number_of_threads(capsys):
-    assert bench.main([*FLAGS, "--scaling", "--threads", "3", "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    rows = json.loads(out)["scaling"]
-    assert [row["threads"] for row in rows] == [1, 2, 3]
-    assert (rows[0]["speedup"], rows[0]["efficiency"]) == (1.0, 1.0)
-    for row in rows:
-        assert row["speedup"] == pytest.approx(rows[0]["step_ms"] / row["step_ms"], rel=1e-3)
-        assert row["efficiency"] == pytest.approx(row["speedup"] / row["threads"], rel=1e-3)
-        assert row["chunks"] == 4 // row["batch_chunk"] * (32 // row["sequence_chunk"])
-        assert row["grain"] != "auto"
-    assert len({row["loss"] for row in rows}) == 1, "one number, whatever the threads"
+ROW = {"step_ms_q1": 1, "step_ms_q3": 9, "tokens_per_s": 7, "tasks": 5, "peak_gb": 0.5, "others_cores": 0, "loss": "1"}
+ROW |= {"batch_chunk_used": 2, "sequence_chunk_used": 32, "grain_used": "block"}
 
 
-@pytest.mark.slow
-def test_the_table_for_people(capsys):
-    assert bench.main([*FLAGS, "--scaling", "--threads", "2"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    head = next(number for number, line in enumerate(out) if "efficiency" in line)
-    assert [line.split()[0] for line in out[head + 1 : head + 3]] == ["1", "2"]
-    assert "100%" in out[head + 1]
-    assert out[-1] == "all gave the same loss, bit for bit"
+def test_a_run_for_each_number_of_threads(capsys, monkeypatch, tmp_path):
+    times = {1: 8.0, 2: 5.0, 3: 4.0}
+    monkeypatch.setattr(scaling, "run_one", lambda order: ROW | {"step_ms": times[order.point.threads]})
+    path = str(tmp_path / "records")
+    flags = ["--scaling", "--threads", "3", "--batch-size", "4", "--sequence-length", "64", "--record", path]
+    assert bench.main([*flags, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["scaling"]
+    found = [tuple(row[name] for name in ("threads", "step_ms", "speedup", "efficiency", "chunks")) for row in rows]
+    assert found == [(1, 8, 1, 1, 4), (2, 5, 1.6, 0.8, 4), (3, 4, 2, 0.6667, 4)]
+    figures = read_records(path)[0].figures
+    assert [figures[name].median for name in ("step_2", "speedup_2", "efficiency_2", "peak_2")] == [5, 1.6, 0.8, 0.5]
+    assert bench.main(flags[:-2]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].split()[:6] == ["2", "5.0", "1.0", "..", "9.0", "1.60"]
+    assert "same loss" in lines[-1]
 
 
 def test_the_dials_that_are_given_stay():
-    found = orders(GPT2Config(), BenchConfig(), DataflowConfig(threads=4, batch_chunk=3, grain="block"))
+    found = scaling.orders(GPT2Config(), BenchConfig(), DataflowConfig(threads=4, batch_chunk=3, grain="block"))
     assert [order.point.threads for order in found] == [1, 2, 4]
     assert {(order.point.batch_chunk, order.point.grain) for order in found} == {(3, "block")}
     assert all(order.study.warmup >= 3 for order in found), "chunks and grain are settled before anything is timed"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--plan"], r"bench: --scaling must come without --plan and --against; got plan=True"),
-        (["--scheduler", "sync"], r"bench: --scaling must run on threads or on a local cluster; got scheduler=sync\."),
-    ],
-)
-def test_what_it_refuses(flags, message):
-    with pytest.raises(ValueError, match=message):
-        bench.main([*FLAGS, "--scaling", *flags])
+def test_a_result_tells_what_was_no_step(tmp_path):
+    result = fit(write_text(tmp_path), tmp_path / "run", validate_every=4)
+    assert list(result.besides) == list(PARTS)
+    assert min(result.besides[part] for part in ("validation", "logs", "checkpoints")) > 0
+    assert result.besides["samples"] == 0, "only the command line shows some"
+    assert sum(result.besides.values()) < result.seconds
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    validations = sum(record.get("validation_s", 0.0) for record in records)
+    assert result.besides["validation"] == pytest.approx(validations, abs=1e-3 * len(records))  # they are rounded

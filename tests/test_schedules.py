@@ -1,15 +1,15 @@
-"""Learning rates beside PyTorch's, and how long a run is: steps, tokens, minutes."""
+"""Tests of learning rates beside PyTorch's, and of how long a run is: steps, tokens, minutes."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from command_lines import refused, run, write_text
+from command_lines import write_text
 from conftest import GOLDEN
-from small_runs import FLAGS, OPTIMIZER, fit
+from small_runs import OPTIMIZER, fit
 
 import daskgpt
 from daskgpt.config.amounts import count, count_or_share, part_of
@@ -39,29 +39,20 @@ def test_rates_are_those_of_torch(name, warmup):
 
 def test_every_schedule_of_torch_is_a_choice():
     assert set(SCHEDULES) == set(TORCH)
-    for name in SCHEDULES:
-        OptimizerConfig(schedule=name)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-@pytest.mark.parametrize("steps", [1, 2, 5, 9, 100])
-@pytest.mark.parametrize("warmup", [0, 1, 8, 200, "0%", "100%"])
-@pytest.mark.parametrize("cooldown", [0, 1, 300, "100%"])
-def test_no_length_leaves_the_bounds(name, steps, warmup, cooldown):
-    config = OptimizerConfig(schedule=name, warmup=warmup, cooldown=cooldown)
-    for step in range(steps + 3):
-        assert 0 < learning_rate(config, step, steps) <= config.learning_rate * (1 + 1e-15)
+def test_no_length_leaves_the_bounds(name):
+    for steps, warmup, cooldown in product((1, 2, 5, 9, 100), (0, 1, 8, 200, "0%", "100%"), (0, 1, 300, "100%")):
+        config = OptimizerConfig(schedule=name, warmup=warmup, cooldown=cooldown)
+        for step in range(steps + 3):
+            assert 0 < learning_rate(config, step, steps) <= config.learning_rate * (1 + 1e-15)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("7", 7), ("10M", 10_000_000), ("1.5k", 1500), ("2e6", 2_000_000), ("3B", 3 * 10**9)]
-)
-def test_amounts_of_tokens(text, number):
-    assert count(text) == number
-    assert RunConfig(tokens=text).tokens == number
-
-
-def test_amounts_of_steps():
+def test_amounts_of_tokens_and_steps():
+    texts = ("7", "10M", "1.5k", "2e6", "3B")
+    assert [count(text) for text in texts] == [7, 10_000_000, 1500, 2_000_000, 3 * 10**9]
+    assert RunConfig(tokens="1.5k").tokens == 1500
     assert part_of(count_or_share("5%"), 1000) == 50
     assert part_of(count_or_share("0.5 %"), 1001) == 6
     assert part_of(count_or_share("30"), 1000) == 30
@@ -70,8 +61,7 @@ def test_amounts_of_steps():
 
 @pytest.mark.parametrize("wrong", ["", "5%%", "101%", "-1%", "x", "nan%"])
 def test_what_is_no_amount_is_refused(wrong):
-    message = f"OptimizerConfig: warmup must be a number or share such as 5%; got warmup={wrong!r}. Try 100."
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=f"warmup={wrong!r}"):
         OptimizerConfig(warmup=wrong)
 
 
@@ -82,7 +72,7 @@ def test_tokens_say_how_many_steps(text, tmp_path):
     assert "steps = 8\ntokens = 500\n" in (tmp_path / "run" / "config.toml").read_text()
     same = fit(text, tmp_path / "steps", steps=8)
     assert result.losses == same.losses
-    with pytest.raises(ValueError, match=re.escape("the run must have steps left; got steps=8")):
+    with pytest.raises(ValueError, match="steps left; got steps=8"):
         daskgpt.fit(resume=tmp_path / "run", quiet=True)
     longer = daskgpt.fit(resume=tmp_path / "run", run={"tokens": 640}, quiet=True)
     assert len(longer.losses) == 10
@@ -91,11 +81,7 @@ def test_tokens_say_how_many_steps(text, tmp_path):
 
 
 def test_one_length_only(text, tmp_path):
-    line = refused(run("train", "--data", text, *FLAGS.split(), "--tokens", "1M", "--minutes", 2, "--out", tmp_path))
-    assert line == (
-        "train: a run must have one length; got tokens=1000000, minutes=2.0. Leave out --tokens or --minutes."
-    )
-    with pytest.raises(ValueError, match="a run must have one length"):
+    with pytest.raises(ValueError, match="tokens=100, minutes=1"):
         fit(text, tmp_path / "run", tokens=100, minutes=1)
 
 
@@ -114,7 +100,7 @@ def test_estimates_follow_the_clock():
     other = Horizon(RunConfig(minutes=20, steps=50), 64)
     other.go_on(horizon.facts(599.0), 10)
     assert other.changes == horizon.changes
-    with pytest.raises(ValueError, match=re.escape("the run must have time left; got minutes=10, spent=11.7.")):
+    with pytest.raises(ValueError, match="minutes=10, spent=11.7"):
         Horizon(RunConfig(minutes=10), 64).go_on(horizon.facts(700.0), 11)
 
 
@@ -128,7 +114,7 @@ def test_minutes_end_a_run_and_its_rates_with_it(text, tmp_path, barrier):
     assert "validation_loss" in records[-1]
     assert records[-1]["learning_rate"] == pytest.approx(optimizer.final_learning_rate)
     assert f"steps = {len(records)}\n" in (out / "config.toml").read_text()
-    with pytest.raises(ValueError, match="the run must have time left"):
+    with pytest.raises(ValueError, match="time left"):
         daskgpt.fit(resume=out, quiet=True)
 
 
@@ -143,6 +129,5 @@ def test_what_a_run_of_minutes_was_told_is_told_again(text, tmp_path):
     assert all(step <= state["step"] for step, _ in others)
     horizon = Horizon(RunConfig(minutes=1), 64)
     horizon.go_on(json.loads((folders[-1] / "state.json").read_text())["horizon"], 0)
-    config = OPTIMIZER
     for record in metrics_of(out):
-        assert record["learning_rate"] == learning_rate(config, record["step"], horizon.at(record["step"]))
+        assert record["learning_rate"] == learning_rate(OPTIMIZER, record["step"], horizon.at(record["step"]))

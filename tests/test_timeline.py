@@ -1,4 +1,4 @@
-"""Timelines: what is recorded, what is computed from it, and the files, opened in a browser where there is one."""
+"""Tests of timelines: what is recorded, what is computed from it, and the files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import re
 from collections import Counter
 from contextlib import nullcontext
 from html import unescape
-from html.parser import HTMLParser
-from itertools import combinations, pairwise
+from itertools import pairwise
 
-import command_lines
 import numpy as np
 import pytest
-from chromium import PATH, visit
+from command_lines import write_text
 from conftest import SMALL, random_batch, random_parameters
 
+from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import calls_of
@@ -34,7 +33,11 @@ from daskgpt.instruments.timeline import (
     write_timeline,
 )
 from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
-from daskgpt.instruments.timeline.events import TaskGraph, different_at_once
+from daskgpt.instruments.timeline.events import TaskGraph, Transfer, different_at_once
+from daskgpt.instruments.timeline.page import _means, lanes_of, time_axis
+from daskgpt.instruments.timeline.side_by_side import in_brief
+from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
+from daskgpt.instruments.timeline.worker_time import WorkerTime, worker_time
 from daskgpt.instruments.timeline.writing import is_bare
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.step import TrainingStep
@@ -46,24 +49,20 @@ SHAPE = (8, 64)
 def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), scheduler="threads", grain="kernel"):
     """A timeline of some windows of steps, after one window that is not recorded."""
     random = np.random.default_rng(5)
-    with open_scheduler(scheduler, 2) as runs:
-        step = TrainingStep(
-            config, shape, chunk, OptimizerConfig(), grain=grain, barrier=barrier, in_place=runs.in_place
-        )
+    with open_scheduler(scheduler, 2 if scheduler == "threads" else 0) as runs:
+        options = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
+        step = TrainingStep(config, shape, chunk, OptimizerConfig(), **options)
         state = step.initial(random_parameters(config, random))
         recorder = StepRecorder(step, runs)
         for number, window in enumerate([windows[0], *windows]):
             batches = [random_batch(config, random, shape) for _ in window]
             with recorder.window(window) if number else nullcontext():
-                _, state = run(step, runs, state, batches)
+                if len(batches) > 1:
+                    _, state = step.window(runs, state, batches, 100)
+                else:
+                    _, state = step(runs, state, *batches[0], 100)
         state.parameters(runs)
         return step, recorder.finish()
-
-
-def run(step, runs, state, batches):
-    if len(batches) > 1:
-        return step.window(runs, state, batches, 100)
-    return step(runs, state, *batches[0], 100)
 
 
 def test_every_kernel_call_of_the_recorded_steps_is_an_event_in_the_words_of_the_model():
@@ -85,7 +84,6 @@ def test_every_kernel_call_of_the_recorded_steps_is_an_event_in_the_words_of_the
     assert size["h.0.mlp.c_fc"] == 2 * 6 * 4 * 16 * 4  # float32 (b, t, 4C)
     assert {event.bytes for event in timeline.events if event.layer == "adamw"} == {0}
     assert timeline.lanes == ("thread 1",)
-    assert all(event.end >= event.start >= 0 for event in timeline.events)
     assert all(first.end <= second.start for first, second in pairwise(timeline.events)), "one thread"
 
 
@@ -99,143 +97,101 @@ def test_nothing_is_recorded_unless_asked_for():
     assert bytes_of((np.zeros(3), (np.zeros(2, np.float32), None))) == 32
 
 
-def seen(barrier, windows, holds):
-    """The first of some timelines for which something holds: on a busy machine two threads may take turns."""
-    for _ in range(20):
-        _, timeline = recorded(barrier, windows, LARGER, SHAPE, (2, 64), grain="segment")
-        if holds(timeline):
-            return timeline
-    raise AssertionError(f"never seen with barrier {barrier}")
+@pytest.mark.parametrize(("barrier", "steps", "layers"), [("none", 2, 2), ("step", 1, 2), ("layer", 1, 1)])
+def test_what_runs_at_the_same_time(barrier, steps, layers):
+    windows, grain = (
+        ([(0, 1, 2, 3)] if barrier == "none" else [(1,), (2,)]),
+        "kernel" if barrier == "layer" else "segment",
+    )
+    for _ in range(20):  # on a busy machine two threads may take turns
+        _, timeline = recorded(barrier, windows, LARGER, SHAPE, (2, 64), grain=grain)
+        found = summarise(timeline)
+        if (found.steps_overlap > 0, found.overlap > 0) == (steps > 1, layers > 1):
+            break
+    assert (found.steps_overlap > 0, found.overlap > 0) == (steps > 1, layers > 1)
+    assert max(count for _, count in layers_at_once(timeline)) == layers
+    at_once = different_at_once([(event.start, event.end, event.step) for event in timeline.events])
+    assert max(count for _, count in at_once) == steps
+    if barrier == "layer":
+        assert sum(found.phases.values()) <= found.wall
+        assert all(found.phases[phase] > 0 for phase in ("forward", "backward", "update"))
 
 
-def together(timeline, differ):
-    """Pairs of events that overlap in time and differ in something."""
-    return [
-        (a, b)
-        for a, b in combinations(timeline.events, 2)
-        if differ(a) != differ(b) and a.start < b.end and b.start < a.end
-    ]
-
-
-def test_barrier_none_runs_two_steps_at_the_same_time():
-    timeline = seen("none", [(0, 1, 2, 3)], lambda own: together(own, lambda event: event.step))
-    assert timeline.steps == [0, 1, 2, 3]
-    assert summarise(timeline).steps_overlap > 0
-    for a, b in together(timeline, lambda event: event.step):
-        assert a.lane != b.lane
-        assert abs(a.step - b.step) == 1
-
-
-def test_barrier_step_runs_layers_at_the_same_time_but_no_steps():
-    timeline = seen("step", [(1,), (2,)], lambda own: together(own, lambda event: event.stage))
-    assert summarise(timeline).overlap > 0
-    assert max(count for _, count in layers_at_once(timeline)) == 2
-    assert not together(timeline, lambda event: event.step)
-
-
-def test_fork_join_runs_one_layer_at_a_time():
-    _, timeline = recorded("layer", [(1,), (2,)], LARGER, SHAPE, (2, 64))
-    found = summarise(timeline)
-    assert found.overlap == 0
-    assert found.steps_overlap == 0
-    assert max(count for _, count in layers_at_once(timeline)) == 1
-    assert not together(timeline, lambda event: event.stage)
-    assert set(found.phases) == {"forward", "backward", "update"}
-    assert sum(found.phases.values()) <= found.wall
-    assert all(seconds > 0 for seconds in found.phases.values())
-
-
-def test_a_cluster_records_in_its_workers_on_one_clock():
-    step, timeline = recorded("step", [(3,), (4,)], scheduler="local", grain="segment")
+def test_a_cluster_records_kernels_and_transfers_of_its_workers_on_one_clock(cluster):
+    cluster.have(2)
+    step, timeline = recorded("step", [(3,), (4,)], scheduler=cluster.address, grain="segment")
     counts = Counter((event.step, event.key) for event in timeline.events)
-    calls = {call.key for node in step.runnable.graph.values() for call in calls_of(node)}
     assert set(counts.values()) == {1}
     assert {step for step, _ in counts} == {3, 4}
-    assert len({key for _, key in counts}) <= len(calls)
-    assert timeline.lanes == ("worker 0", "worker 1")
+    assert {key for _, key in counts} <= {call.key for node in step.runnable.graph.values() for call in calls_of(node)}
+    assert len(timeline.lanes) == 2
     first, last = timeline.windows
+    starts = {(event.step, event.key): event.start for event in timeline.events}
     for event in timeline.events:
         assert first.start - 0.01 <= event.start <= event.end <= last.end + 0.01
         assert event.step == 3 or event.start >= last.start - 0.01
-    starts = {(event.step, event.key): event.start for event in timeline.events}
-    for event in timeline.events:
         for reader in timeline.readers.get(event.key, ()):
             assert starts.get((event.step, reader), event.end) >= event.end - 0.01, "one clock for both workers"
+    assert timeline.transfers, "two workers share a step"
+    for transfer in timeline.transfers:
+        assert 0 <= transfer.start <= transfer.end <= last.end
+        assert min(transfer.bytes, transfer.results) > 0
+        assert transfer.sender == timeline.lanes[1 - transfer.lane]
     found = summarise(timeline)
     assert found.critical_path <= found.wall
     assert {"adamw", "linear"} <= {layer for layer, _ in found.kernels}
 
 
-def test_a_cluster_shows_what_its_workers_got_from_each_other(tmp_path):
-    _, timeline = recorded("step", [(3,), (4,)], scheduler="local", grain="segment")
-    assert timeline.transfers, "two workers share a step"
-    for transfer in timeline.transfers:
-        assert 0 <= transfer.start <= transfer.end <= timeline.windows[-1].end
-        assert transfer.bytes > 0
-        assert transfer.results > 0
-        assert transfer.sender == f"worker {1 - transfer.lane}"
-    trace, page = write_timeline(timeline, tmp_path / "run")
-    events = json.loads(trace.read_text())["traceEvents"]
-    written = [event for event in events if event.get("cat") == "transfer"]
-    assert [event["args"]["bytes"] for event in written] == [transfer.bytes for transfer in timeline.transfers]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {names[event["tid"]] for event in written} <= {"worker 0, transfers", "worker 1, transfers"}
-    if PATH:
-        found = visit(page, tmp_path / "profile", READY, (LEGEND,))
-        assert found.messages == []
-        assert str(found.values[0]).endswith(" transfer")
+# Timelines by hand.
 
 
-def hand_made(windows, earlier, starts=(0.0, 10.0), awaited=("a", "b", "c")):
+ONE_STEP = (Window((0,), 0.0, 10.0),)
+
+
+def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc", transfers=()):
     """Steps of three tasks on two lanes: a 1 .. 3, then b 4 .. 8 and c 3 .. 5, which both need a."""
-    keys = {name: (f"{name}.forward-{name}-token",) for name in "abc"}
-    events = []
-    for step, zero in enumerate(starts):
-        for name, lane, start, end, size in (("a", 0, 1, 3, 100), ("c", 1, 3, 5, 10), ("b", 0, 4, 8, 1000)):
-            key = keys[name]
-            events.append(
-                Event(
-                    step=step,
-                    layer=name,
-                    phase="forward",
-                    where=name,
-                    stage=name,
-                    block=None,
-                    chunk=None,
-                    lane=lane,
-                    start=zero + start,
-                    end=zero + end,
-                    bytes=size,
-                    task=(step, key),
-                    task_name=f"{name}.forward-{name}",
-                    key=key,
-                )
-            )
-    a, b, c = keys.values()
+    a, b, c = keys = [(f"{name}.forward-{name}-token",) for name in "abc"]
+    calls = [("a", a, 0, 1, 3, 100), ("c", c, 1, 3, 5, 10), ("b", b, 0, 4, 8, 1000)]
+    events = [
+        Event(
+            step, name, "forward", name, name, None, None, lane, zero + start, zero + end, size, (step, key), name, key
+        )
+        for step, zero in enumerate(starts)
+        for name, key, lane, start, end, size in calls
+    ]
     tasks = TaskGraph(
         order=(a, b, c),
         needs={a: set(), b: {a}, c: {a}},
-        earlier={keys[key]: {keys[name] for name in names} for key, names in earlier.items()},
-        awaited=frozenset(keys[name] for name in awaited),
+        earlier={
+            keys["abc".index(key)]: {keys["abc".index(need)] for need in own} for key, own in dict(earlier).items()
+        },
+        awaited=frozenset(keys["abc".index(name)] for name in awaited),
     )
-    return Timeline("by hand", ("thread 1", "thread 2"), tuple(events), windows, tasks, {a: [b, c]})
+    lanes = ("thread 1", "thread 2")
+    return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks, {a: [b, c]}, tuple(transfers))
 
 
 def test_a_summary_worked_out_by_hand():
-    found = summarise(hand_made((Window((0,), 0.0, 10.0),), {}, starts=(0.0,)))
-    assert found.wall == 10
+    found = summarise(hand_made())
+    assert (found.wall, found.tasks, found.inside, found.steps_overlap) == (10, 3, 0, 0)
     assert found.busy == {"thread 1": pytest.approx(0.6), "thread 2": pytest.approx(0.2)}
     assert found.kernel_share == pytest.approx(0.4)
     assert found.overlap == pytest.approx(0.1)  # b and c, from 4 to 5
-    assert found.steps_overlap == 0
     assert found.critical_path == pytest.approx(6)  # a and b
     assert found.critical == {("b", "forward"): 4, ("a", "forward"): 2}
-    assert found.inside == 0
     assert found.scheduling == pytest.approx(2 / 20)  # a from 0 to 1, b from 3 to 4
     assert found.waiting == pytest.approx(10 / 20)
     assert found.kernels["b", "forward"] == (4, 1)
     assert found.phases == {"forward": 8, "backward": 0, "update": 0}
-    assert found.tasks == 3
+    text = describe_summary(found)
+    for part in ("10000.00 ms a step, 1 step\n", "60.0% busy, 40.0% idle", "60% of the wall time: b.forward 67%, a."):
+        assert part in text
+    assert [line.split() for line in text.splitlines()[-4:]] == [
+        ["b", "4000.000", "4000.000", "1"],
+        ["a", "2000.000", "2000.000", "1"],
+        ["c", "2000.000", "2000.000", "1"],
+        ["all", "8000.000", "0.000", "0.000", "8000.000", "3"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -249,38 +205,64 @@ def test_a_summary_worked_out_by_hand():
     ],
 )
 def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
-    own = tuple(Window(steps, 10.0 * steps[0], 10.0 * steps[-1] + 10) for steps in windows)
-    assert summarise(hand_made(own, earlier, awaited=awaited)).critical_path == pytest.approx(path)
+    own = [Window(steps, 10.0 * steps[0], 10.0 * steps[-1] + 10) for steps in windows]
+    assert summarise(hand_made(own, earlier, (0.0, 10.0), awaited)).critical_path == pytest.approx(path)
 
 
-def test_bytes_live_until_their_last_reader_is_done():
-    timeline = hand_made((Window((0,), 0.0, 10.0),), {}, starts=(0.0,))
-    assert live_bytes(timeline) == [(3.0, 100), (8.0, 0)]
-
-
-def test_different_names_at_once():
+def test_curves_by_hand():
+    assert live_bytes(hand_made()) == [(3.0, 100), (8.0, 0)]
+    assert layers_at_once(hand_made()) == [(1, 1), (3, 1), (4, 2), (5, 1), (8, 0)]
     assert different_at_once([(0, 2, "x"), (1, 3, "x"), (2, 4, "y")]) == [(0, 1), (1, 1), (2, 2), (3, 1), (4, 0)]
     assert different_at_once([]) == []
+    times, means = _means([(0.0, 1), (1.5, 3), (3.0, 0)])
+    assert (times[0], times[-1]) == pytest.approx((10, 2990))
+    assert (means[0], means[-1], sum(means) / len(means)) == pytest.approx((1, 3, 2))
 
 
-def test_a_timeline_without_events_is_refused():
-    empty = Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset()), {})
-    message = "summarise: a timeline must have events; got events=0. Record at least one step."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        summarise(empty)
+def test_where_workers_time_goes():
+    """Two workers of one thread for ten seconds: a from 1 to 4, b needs it and runs from 6 to 9 on the other one."""
+
+    def event(task, lane, start, end):
+        return Event(0, "linear", "forward", "h.0", "h.0", 0, (0, 0), lane, start, end, 8, (0, task), task, task)
+
+    events = (event("a", 0, 1.0, 3.0), event("a", 0, 3.5, 4.0), event("b", 1, 6.0, 9.0))
+    graph = TaskGraph(("a", "b"), {"a": set(), "b": {"a"}}, {}, frozenset({"b"}))
+    lanes, transfers = ("worker 0", "worker 1"), (Transfer(1, "worker 0", 5.0, 6.0, 8, 1),)
+    shares = worker_time(Timeline("", lanes, events, (Window((0,), 0.0, 10.0),), graph, {}, transfers))
+    # Scheduler: a's first second, and from a's end until its result is asked for.
+    expected = WorkerTime(kernels=5.5 / 20, tasks=0.5 / 20, transfer=1 / 20, scheduler=2 / 20, idle=11 / 20)
+    assert vars(shares) == pytest.approx(vars(expected))
 
 
-def test_the_summary_in_words():
-    text = describe_summary(summarise(hand_made((Window((0,), 0.0, 10.0),), {}, starts=(0.0,))))
-    for part in (
-        "wall           10000.00 ms a step, 1 step\n",
-        "thread 1          60.0% busy, 40.0% idle",
-        "10.0% of the time two or more layers at once, 0.0% two or more steps",
-        "6000.00 ms a step, 60% of the wall time: b.forward 67%, a.forward 33%",
-        "40.0% kernels, 0.0% between the kernels of a task, 10.0% scheduling (a task was ready), 50.0% waiting",
-    ):
-        assert part in text, text
-    assert [line.split()[0] for line in text.splitlines()[-4:]] == ["b", "a", "c", "all"]
+def test_lanes_of_a_page():
+    timeline = hand_made(transfers=[Transfer(1, "thread 1", 2.0, 2.5, 2_500, 3)])
+    axis = time_axis([timeline, timeline])
+    assert (axis.start, axis.end) == (0, 10_000)
+    plot = lanes_of(timeline, axis)
+    bars = [own.data_source.data for own in plot.renderers if "task" in own.data_source.data]
+    bars.sort(key=lambda own: own["task"])
+    assert [(own["left"][0], own["right"][0], own["ms"][0]) for own in bars] == [
+        *[(1000, 3000, "2,000.000"), (4000, 8000, "4,000.000"), (3000, 5000, "2,000.000")],
+    ]
+    assert [own["lane"][0] for own in bars] == ["thread 1", "thread 1", "thread 2"]
+    assert [own["bytes"][0] for own in bars] == ["100 B", "1.0 kB", "10 B"]
+    assert bars[0]["bottom"][0] > 0.5 > bars[2]["top"][0], "the first lane is on top"
+    (passed,) = [own.data_source.data for own in plot.renderers if "sender" in own.data_source.data]
+    assert (passed["left"], passed["right"], passed["bytes"], passed["results"]) == ([2000], [2500], ["2.5 kB"], [3])
+    (legend,) = plot.above
+    assert sorted(item.label.value for item in legend.items) == ["a", "b", "c", "transfer"]
+    assert not lanes_of(timeline, axis, legend=False).above
+
+
+def test_strips_of_colour():
+    text = svg_strips(hand_made(), end=20.0)
+    grey, *strips = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', text)
+    assert grey == ("110", "0", "350"), "half of the time that the width stands for"
+    assert strips == [("145", "0", "70"), ("250", "0", "140"), ("110", "26", "350"), ("215", "26", "70")]
+    assert "by hand: 10,000.0 ms a step" in svg_one_under_the_other({"by hand": hand_made()})
+
+
+# Files.
 
 
 @pytest.mark.parametrize(("given", "base"), [("x", "x"), ("x.json", "x"), ("x.html", "x"), ("v1.2", "v1.2")])
@@ -288,192 +270,67 @@ def test_names_of_the_files(tmp_path, given, base):
     assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
 
 
-def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="events=0"):
+        summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset()), {}))
+    with pytest.raises(ValueError, match="timeline_steps=0"):
+        TimelineConfig(timeline_steps=0)
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "x"):
-        message = f"timeline: the path must be that of a file in a folder; got timeline={path}. Give another."
-        with pytest.raises(ValueError, match=re.escape(message)):
+    (tmp_path / "folder.html").mkdir()
+    for path in (tmp_path, tmp_path / "file" / "x", tmp_path / "folder"):
+        with pytest.raises(ValueError, match="that of a file in a folder"):
             check_timeline_path(path)
     check_timeline_path(tmp_path / "new" / "folder" / "x")
+    names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}
+    assert {path: is_bare(path) for path in names} == names
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A timeline of overlapping steps, and its two files."""
-    _, timeline = recorded("none", [(10, 11, 12)], chunk=(2, 12))
-    return timeline, *write_timeline(timeline, tmp_path_factory.mktemp("timeline") / "deep" / "run")
+def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothing(tmp_path):
+    timeline = hand_made(transfers=[Transfer(1, "thread 1", 2.0, 2.5, 50, 3)])
+    trace, page = write_timeline(timeline, tmp_path / "deep" / "run")
+    found = json.loads(trace.read_text())["traceEvents"]
+    own = [event for event in found if event["ph"] == "X"]
+    assert [(event["tid"], event["ts"], event["dur"]) for event in own] == [
+        *[(0, 1e6, 2e6), (1, 3e6, 2e6), (0, 4e6, 4e6), (3, 2e6, 5e5)],
+    ]
+    assert own[0]["args"] == {
+        **{"layer": "a", "pass": "forward", "where": "a", "block": None},
+        **{"chunk": None, "step": 0, "bytes": 100, "task": "a"},
+    }
+    assert own[3]["args"] == {"bytes": 50, "results": 3, "sender": "thread 1"}
+    names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    assert names == {0: "thread 1", 1: "thread 2", 3: "thread 2, transfers"}
+    counters = Counter(event["name"] for event in found if event["ph"] == "C")
+    assert counters == {"memory of activations and gradients": 2, "layers at once": 5}
+    assert in_brief(timeline).startswith("10,000.00 ms a step; kernels run 40% of the threads' time;")
+    assert in_brief(timeline).endswith("at once 10%, steps 0%")
+    for path in (page, write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)):
+        text = path.read_text()
+        assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
+        assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
 
 
-def test_the_trace_is_one_that_chrome_and_perfetto_read(files):
-    timeline, trace, _ = files
-    found = json.loads(trace.read_text())
-    events = found["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "C"}
-    complete = [event for event in events if event["ph"] == "X"]
-    assert len(complete) == len(timeline.events)
-    assert {event["args"]["step"] for event in complete} == {10, 11, 12}
-    for event in complete:
-        assert event["ts"] >= 0
-        assert event["dur"] >= 0
-        assert set(event["args"]) == {"layer", "pass", "where", "block", "chunk", "step", "bytes", "task"}
-    for lane in range(2):
-        own = sorted((event["ts"], event["ts"] + event["dur"]) for event in complete if event["tid"] == lane)
-        assert all(end <= start + 0.002 for (_, end), (start, _) in pairwise(own)), "rounded to nanoseconds"
-    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert names == ["thread 1", "thread 2"]
-    counters = {event["name"] for event in events if event["ph"] == "C"}
-    assert counters == {"memory of activations and gradients", "layers at once"}
+MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16 --validate-every 0"
+MODEL += " --validation-batches 1 --sample-tokens 0"
 
 
-class Loads(HTMLParser):
-    """The addresses that a page would load."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def handle_starttag(self, tag, attributes):
-        self.found += [value for name, value in attributes if name in ("src", "href", "data", "action", "srcset")]
+def trained(tmp_path, *arguments, name="run"):
+    """Train in a folder of its own; return the run's folder."""
+    data = write_text(tmp_path)
+    assert train.main([*MODEL.split(), "--data", str(data), "--out", str(tmp_path / name), *map(str, arguments)]) == 0
+    return tmp_path / name
 
 
-def test_the_page_loads_nothing(files):
-    timeline, _, page = files
-    text = page.read_text()
-    parser = Loads()
-    parser.feed(text)
-    assert [value for value in parser.found if value and re.match(r"\s*(https?:)?//", value)] == []
-    assert not re.search(r"@import|url\(\s*['\"]?(https?:)?//", text)
-    assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == timeline.title
-    assert timeline.title.startswith("Steps 10 to 12: barrier none, grain kernel, 4 x 12 tokens in chunks of 2 x 12, ")
-
-
-READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"
-BARS = """(() => {
-    const lanes = Bokeh.documents[0].roots()[0].children[1]
-    const bars = lanes.renderers.filter((r) => "task" in r.data_source.data)
-    return bars.map((r) => r.data_source.get_length()).reduce((a, b) => a + b, 0)
-})()"""
-SHARED_AXIS = """(() => {
-    const [, lanes, memory, layers] = Bokeh.documents[0].roots()[0].children
-    return lanes.x_range === memory.x_range && memory.x_range === layers.x_range
-})()"""
-LEGEND = """(() => {
-    const lanes = Bokeh.documents[0].roots()[0].children[1]
-    const legend = lanes.above.find((panel) => panel.type === "Legend")
-    return legend.click_policy + " " + legend.items.map((item) => item.label.value).join(" ")
-})()"""
-
-
-@pytest.mark.skipif(PATH is None, reason="no Chromium on the PATH")
-def test_the_page_opens_in_a_browser_without_a_request_or_an_error(files, tmp_path):
-    timeline, _, page = files
-    found = visit(page, tmp_path / "profile", READY, (BARS, SHARED_AXIS, LEGEND))
-    assert [url for url in found.requests if not url.startswith("data:")] == [page.as_uri()]
-    assert found.messages == []
-    bars, shared_axis, legend = found.values
-    assert bars == len(timeline.events)
-    assert shared_axis
-    assert legend == "hide embedding layernorm linear gelu add attention crossentropy mean adamw"
-    assert len(found.picture) > 20_000
-
-
-LANES = 'Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")'
-END = f"Math.max(...{LANES}.map((plot) => plot.x_range.end))"
-ONE_AXIS = f"{LANES}.every((plot) => plot.x_range === {LANES}[0].x_range)"
-COUNTS = f"""{LANES}.map((plot) => plot.renderers.filter((r) => "task" in r.data_source.data)
-    .map((r) => r.data_source.get_length()).reduce((a, b) => a + b, 0)).join(" ")"""
-HIDE = f"""{LANES}[0].above.find((panel) => panel.type === "Legend").items[2].renderers
-    .forEach((renderer) => {{ renderer.visible = false }})"""
-HIDDEN = f"""{LANES}.map((plot) => plot.renderers.filter((r) => !r.visible).map((r) => r.name).join(" ")).join(", ")"""
-WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-
-
-@pytest.mark.skipif(PATH is None, reason="no Chromium on the PATH")
-@pytest.mark.parametrize("width", [1400, 600])
-def test_several_timelines_share_one_page_one_time_scale_and_one_legend(files, tmp_path, width):
-    overlapping, *_ = files
-    _, fork_join = recorded("layer", [(10,), (11,), (12,)], chunk=(2, 12))
-    timelines = {"barrier layer": fork_join, "barrier none": overlapping}
-    page = write_side_by_side(timelines, tmp_path / "barriers.html", "two barriers")
-    found = visit(page, tmp_path / "profile", READY, (END, ONE_AXIS, COUNTS, HIDE, HIDDEN, WIDTH), size=(width, 1150))
-    assert [url for url in found.requests if not url.startswith("data:")] == [page.as_uri()]
-    assert found.messages == []
-    end, one_axis, counts, _, hidden, beyond = found.values
-    assert end == pytest.approx(1e3 * max(own.windows[-1].end for own in timelines.values()))
-    assert one_axis
-    assert counts == f"{len(fork_join.events)} {len(overlapping.events)}"
-    assert hidden == "linear linear, linear linear", "forward and backward, in both"
-    assert beyond <= 0, "nothing lies beyond the right edge"
-
-
-MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16"
-RUN = "--validate-every 0 --validation-batches 1 --sample-tokens 0"
-
-
-def train(text, *arguments):
-    return command_lines.run("train", *MODEL.split(), *RUN.split(), "--data", text, *arguments)
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {number}: the quick brown fox\n" for number in range(2000)))
-    return path
-
-
-def test_training_writes_the_timeline_of_its_last_steps(text, tmp_path):
-    arguments = ("--steps", 10, "--barrier", "none", "--timeline", tmp_path / "t" / "last", "--timeline-steps", 3)
-    result = train(text, *arguments, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    trace = json.loads((tmp_path / "t" / "last.json").read_text())
-    assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {7, 8, 9}
-    assert (tmp_path / "t" / "last.html").stat().st_size > 100_000
-    for part in (
-        "critical path",
-        "overlap",
-        "busy",
-        "adamw",
-        f"timeline written to {tmp_path / 't' / 'last.html'} and",
-    ):
-        assert part in result.stdout
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    again = train(text, "--steps", 10, "--out", tmp_path / "plain")
-    assert again.returncode == 0, again.stderr
-    plain = [json.loads(line)["loss"] for line in (tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()]
-    assert losses == plain
-
-
-def test_a_timeline_with_a_name_alone_goes_into_the_folder_of_the_run(text, tmp_path):
-    out, here = tmp_path / "run", tmp_path / "here"
-    (here / "first").mkdir(parents=True)  # what is called so where the command starts does not matter
-    arguments = ("--data", text, *MODEL.split(), *RUN.split(), "--steps", 3, "--timeline", "first", "--out", out)
-    result = command_lines.run("train", *arguments, cwd=here)
-    assert result.returncode == 0, result.stderr
-    line = f"timeline written to {out / 'first.html'} and {out / 'first.json'}"
-    assert line in result.stdout.splitlines()
-    assert (out / "first.html").exists()
-    assert (out / "first.json").exists()
-    assert [path.name for path in here.rglob("*")] == ["first"]
-    for bare, path in ((True, "first"), (True, "first.html"), (False, "./first"), (False, ".."), (False, "t/first")):
-        assert is_bare(path) == bare
-
-
-def test_a_timeline_that_cannot_be_written_stops_a_run_before_it_starts(text, tmp_path):
-    result = train(text, "--steps", 2, "--timeline", tmp_path, "--out", tmp_path / "run")
-    assert result.returncode == 2
-    lines = [line for line in result.stderr.splitlines() if line]
-    assert lines == [f"timeline: the path must be that of a file in a folder; got timeline={tmp_path}. Give another."]
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_without_a_step_to_record_says_so(text, tmp_path):
-    result = train(text, "--steps", 1, "--timeline", tmp_path / "t", "--out", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    assert "timeline   no step was recorded: the run ended before" in result.stdout
-    assert not (tmp_path / "t.html").exists()
-
-
-def test_a_timeline_shows_at_least_one_step():
-    message = "TimelineConfig: timeline_steps must be at least 1; got timeline_steps=0. Give 1 or more."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        TimelineConfig(timeline_steps=0)
+def test_training_writes_the_timeline_of_its_last_steps(tmp_path, capsys):
+    run = trained(tmp_path, "--steps", 6, "--barrier", "none", "--timeline", "last.html", "--timeline-steps", 3)
+    trace = json.loads((run / "last.json").read_text())
+    assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {3, 4, 5}
+    assert "<title>Steps 3 to 5: barrier none, grain " in (run / "last.html").read_text()
+    out = capsys.readouterr().out
+    assert "critical path" in out
+    assert f"timeline written to {run / 'last.html'} and {run / 'last.json'}" in out
+    trained(tmp_path, "--steps", 1, "--timeline", "x", name="short")
+    assert "no step was recorded" in capsys.readouterr().out
+    for flags, keyword in ((["--local-steps", "2", "--replicas", "2"], "local"), (["--minutes", "1"], "minutes")):
+        with pytest.raises(ValueError, match=keyword):
+            trained(tmp_path, *flags, "--timeline", "x", name="refused")

@@ -1,0 +1,54 @@
+"""The golden llm.c files and small made-up ones, and what the tests of formats compare and measure."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.model import GPT2Config
+from daskgpt.formats.llmc import DebugState
+from daskgpt.model.parameters import parameter_shapes
+
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
+MODEL = GOLDEN / "gpt2_small.bin"
+DEBUG_STATE = GOLDEN / "gpt2_small_debug_state.bin"
+CONFIG = GPT2Config(blocks=3, heads=4, channels=64, vocabulary=509, padded_vocabulary=512, positions=64)
+SMALL = GPT2Config(blocks=2, heads=2, channels=4, vocabulary=5, padded_vocabulary=8, positions=6)
+
+
+def small_parameters(seed: int = 0) -> dict[str, np.ndarray]:
+    """Every value another one, so that no exchange of tensors or blocks goes unseen."""
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(shape, np.float32) for name, shape in parameter_shapes(SMALL).items()}
+
+
+def small_debug_state() -> DebugState:
+    random = np.random.default_rng(1)
+    tokens, targets = random.integers(0, SMALL.vocabulary, (2, 3, 4), dtype=np.int32)
+    logits = random.standard_normal((3, 4, SMALL.vocabulary), np.float32)
+    return DebugState(tokens, targets, logits, loss=1.5, gradients=small_parameters(2))
+
+
+def assert_same_bits(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:
+    """Names in order, shapes and bits of parameters; the second ones are arrays that can be used at once."""
+    assert list(first) == list(second)
+    for name, values in first.items():
+        found = second[name]
+        assert (found.dtype, found.shape) == (np.float32, values.shape)
+        assert found.flags.c_contiguous, name
+        assert found.flags.writeable, name
+        assert found.tobytes() == values.tobytes(), name
+
+
+def peak_bytes(work: Callable[..., Any], *arguments: Any) -> int:
+    """The most memory that Python and numpy hold during a call."""
+    tracemalloc.start()
+    try:
+        work(*arguments)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

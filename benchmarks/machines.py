@@ -1,0 +1,231 @@
+"""A cluster of real processes that tests may kill: a scheduler, workers that come and go, and what scripts start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+from command_lines import PATIENCE
+from distributed import Client, WorkerPlugin
+from namespaces import Hosts
+
+from daskgpt.schedulers.members import running
+from daskgpt.training.fetched_state import FETCHED
+
+ROOT = Path(__file__).parents[1]
+
+
+def wait_until(holds: Callable[[], Any], what: str = "") -> Any:
+    """What `holds` returns as soon as that is something."""
+    end = time.monotonic() + PATIENCE
+    while not (found := holds()):
+        assert time.monotonic() < end, f"not within {PATIENCE} seconds: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def terminal(**own: str) -> dict[str, str]:
+    """What a terminal has: this Python first on the PATH, this checkout's package, no settings of Dask; and its own."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    known = {name: value for name, value in os.environ.items() if not name.startswith("DASK_")}
+    return known | {"PATH": path, "PYTHONPATH": str(ROOT)} | own
+
+
+def session_of(leader: int) -> list[psutil.Process]:
+    """What still runs of a process and all that it started; what has ended and waits to be noticed does not count."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue  # ended meanwhile
+    return found
+
+
+@contextmanager
+def started(
+    command: list[Any], environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A process with pipes, of which nothing is left afterwards.
+
+    environment   None = that of a terminal
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    process = subprocess.Popen(command, env=environment or terminal(), start_new_session=True, **pipes)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=PATIENCE)
+        finally:
+            for member in session_of(process.pid):
+                member.kill()
+
+
+class Machines:
+    """A scheduler and workers of one thread, without nannies: who is killed stays away until another is started.
+
+    hosts   where they run: the scheduler on the first one, workers on the others; None = on this machine's loopback
+    at      the host of each process, by its name
+    """
+
+    def __init__(self, folder: Path, workers: int, hosts: Hosts | None = None) -> None:
+        self.folder, self.count, self.hosts = folder, 0, hosts
+        self.at: dict[str, int] = {}
+        self.processes: dict[str, subprocess.Popen[Any]] = {}
+        self.log = (folder / "machines.log").open("w")
+        paths = [*(str(ROOT / own) for own in ("", "tests", "tests/nightly", "benchmarks"))]
+        paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        file = folder / "scheduler.json"
+        self._start("scheduler", 0, "scheduler", "--port", "0", "--scheduler-file", str(file))
+        wait_until(lambda: file.exists() and file.stat().st_size, "scheduler")
+        self.address: str = json.loads(file.read_text())["address"]
+        for _ in range(workers):
+            self.start_worker()
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for name in list(reversed(self.processes)):
+            self.kill(name)
+        self.log.close()
+
+    def start_worker(self, host: int = 0, *, nanny: bool = False, memory: str = "auto") -> str:
+        """The name of a new worker, which may take seconds to come.
+
+        host    where; 0 = where the fewest are
+        nanny   whether there is a process before it that starts it again
+        memory  how much it may take, as `dask worker` takes it
+        """
+        name, self.count = f"w{self.count}", self.count + 1
+        if self.hosts and not host:
+            taken = [self.at[other] for other in self.alive()]
+            host = min(range(1, self.hosts.count), key=taken.count)
+        flags = [
+            "--nanny" if nanny else "--no-nanny",
+            "--nthreads",
+            "1",
+            "--name",
+            name,
+            "--local-directory",
+            str(self.folder / name),
+        ]
+        self._start(name, host, "worker", self.address, "--memory-limit", memory, *flags)
+        return name
+
+    def _start(self, name: str, host: int, *command: str) -> None:
+        self.at[name] = host
+        address = self.hosts.addresses[host] if self.hosts else "127.0.0.1"
+        flags = ["--host", address, "--dashboard-address", f"{address}:0", "--no-dashboard"]
+        started = [sys.executable, "-m", "dask", *command, *flags]
+        self.processes[name] = subprocess.Popen(
+            self.hosts.command(host, started) if self.hosts else started,
+            cwd=self.folder,  # Python would import from here first
+            env=self.environment,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    def kill(self, name: str) -> None:
+        """With SIGKILL, until it is gone."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def have(self, workers: int) -> None:
+        """Start as many as are missing, end those that are too many, and wait until all of them take tasks."""
+        for name in self.alive()[workers:]:
+            self.kill(name)
+        for _ in range(workers - len(self.alive())):
+            self.start_worker()
+        with Client(self.address) as client:
+            wait_until(lambda: len(running(client)) == workers, "workers")
+
+    def ended(self) -> list[str]:
+        """The workers whose processes have ended by themselves, each told once."""
+        gone = [n for n, process in self.processes.items() if n != "scheduler" and process.poll() is not None]
+        for name in gone:
+            del self.processes[name]
+        return gone
+
+    def alive(self) -> list[str]:
+        """The workers whose processes run."""
+        return [n for n, process in self.processes.items() if n != "scheduler" and process.poll() is None]
+
+    def said(self) -> str:
+        """What scheduler and workers have logged."""
+        return (self.folder / "machines.log").read_text()
+
+
+class KillItself(WorkerPlugin):
+    """Kills its worker with SIGKILL as it begins with its `after`th task of a kind; of all workers only one.
+
+    kind   part of the task's name
+    once   a file that the one who is killed makes
+    """
+
+    name = "kill-itself"
+
+    def __init__(self, kind: str, after: int, once: Path) -> None:
+        self.kind, self.left, self.once = kind, after, once
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        if finish == "executing" and self.kind in str(key):
+            self.left -= 1
+            if self.left <= 0:
+                kill_once(self.once)
+
+
+class KillAsItSends(WorkerPlugin):
+    """Kills one worker with SIGKILL as it sends a part of the state to somebody who is no worker: the client, for a
+    checkpoint.
+
+    after  how often it has done so before
+    """
+
+    name = "kill-itself"
+
+    def __init__(self, after: int, once: Path) -> None:
+        self.left, self.once = after, once
+
+    def setup(self, worker: Any) -> None:
+        self.worker, self.send = worker, worker.handlers["get_data"]
+        send = self.send
+
+        async def dying(comm: Any, keys: Any, **options: Any) -> Any:
+            if any(FETCHED in str(key) for key in keys) and not options.get("who"):
+                self.left -= 1
+                if self.left <= 0:
+                    kill_once(self.once)
+            return await send(comm, keys=keys, **options)
+
+        worker.handlers["get_data"] = dying
+
+    def teardown(self, worker: Any) -> None:
+        worker.handlers["get_data"] = self.send
+
+
+def kill_once(once: Path) -> None:
+    try:
+        once.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,364 @@
+"""What pages say of measurements, written from the data: `python benchmarks/measurements.py --write`.
+
+The data are the records of `docs/measurements/*.jsonl`, a line each, which `--record` of `daskgpt.bench` and
+`daskgpt.study` adds (`daskgpt/instruments/records.py`). A page has places for them:
+
+    <!-- measured: NAME -->       the table of this name, one of TABLES here; `facts FILE` is a plain one of any file
+    <!-- end -->
+
+The picture of fork-join beside barrier-free is drawn as well, from what `benchmarks/timeline_picture.py` has kept.
+Without --write this says which pages disagree with the data, and ends with 1 if one does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from timeline_picture import PICTURE, picture
+
+from daskgpt.instruments.records import Figure, Record, read_records
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "docs" / "measurements"
+PLACE = re.compile(r"(<!-- measured: (?P<name>[^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+Rows = Iterable[tuple[str, ...]]
+SENT = "tasks a worker, the most that one sends and gets, all together"  # what records of plans say that they have
+
+
+def pages() -> list[Path]:
+    """Every page that may have places."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cluster" / "README.md"]
+
+
+def records(file: str) -> list[Record]:
+    return read_records(DATA / f"{file}.jsonl")
+
+
+def found_as(file: str, what: str) -> Record:
+    """The latest record of a file that says it is of this."""
+    return [one for one in records(file) if one.settings["what"] == what][-1]
+
+
+def number(value: float, digits: int | None = None) -> str:
+    """With so many decimals, or with three significant digits; what is large has no decimals and loses no digit."""
+    if digits is not None:
+        return f"{value:,.{digits}f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def as_written(value: float, digits: int | None = None) -> str:
+    """All digits that the data have."""
+    return f"{value:,.10g}"
+
+
+def spread(figure: Figure, factor: float = 1, digits: int | None = None, shown: Callable[..., str] = number) -> str:
+    """`30.1 (29.8 .. 30.5)`: the median and the quartiles, else the ends; `29.8 .. 30.5` where no median is known."""
+    low, high = (figure.least, figure.largest) if figure.q1 is None else (figure.q1, figure.q3)
+    ends = "" if low is None else f"{shown(low * factor, digits)} .. {shown(high * factor, digits)}"
+    if figure.median is None:
+        return ends
+    middle = shown(figure.median * factor, digits)
+    return f"{middle} ({ends})" if ends else middle
+
+
+def percent(figure: Figure) -> str:
+    return f"{figure.median:.0%}".replace("%", " %")
+
+
+def model(record: Record) -> str:
+    own = record.settings
+    return f"{own['preset']}, B={own['batch_size']}, T={own['sequence_length']}"
+
+
+def table(head: str, rows: Rows) -> list[str]:
+    columns = head.split(" | ")
+    return [f"| {head} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def steps() -> list[str]:
+    """Steps of daskgpt and PyTorch."""
+
+    def row(one: Record) -> tuple[str, ...]:
+        times = (spread(one.figures[name]) for name in ("ours", "theirs"))
+        return model(one), one.settings["precision"], *times, spread(one.figures["ratio"], digits=2)
+
+    return table("model, batch | precision | daskgpt, ms a step | PyTorch | ratio", map(row, records("steps")))
+
+
+def steps_earlier() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        ratios = ", ".join(spread(known[name], digits=2) for name in ("ratio", "ratio_before"))
+        peaks = " / ".join(spread(known[name]) for name in ("ours_peak", "theirs_peak"))
+        who = f"{model(one)}{', PyTorch compiled' if 'compiled' in one.against else ''}"
+        return who, one.settings["precision"], spread(known["ours"]), spread(known["theirs"]), ratios, f"{peaks} GB"
+
+    head = "model, batch | precision | daskgpt, ms a step | PyTorch | ratio, and an hour before | peak memory of both"
+    return table(head, map(row, records("steps_earlier")))
+
+
+def one_order_of_sums() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        pairs = f"{known['ratio'].n}" + (f" of {own} steps" if (own := one.settings.get("window_steps")) else "")
+        times = (spread(known[name]) for name in ("before", "after"))
+        return model(one), one.settings["precision"], *times, spread(known["ratio"], digits=2), pairs
+
+    return table(
+        "model, batch | precision | before, ms a step | after | ratio of a pair | pairs",
+        map(row, records("one_order_of_sums")),
+    )
+
+
+def torch_ddp() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        times = (spread(known[name], 1e-3) for name in ("cluster", "threads", "theirs"))
+        return (
+            model(one),
+            one.settings["precision"],
+            one.machine["processor"],
+            *times,
+            spread(known["ratio"], digits=2),
+            spread(known["throughput_of_threads"], digits=2),
+        )
+
+    head = "model, batch | precision | processor | 2 workers, s a step | 2 threads | PyTorch DDP"
+    return table(f"{head} | workers' time / DDP's | workers' throughput / threads'", map(row, records("torch_ddp")))
+
+
+def workers_time() -> list[str]:
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        shares = (percent(known[f"workers_{name}"]) for name in ("kernels", "transfer", "scheduler", "idle"))
+        peaks = (known.get(f"{name}_peak") for name in ("cluster", "threads", "theirs"))
+        told = " / ".join("?" if peak is None else spread(peak) for peak in peaks)
+        who = one.settings["precision"], one.machine["processor"]
+        return *who, *shares, number(known["cluster_longest"].median), f"{told} GB"
+
+    head = "precision | processor | kernels | transfers | client and scheduler | idle | longest step / median"
+    return table(f"{head} | peak memory: workers, threads, DDP", map(row, records("torch_ddp")))
+
+
+def generation() -> list[str]:
+    found = records("generation")[-1].figures
+    ways = [name.removesuffix("_step").split("_") for name in found if name.endswith("_step")]
+    rows = []
+    for way in ways:
+        step, tokens, share = (found["_".join([*way, name])] for name in ("step", "tokens", "share"))
+        rows.append((*way, spread(step), spread(tokens), spread(share, digits=2)))
+    return table("precision | texts | after tokens | ms a step | tokens/s | share of a copy's rate", rows)
+
+
+def generation_compared() -> list[str]:
+    found = records("generation")[-1].figures
+    names = {
+        "copy": "a copy of memory in the same turns, read and written, GB/s",
+        "flat_float32": "a late token / an early one, float32",
+        "flat_bfloat16": "the same, bfloat16",
+        "batch_float32": "tokens/s of eight texts / of one, float32",
+        "batch_bfloat16": "the same, bfloat16",
+        "theirs": "transformers, ms a token, prompt included",
+        "rate_float32": "transformers' time / daskgpt's, turn by turn",
+    }
+    return table("what | found", ((words, spread(found[name])) for name, words in names.items() if name in found))
+
+
+def fork_join() -> list[str]:
+    waits = {
+        "layer": "after each layer (fork-join)",
+        "phase": "after forward, backward, update",
+        "step": "after the step",
+        "none": "nowhere",
+    }
+
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        times = (spread(known[name]) for name in ("step_1", "step_2"))
+        shares = (percent(known[name]) for name in ("efficiency_2", "overlap"))
+        return waits[one.settings["barrier"]], *times, *shares, spread(known["critical_path"])
+
+    head = "everybody waits | 1 thread, ms a step | 2 threads | efficiency | two or more layers at once | critical path"
+    return table(head, map(row, records("fork_join")))
+
+
+def task_costs() -> list[str]:
+    """What a task costs a cluster, and what that means for the default model, as a paragraph."""
+    few, many = 17, 48
+    step = found_as("dials", f"tiny on two worker processes, {few} tasks a step; with --grain block {many}").figures
+    times = {name: figure.median for name, figure in step.items()}
+    more = (times["blocks"] - times["workers"]) / (many - few)
+    slower = times["workers"] / times["threads"]
+    return [
+        f"**What a task costs.** A step of the default model takes {spread(step['workers'])} ms with two workers in "
+        f"{few} tasks, and {spread(step['blocks'])} ms in {many}: {number(more, 0)} ms more for each.",
+        f"Two threads take {spread(step['threads'])} ms; it is {number(slower, 1)} times as long on workers: hence "
+        "`--steps 100` above.",
+        f"The header says how many tasks a step has (`grain      chunk, {few} tasks a step, ...`). A small model's are "
+        "as large as can be: the forward and backward pass of a worker's sequences is one, and all that it updates.",
+    ]
+
+
+def workers_traffic() -> list[str]:
+    """What workers send by their plans."""
+    plans = [one.figures for one in records("clusters") if one.settings["what"].endswith(SENT)]
+
+    def row(known: Mapping[str, Figure]) -> tuple[str, ...]:
+        workers, tasks = (number(known[name].median) for name in ("workers", "tasks"))
+        return workers, tasks, *(f"{number(known[name].median, 1)} GB" for name in ("most", "got", "all"))
+
+    head = "workers | tasks a step a worker | most that one sends a step | most that one gets | all together"
+    return table(head, map(row, plans))
+
+
+def bandwidths() -> list[str]:
+    """Steps on hosts whose links are limited."""
+
+    def row(one: Record) -> tuple[str, ...]:
+        times = (spread(one.figures[name]) for name in ("cluster", "local", "ddp"))
+        return one.settings["model"], one.settings["link"], *times, spread(one.figures["ratio"], digits=2)
+
+    head = "model | link of each host | synchronous, ms a step | local steps (H = 50) | PyTorch DDP"
+    return table(f"{head} | synchronous / DDP", map(row, records("bandwidths")))
+
+
+def local_steps() -> list[str]:
+    """What replicas lose and send, beside synchronous steps (a round of 0)."""
+    found = records("local_steps")
+
+    def row(one: Record) -> tuple[str, ...]:
+        known, own = one.figures, one.settings
+        alone = next(
+            each for each in found if each.settings["channels"] == own["channels"] and not each.settings["round"]
+        )
+        more = known["validation"].median / alone.figures["validation"].median - 1
+        size = f"{own['blocks']} x {own['channels']}"
+        sent = spread(known["sent"]) if "sent" in known else "?"
+        length = number(own["round"]) if own["round"] else "synchronous"
+        loss, seconds = f"{known['validation'].median:.3f}", number(known["run"].median)
+        return size, number(own["replicas"]), length, loss, f"{more:+.1%}", sent, seconds
+
+    head = "blocks x channels | R | H | validation, nats a token | against synchronous | all workers send, MB a step"
+    return table(f"{head} | two threads take, s", map(row, found))
+
+
+def facts(file: str) -> list[str]:
+    """A row a record: what was measured, every figure by name, and what a reader must know besides.
+
+    Of its processor a row tells where most records have another one.
+    """
+    found = records(file)
+    ((usual, _),) = Counter(one.machine["processor"] for one in found).most_common(1)
+
+    def told(name: str, figure: Figure) -> str:
+        turns = f", {figure.n} turns" if figure.n and figure.n > 1 else ""
+        return f"{name} {spread(figure, shown=as_written)} {figure.unit}".strip() + turns
+
+    def row(one: Record) -> tuple[str, ...]:
+        figures = "; ".join(told(name, figure) for name, figure in one.figures.items())
+        processor = one.machine["processor"]
+        notes = processor != usual and f"{processor}.", one.against and f"Beside {one.against}.", one.note
+        besides = " ".join(note for note in notes if note)
+        return str(one.settings["what"]), figures, f"`{one.command}`", one.date[:10], besides
+
+    lines = table("what | found | command | date | besides", map(row, found))
+    for one in dict.fromkeys(map(_machine, found)):
+        lines += ["", f"{one}."]
+    return lines
+
+
+def sources(file: str) -> list[str]:
+    """The commands of a file's records, and where and when they ran, with the versions; the notes of all."""
+    found, lines = records(file), []
+    for place, own in _grouped(found, lambda one: f"{one.date[:10]}, {_machine(one)}{_turns(one)}:").items():
+        lines += [place, "", "```", *dict.fromkeys(one.command for one in own), "```", ""]
+    notes = dict.fromkeys(one.note for one in found if one.note)
+    return lines[:-1] + [line for note in notes for line in ("", note)]
+
+
+def _machine(one: Record) -> str:
+    own = one.machine
+    features = f" ({', '.join(own['features'])})" if own.get("features") else ""
+    versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+    return f"{own['processor']}, {own['cores']} cores{features}; {versions}"
+
+
+def _turns(one: Record) -> str:
+    """How many, and which spread stands beside the medians."""
+    known = [figure for figure in one.figures.values() if (figure.least, figure.q1) != (None, None)]
+    kinds = {"least and largest" if figure.q1 is None else "quartiles" for figure in known}
+    counts = {figure.n for figure in known if figure.n}
+    turns = f"; {max(counts)} turns" if counts else ""
+    return turns + (f"; medians with {' or '.join(sorted(kinds))}" if kinds else "")
+
+
+def _grouped(found: list[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for one in found:
+        groups.setdefault(key(one), []).append(one)
+    return groups
+
+
+def default_run() -> list[str]:
+    """The last lines that the default run printed."""
+    known = {name: figure.median for name, figure in records("training")[0].figures.items()}
+    losses = f"loss {known['first loss']:.3f} -> {known['last loss']:.3f}"
+    return [
+        "```",
+        f"{losses}, validation {known['validation']:.3f} nats a token",
+        f"2000 steps in {known['steps']:.1f} s, {known['in all']:.1f} s in all",
+        "```",
+    ]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "steps": steps,
+    "steps earlier": steps_earlier,
+    "one order of sums": one_order_of_sums,
+    "torch-ddp": torch_ddp,
+    "workers' time": workers_time,
+    "generation": generation,
+    "generation compared": generation_compared,
+    "fork-join": fork_join,
+    "default run": default_run,
+    "task costs": task_costs,
+    "workers' traffic": workers_traffic,
+    "bandwidths": bandwidths,
+    "local steps": local_steps,
+}
+OF_A_FILE: dict[str, Callable[[str], list[str]]] = {"facts": facts, "sources": sources}
+
+
+def rendered(text: str) -> str:
+    """A page with every place filled anew.
+
+    Errors   KeyError for a place of an unknown name
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        kind, _, file = found["name"].partition(" ")
+        lines = OF_A_FILE[kind](file) if kind in OF_A_FILE else TABLES[found["name"]]()
+        return found[1] + "\n".join(("", *lines, "", found[3]))
+
+    return PLACE.sub(filled, text)
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    made = [(page, rendered(page.read_text())) for page in pages()]
+    for page, new in [*made, (PICTURE, picture())]:
+        if not page.exists() or page.read_text() != new:
+            stale.append(page)
+            if "--write" in arguments:
+                page.write_text(new)
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'written' if '--write' in arguments else 'differs from the data'}")
+    return int(bool(stale) and "--write" not in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

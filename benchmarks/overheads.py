@@ -1,0 +1,123 @@
+"""What a run takes besides its steps, at the defaults: `python benchmarks/overheads.py --turns 3`.
+
+In turns, each in a process of its own: README's first command, in a terminal, and the same steps bare: nothing is
+shown, logged, saved or sampled, and the only validation is the last one, which does not count. Of the first a table
+says what each part took, as `Result.besides` has it, and as a share of the time from the first step to the last. What
+parts take beside the steps (a checkpoint's writer) or inside of them (kernels recorded now and then) no clock tells:
+that is the ratio of what is left of both, turn by turn, 1 where there is nothing.
+
+Flags of `daskgpt.train` may follow, for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from terminals import in_terminal
+from tool_records import add_record_flag, check_record, record
+
+import daskgpt
+from daskgpt import train
+from daskgpt.config.flags import from_flags
+from daskgpt.config.run import RunConfig
+from daskgpt.instruments.records import Figure
+from daskgpt.instruments.statistics import Spread
+
+COLUMNS = 80
+TOLD = "told.json"
+AT_THE_END = "sample at the end"
+
+
+def whole(arguments: list[str], folder: Path) -> dict[str, Any]:
+    """What the command trains and shows; seconds of the steps and of all parts."""
+    told: dict[str, Any] = {}
+    report, sample = train.report, train.shown_sample
+    sampled = [0.0]
+
+    def shown(*arguments: Any) -> str:
+        start = time.perf_counter()
+        text: str = sample(*arguments)
+        sampled.append(time.perf_counter() - start)
+        return text
+
+    def reported(job: Any, result: Any, seconds: float) -> None:
+        report(job, result, seconds)
+        own = {AT_THE_END: sampled[-1]}
+        told.update(seconds=result.seconds, besides=result.besides | own, validation=result.validation_loss)
+
+    train.report, train.shown_sample = reported, shown
+    assert train.main([*arguments, "--out", str(folder / "run")]) == 0
+    return told
+
+
+def bare(arguments: list[str], folder: Path) -> dict[str, Any]:
+    """The same steps of the same model, and nothing else."""
+    values = train.parsed(arguments)
+    run = replace(from_flags(RunConfig, values), validate_every=0, out="", log="", snapshot_every=0)
+    job = train.job_of(values, run, None)
+    result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, job.run, local=job.local, quiet=True)
+    return {"seconds": result.seconds, "besides": result.besides, "validation": result.validation_loss}
+
+
+WAYS = {"whole": whole, "bare": bare}
+
+
+def turn(way: str, arguments: list[str]) -> dict[str, Any]:
+    """One run, in a process and a terminal of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        code, shown = in_terminal([sys.executable, __file__, "--way", way, "--folder", folder, *arguments], COLUMNS)
+        assert code == 0, shown
+        told: dict[str, Any] = json.loads(Path(folder, TOLD).read_text())
+        return told
+
+
+def left(told: dict[str, Any]) -> float:
+    """Seconds of the steps themselves."""
+    return float(told["seconds"] - sum(own for part, own in told["besides"].items() if part != AT_THE_END))
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    add_record_flag(parser)
+    values, flags = parser.parse_known_args(arguments)
+    flags = ["--scheduler", "threads", *flags]
+    if values.way:
+        (values.folder / TOLD).write_text(json.dumps(WAYS[values.way](flags, values.folder)))
+        return
+    check_record(values.record)
+    shares: dict[str, list[float]] = {}
+    ratios = []
+    for number in range(values.turns):
+        ways = list(WAYS)[:: -1 if number % 2 else 1]
+        found = {way: turn(way, flags) for way in ways}
+        full, alone = found["whole"], found["bare"]
+        assert full["validation"] == alone["validation"], "what is no step has changed the training"
+        for part, seconds in full["besides"].items():
+            shares.setdefault(part, []).append(seconds / full["seconds"])
+        ratios.append(left(full) / left(alone))
+        parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in full["besides"].items())
+        print(f"turn {number}: {full['seconds']:.1f} s, of which {parts}; what is left / bare {ratios[-1]:.3f}")
+    told = {part: Spread.of(own) for part, own in shares.items()}
+    print("\npart                 share of the run")
+    for part, spread in told.items():
+        ends = f" ({spread.least:.2%} .. {spread.largest:.2%})" if spread.n > 1 else ""
+        print(f"{part:<20} {spread.median:.2%}{ends}")
+    print(f"{'what is left / bare':<20} {Spread.of(ratios).text('', 3)}")
+    figures = {part: Figure.of(spread, "%", 100) for part, spread in told.items()}
+    figures["what is left / bare"] = Figure.of(Spread.of(ratios), "")
+    what = "Besides steps, of the time from the first step to the last"
+    record(values.record, "benchmarks/overheads.py", arguments, figures, what, "the same steps and nothing else")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

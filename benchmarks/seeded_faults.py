@@ -1,0 +1,287 @@
+"""Seed faults into a copy of the package, one at a time, and ask the quick tests to find each.
+
+`python benchmarks/seeded_faults.py --seed 1 --faults 60 --record benchmarks/seeded_faults.jsonl`
+
+A fault is one of five kinds at a random place: a comparison turned, a term dropped, an integer off by one, a missing
+wait, two arguments swapped. The kinds take turns; the place depends on the seed and the fault's number alone, for the
+same sources. Each fault is one line of JSON: place, the text before and after, the first test that failed, and the
+seconds until it did. The files of tests that speak of the changed module run first, then all others. A test that takes
+more than `--hang` seconds is ended and counts as failed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+COPIED = (
+    "daskgpt",
+    "tests",
+    "benchmarks",
+    "cluster",
+    "docs",
+    "notebooks",
+    "pyproject.toml",
+    "README.md",
+    "DESIGN.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
+TURNED = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+WAITS = {"wait", "join", "result", "acquire", "release", "settle", "barrier", "notify_all"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of the source: `before` at `line` of `file` becomes `after`."""
+
+    kind: str
+    file: str
+    line: int
+    before: str
+    after: str
+    start: int
+    end: int
+
+    def apply(self, source: str) -> str:
+        """Return the source with the fault in it."""
+        encoded = source.encode()
+        return (encoded[: self.start] + self.after.encode() + encoded[self.end :]).decode()
+
+
+def compared(node: ast.AST) -> Iterator[ast.AST]:
+    """Turn one comparison: < becomes <=, == becomes !=."""
+    if isinstance(node, ast.Compare):
+        yield ast.Compare(node.left, [TURNED[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+
+
+def dropped(node: ast.AST) -> Iterator[ast.AST]:
+    """Drop one term of a sum, a difference, a product, or a condition."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+        yield node.left
+        if not isinstance(node.op, ast.Sub):
+            yield node.right
+    elif isinstance(node, ast.BoolOp):
+        for position in range(len(node.values)):
+            rest = node.values[:position] + node.values[position + 1 :]
+            yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+
+
+def off_by_one(node: ast.AST) -> Iterator[ast.AST]:
+    """Add one to an integer, or take one from it."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        yield ast.Constant(node.value + 1)
+        if node.value > 0:
+            yield ast.Constant(node.value - 1)
+
+
+def unwaited(node: ast.AST) -> Iterator[ast.AST]:
+    """Leave out a statement that waits, or that lets somebody else go on."""
+    if isinstance(node, ast.Expr):
+        call = node.value.value if isinstance(node.value, ast.Await) else node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
+            yield ast.Pass()
+
+
+def swapped(node: ast.AST) -> Iterator[ast.AST]:
+    """Swap two neighboring arguments of a call."""
+    if isinstance(node, ast.Call) and not any(isinstance(each, ast.Starred) for each in node.args):
+        for at in range(len(node.args) - 1):
+            first, second = node.args[at : at + 2]
+            if ast.unparse(first) != ast.unparse(second):
+                yield ast.Call(node.func, [*node.args[:at], second, first, *node.args[at + 2 :]], node.keywords)
+
+
+KINDS = {
+    "comparison": compared,
+    "term": dropped,
+    "off by one": off_by_one,
+    "wait": unwaited,
+    "arguments": swapped,
+}
+
+
+def places(package: Path) -> dict[str, list[Fault]]:
+    """List every fault that could be seeded, by kind, in the order of files and lines."""
+    found: dict[str, list[Fault]] = {kind: [] for kind in KINDS}
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_text()
+        begins = [0]
+        for line in source.encode().splitlines(keepends=True):
+            begins.append(begins[-1] + len(line))
+        for node in _running_code(ast.parse(source)):
+            for kind, change in KINDS.items():
+                for changed in change(node):
+                    start = begins[node.lineno - 1] + node.col_offset
+                    end = begins[node.end_lineno - 1] + node.end_col_offset
+                    after = ast.unparse(changed)
+                    if isinstance(changed, ast.BinOp | ast.BoolOp | ast.Compare):
+                        after = f"({after})"
+                    before = source.encode()[start:end].decode()
+                    file = str(path.relative_to(package.parent))
+                    found[kind].append(Fault(kind, file, node.lineno, before, after, start, end))
+    return found
+
+
+def _running_code(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run: no annotations, no docstrings, no text of f-strings."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if isinstance(node, ast.AST) and not isinstance(node, ast.JoinedStr):
+                if hasattr(node, "lineno"):
+                    yield node
+                yield from _running_code(node)
+
+
+def chosen(package: Path, seed: int, number: int) -> Fault:
+    """Return the fault of one number: kinds in turn, its place at random."""
+    found = places(package)
+    kind = list(KINDS)[number % len(KINDS)]
+    return random.Random(f"{seed} {number}").choice(found[kind])
+
+
+class Copy:
+    """A copy of the repository, whose kernels are compiled once; a fault is in it for one run of the tests."""
+
+    def __init__(self, folder: Path, hang: int, processes: str, whole: bool) -> None:
+        """processes   that share the tests out, as of pytest-xdist
+        whole       run all tests in their usual order at once
+        """
+        self.folder, self.hang, self.processes, self.whole = folder, hang, processes, whole
+        for name in COPIED:
+            source = ROOT / name
+            copy = shutil.copytree if source.is_dir() else shutil.copy2
+            copy(source, folder / name)
+        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+        self.environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "NUMBA_CACHE_DIR": str(folder / "numba"),
+        }
+
+    def run_tests(self, *files: str) -> tuple[str, float]:
+        """Run tests, all quick ones by default, until one fails: which, empty where none did, and the seconds."""
+        begin = time.monotonic()
+        flags = ["-x", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={self.hang}"]
+        flags += [f"--basetemp={self.folder / 'temporary'}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *flags, f"--numprocesses={self.processes}", *files],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        seconds = time.monotonic() - begin
+        for process in psutil.process_iter(["cmdline"]):  # of a cluster that a test which was ended has left behind
+            if any(str(self.folder) in word for word in process.info["cmdline"] or ()):
+                process.kill()
+        if done.returncode == 0:
+            return "", seconds
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+        return (found.group(1) if found else done.stdout.strip().rpartition("\n")[2][:200]), seconds
+
+    def about(self, file: str, most: int = 6) -> list[str]:
+        """List the files of tests that speak of a module of the package, those first that do most often."""
+        module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        counts = Counter[str]()
+        for path in (self.folder / "tests").glob("test_*.py"):
+            text = path.read_text()
+            said = 3 * text.count(module) + len(re.findall(rf"\b{module.rpartition('.')[2]}\b", text + path.stem[5:]))
+            counts[f"tests/{path.name}"] = said
+        return [name for name, said in counts.most_common(most) if said]
+
+    def with_fault(self, fault: Fault) -> tuple[str, float]:
+        """Run the tests on the package with the fault, and take the fault out again."""
+        path = self.folder / fault.file
+        source, times = path.read_text(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+        path.write_text(fault.apply(source))
+        try:
+            files = [] if self.whole else self.about(fault.file)
+            failed, seconds = self.run_tests(*files) if files else ("", 0.0)
+            if not failed:
+                failed, more = self.run_tests()
+                seconds += more
+            return failed, seconds
+        finally:
+            path.write_text(source)
+            os.utime(path, ns=times)  # Numba's cache compares the time of the file
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=60, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--only", type=int, nargs="*", help="these numbers alone")
+    parser.add_argument("--hang", type=int, default=100, help="seconds after which a test counts as failed")
+    parser.add_argument("--processes", default="auto", help="that share the tests out; 0 = this one runs them")
+    parser.add_argument("--whole", action="store_true", help="run all tests in their usual order, as `pytest -x` does")
+    parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
+    parser.add_argument("--record", type=Path, help="a file of JSON lines, added to")
+    arguments = parser.parse_args()
+    numbers = arguments.only or range(arguments.first, arguments.first + arguments.faults)
+    faults = {number: chosen(ROOT / "daskgpt", arguments.seed, number) for number in numbers}
+    if arguments.list:
+        for number, fault in faults.items():
+            print(f"{number:3} {fault.kind:10} {fault.file}:{fault.line}  {fault.before!r} -> {fault.after!r}")
+        return
+    verdicts = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder), arguments.hang, arguments.processes, arguments.whole)
+        failed, seconds = copy.run_tests()
+        if failed:
+            sys.exit(f"seeded_faults: the tests must pass without a fault; got failed={failed}. Mend it first.")
+        print(f"no fault: passed in {seconds:.0f} s", flush=True)
+        for number, fault in faults.items():
+            failed, seconds = copy.with_fault(fault)
+            verdicts.append((bool(failed), seconds))
+            print(
+                f"{number:3} {'found' if failed else 'MISSED'} after {seconds:.0f} s  {fault.file}:{fault.line}  "
+                f"{fault.before!r} -> {fault.after!r}  {failed}",
+                flush=True,
+            )
+            if arguments.record:
+                place = {name: value for name, value in asdict(fault).items() if name not in ("start", "end")}
+                line = (
+                    {"seed": arguments.seed, "number": number} | place | {"failed": failed, "seconds": round(seconds)}
+                )
+                with arguments.record.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    found = [seconds for hit, seconds in verdicts if hit]
+    print(f"{len(found)} of {len(verdicts)} found, after {median(found or [0]):.0f} s in the median")
+
+
+if __name__ == "__main__":
+    main()

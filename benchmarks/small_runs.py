@@ -1,0 +1,62 @@
+"""The smallest runs that checkpoints are tested with, and what is compared of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import daskgpt
+
+MODEL = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, vocabulary=257, positions=16)
+STEPS = 12
+# The same as flags.
+FLAGS = "--blocks 1 --heads 2 --channels 16 --batch-size 4 --sequence-length 16 --warmup 3 --validation-batches 1"
+FLAGS += " --sample-tokens 0 --save-minutes 0"
+OPTIMIZER = daskgpt.OptimizerConfig(warmup=3)
+
+
+def fit(
+    text: Path,
+    out: Path | str = "",
+    *,
+    optimizer: Any = OPTIMIZER,
+    dataflow: Any = None,
+    client: Any = None,
+    on_step: Any = None,
+    **run: Any,
+) -> Any:
+    """A run from random values."""
+    settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "out": str(out), "sample_tokens": 0} | run
+    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
+    own = daskgpt.RunConfig(**settings)
+    return daskgpt.fit(MODEL, data, optimizer, dataflow, own, client=client, on_step=on_step, quiet=True)
+
+
+def stopping_at(step: int) -> Any:
+    """An `on_step` that asks to stop after so many steps, as Ctrl-C does."""
+
+    def stop(number: int, metrics: Any) -> None:
+        if number + 1 == step:
+            signal.raise_signal(signal.SIGINT)
+
+    return stop
+
+
+def tensors_of(run: Path, step: int | None = None) -> tuple[bytes, bytes]:
+    """The bytes of the model and of the optimizer's moments, of a step or the last one."""
+    folder = run / ("latest" if step is None else f"step-{step:08}")
+    return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+
+
+def losses_of(run: Path) -> list[float]:
+    """From the metrics, which must have each step once."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(len(records)))
+    return [record["loss"] for record in records]
+
+
+def steps_in(run: Path) -> list[int]:
+    """The steps of the checkpoints in a run folder, damaged ones by another name left out."""
+    return sorted(int(path.name[5:]) for path in run.glob("step-*") if path.name[5:].isdigit())

@@ -1,0 +1,43 @@
+"""Records of what the tools of the tests have measured, in the form of `--record` of `daskgpt.bench`."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from daskgpt.instruments.records import Figure, append_records, check_records, command_line, measured
+
+
+def add_record_flag(parser: ArgumentParser) -> None:
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add what was measured to a file of records")
+
+
+def check_record(path: Path | None) -> None:
+    """Errors   as of `check_records`, before anything is measured"""
+    if path:
+        check_records(path)
+
+
+def record(
+    path: Path | None,
+    tool: str,
+    arguments: Sequence[str],
+    figures: Mapping[str, Figure],
+    what: str,
+    against: str = "",
+    **settings: Any,
+) -> None:
+    """Add a record of a tool's measurement, if somebody asked for it.
+
+    tool      its file's name, such as benchmarks/overheads.py
+    what      was measured, in words
+    settings  the same for a table
+    """
+    if path:
+        words = shlex.split(command_line(tool, arguments))[3:]
+        found = measured(tool, arguments, figures, {"what": what, **settings}, against)
+        append_records(path, [replace(found, command=shlex.join(["python", tool, *words]))])

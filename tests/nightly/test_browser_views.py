@@ -1,0 +1,72 @@
+"""Tests of pages in a browser: timelines, curves of runs, and the page "daskgpt" on Dask's dashboard of a real run."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+from chromium import PATH, visit
+from command_lines import write_text
+from distributed import Client
+from machines import wait_until
+from small_runs import MODEL, OPTIMIZER
+from test_plot import write_run
+from test_timeline import recorded
+
+import daskgpt
+from daskgpt import plot
+from daskgpt.instruments.dashboard.collected import Collected, column
+from daskgpt.instruments.timeline import write_side_by_side
+from daskgpt.schedulers.usage import METRIC
+
+READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"
+BARS = """Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")
+    .flatMap((plot) => plot.renderers.filter((r) => "task" in r.data_source.data))
+    .map((r) => r.data_source.get_length()).reduce((a, b) => a + b, 0)"""
+NAMED = "[...Bokeh.documents[0].all_models].filter(m => m.name === 'slow').length"
+LONGEST = """["y", "worker", "seconds"].map((name) => Math.max(0, ...Bokeh.documents
+    .flatMap((d) => [...d._all_models.values()]).filter((m) => m.type === "ColumnDataSource" && m.data[name])
+    .map((m) => m.data[name].length)))"""
+needs_browser = pytest.mark.skipif(PATH is None, reason="no Chromium on the PATH")
+
+
+def seen(page, tmp_path, *questions):
+    """What a browser answers of a file, which asks for nothing else."""
+    found = visit(page, tmp_path / "profile", READY, questions)
+    assert [url for url in found.requests if not url.startswith("data:")] == [page.as_uri()]
+    assert found.messages == []
+    return found.values
+
+
+@needs_browser
+def test_several_timelines_on_one_page(tmp_path):
+    timelines = {name: recorded(name, [(10, 11)] if name == "none" else [(10,)])[1] for name in ("layer", "none")}
+    page = write_side_by_side(timelines, tmp_path / "barriers.html", "two barriers")
+    assert seen(page, tmp_path, BARS) == [sum(len(own.events) for own in timelines.values())]
+
+
+@needs_browser
+def test_curves_of_runs(tmp_path):
+    plot.main([write_run(tmp_path / "slow"), write_run(tmp_path / "b"), "--out", str(tmp_path / "curves.html")])
+    assert seen(tmp_path / "curves.html", tmp_path, NAMED)[0] > 0
+
+
+def test_the_dashboard_of_a_run(tmp_path):
+    data = daskgpt.DataConfig(data=str(write_text(tmp_path)), batch_size=4, sequence_length=16)
+    run = daskgpt.RunConfig(steps=12, validate_every=5, validation_batches=1)
+    with daskgpt.open_scheduler("local", 2) as scheduler, Client(scheduler.client.cluster) as client:
+        daskgpt.fit(MODEL, data, OPTIMIZER, run=run, client=client, quiet=True)
+        collected = client.cluster.scheduler.plugins[Collected.name]
+        kernels = wait_until(collected.kernel_seconds, "heartbeats")
+        workers = client.cluster.scheduler.workers.values()
+        wait_until(lambda: sum(own.metrics[METRIC]["busy"] for own in workers) >= sum(kernels.values()), "busy time")
+        assert [record["step"] for record in collected.steps] == list(range(12))
+        assert column(collected.steps, "validation_loss")[0] == [5, 10, 12]
+        assert {"linear.forward", "linear.backward", "attention.forward", "crossentropy.forward"} <= kernels.keys()
+        link = client.dashboard_link.replace("/status", "/daskgpt")
+        assert urllib.request.urlopen(link).status == 200
+        if PATH:
+            found = visit(link, tmp_path / "profile", "!!(window.Bokeh && Bokeh.documents.length)", (LONGEST,))
+            assert found.messages == []
+            assert found.values[0][0] == 12
+            assert min(found.values[0]) > 0

@@ -1,0 +1,165 @@
+"""Tests of cluster/: clusters that start.sh starts, certificates, and the containers' commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+
+import dask
+import pytest
+from command_lines import PATIENCE, run, write_text
+from distributed import Client
+from machines import ROOT, session_of, started, terminal, wait_until
+from namespaces import Hosts, missing
+from small_runs import FLAGS, tensors_of
+
+from daskgpt.schedulers.allocator import ENVIRONMENT
+from daskgpt.schedulers.cluster import BETWEEN_TASKS
+
+FOLDER = ROOT / "cluster"
+START, CERTIFICATES = FOLDER / "start.sh", FOLDER / "certificates.sh"
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    """Settings of two clusters' members: each has a certificate, of which the other knows nothing."""
+    folder = tmp_path_factory.mktemp("it's safe")
+    for name in ("one", "two"):
+        subprocess.run([CERTIFICATES, folder / name], check=True)
+        assert stat.S_IMODE((folder / name / "key.pem").stat().st_mode) == 0o600
+    return [{"DASK_CONFIG": str(folder / name / "dask.yaml")} for name in ("one", "two")]
+
+
+@pytest.fixture(scope="module")
+def tls(certified, tmp_path_factory):
+    """Address of a cluster that the script has started with the first of the certificates."""
+    file = tmp_path_factory.mktemp("cluster") / "scheduler.json"
+    command = [START, "--workers", "2", "--port", "0", "--scheduler-file", file]
+    with started(command, terminal(**certified[0]), stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: "Ctrl-C" in process.stdout.readline(), "the cluster")
+        yield json.loads(file.read_text())["address"]
+
+
+def train(text, scheduler, out, **environment):
+    return run(
+        "train", *FLAGS.split(), "--data", text, "--steps", 3, "--scheduler", scheduler, "--out", out, **environment
+    )
+
+
+def test_script_starts_a_cluster_that_trains_and_leaves_nothing(text, tmp_path):
+    file, folder = tmp_path / "scheduler.json", tmp_path / "temporary"
+    folder.mkdir()
+    command = [START, "--workers", "2", "--port", "0", "--scheduler-file", file]
+    with started(command, terminal(TMPDIR=str(folder)), stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: "Ctrl-C" in process.stdout.readline(), "the cluster")
+        runs = [train(text, where, tmp_path / where[:4]) for where in ("threads", f"file:{file}")]
+        assert [done.returncode for done in runs] == [0, 0], runs
+        assert tensors_of(tmp_path / "thre") == tensors_of(tmp_path / "file")
+        with Client(scheduler_file=str(file)) as client:
+            for name, (_, own) in BETWEEN_TASKS.items():
+                here = client.run_on_scheduler(dask.config.get, name)
+                assert {here, *client.run(dask.config.get, name).values()} == {own}, name
+            heap = client.run(lambda: dict(os.environ))
+        assert all(variables.items() >= ENVIRONMENT.items() for variables in heap.values())
+        members = session_of(process.pid)
+        assert len(members) >= 5, "this script, a scheduler, a nanny, two workers"
+        listening = [own.laddr.ip for member in members for own in member.net_connections() if own.status == "LISTEN"]
+        assert set(listening) == {"127.0.0.1"}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+        assert session_of(process.pid) == []
+    assert not file.exists()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("way", "keyword"), [("killed", "workers here ended"), ("slow", "got 0 of 1")])
+def test_script_ends_without_its_workers(way, keyword, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    own = {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(tmp_path / "slow.py")} if way == "slow" else {}
+    command = [START, "--workers", "1", "--port", "0", "--patience", "1" if way == "slow" else "300"]
+    with started(command, terminal(**own)) as process:
+        if way == "killed":
+            (worker,) = wait_until(lambda: [p for p in session_of(process.pid) if "worker" in p.cmdline()], "a worker")
+            worker.kill()
+        assert keyword in process.communicate(timeout=PATIENCE)[1]
+        assert process.returncode == 1
+        assert session_of(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "keyword"),
+    [
+        (START, "--wrokers 2", "--wrokers"),
+        (START, "--workers", "must have a value"),
+        (START, "--workers 0", "positive"),
+        (START, "--patience 1m", "whole seconds"),
+        (START, "--port http", "must be a number"),
+        (START, f"--scheduler-file {ROOT}", "must be new"),
+        (START, "node1", "must be able to reach"),
+        (START, "--port 99999", "must be able to listen"),
+        (CERTIFICATES, "", "must be named"),
+        (CERTIFICATES, "new soon", "positive"),
+        (CERTIFICATES, ".", "must be new"),
+    ],
+)
+def test_scripts_refuse_flags(script, flags, keyword, tmp_path):
+    command = [script, *shlex.split(flags)]
+    done = subprocess.run(command, env=terminal(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert keyword in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_openssl
+def test_the_same_model_over_tls_on_a_cluster_and_a_local_one(tls, certified, text, tmp_path):
+    assert tls.startswith("tls://127.0.0.1:")
+    for number, (scheduler, own) in enumerate([("threads", {}), (tls, certified[0]), ("local", certified[0])]):
+        done = train(text, scheduler, tmp_path / str(number), **own)
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stderr
+    assert len({tensors_of(tmp_path / str(number)) for number in range(3)}) == 1
+
+
+@needs_openssl
+def test_who_has_no_certificate_is_refused(tls, certified, text, tmp_path):
+    plain = tls.replace("tls://", "tcp://")
+    for scheduler, own, keyword in (
+        (tls, {}, "no certificate"),
+        (tls, certified[1], "another cluster's"),
+        (plain, {}, "closed the connection"),
+        (plain, certified[0], "asks for TLS"),
+    ):
+        done = train(text, scheduler, tmp_path / "run", **own)
+        assert done.returncode == 2
+        assert keyword in done.stderr
+        assert not (tmp_path / "run").exists()
+        command = ["dask", "worker", scheduler, "--host", "127.0.0.1", "--death-timeout", "3", "--no-dashboard"]
+        if own != certified[0]:
+            own = terminal(**own)
+            done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+            assert done.returncode != 0
+            assert "Registered to" not in done.stderr
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_cluster_that_others_can_reach_is_warned_of_once(text, tmp_path):
+    with Hosts(1) as hosts:
+        file, host = tmp_path / "scheduler.json", hosts.addresses[0]
+        command = [START, "--workers", "1", "--port", "0", "--host", host, "--scheduler-file", str(file)]
+        with started(hosts.command(0, list(map(str, command)))) as process:
+            wait_until(lambda: "Ctrl-C" in process.stdout.readline(), "the cluster")
+            done = train(text, f"file:{file}", tmp_path / "run")
+            process.terminate()
+            assert process.communicate(timeout=PATIENCE)[1].count(f"no TLS: whoever reaches {host}") == 1
+    assert (done.returncode, done.stderr.count(f"no TLS: whoever reaches tcp://{host}:")) == (0, 1)

@@ -1,0 +1,54 @@
+"""Tests of the documentation that take long: its examples are true, its metrics those of a run, its site is built."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from documents import ROOT, code, tables
+
+import daskgpt
+from daskgpt.config.model import preset
+
+DOCS = ROOT / "docs"
+WRITTEN = sorted(DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_examples_are_true(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = code(page, "python")
+    parsed = doctest.DocTestParser().get_doctest(examples, {}, page.name, str(page), 0)
+    assert len(parsed.examples) >= examples.count(">>>"), "an example without its prompt"
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(parsed, out=said.append)
+    assert runner.failures == 0, "".join(said)
+
+
+def test_the_metrics_of_a_run_are_those_of_the_table(tmp_path):
+    (table,) = [table for table in tables(DOCS / "metrics.md") if table.head == ["name", "unit", "definition", "when"]]
+    known = {name for row in table.rows for name in row[0].split(", ")}
+    model = preset("tiny", blocks=1, channels=32, positions=32)
+    data = {"data": str(ROOT / "daskgpt/config/*.py"), "sequence_length": 32, "batch_size": 4}
+    run = {"steps": 3, "validation_batches": 1, "out": str(tmp_path / "run"), "sample_tokens": 0}
+    daskgpt.fit(model, data, {"clip": 1.0, "skip_outliers": 1e-9}, run=run, quiet=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    written = {name for line in lines for name in line}
+    assert {"loss", "norm", "validation_loss"} <= written <= known
+
+
+def test_the_site_is_built_without_a_warning_and_asks_no_network(tmp_path):
+    for tool in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(tool, reason="the extra docs is not installed")
+    words = [sys.executable, "-m", "sphinx", "-W", "-c", "docs", ".", tmp_path]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    assert {f"{page.stem}.html" for page in WRITTEN} <= set(pages)
+    asks = re.compile(r'<(script|img|iframe|link)[^>]*(src|rel="stylesheet"[^>]*href)="(https?:)?//')
+    assert [name for name, text in pages.items() if asks.search(text)] == []

@@ -1,0 +1,17 @@
+"""Tests of kills: a process that is killed at any moment leaves a run that is gone on with to the same bits."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from kills import kill_and_resume
+
+from daskgpt.kernels.compilation import compile_all
+
+
+def test_ten_kills_at_random_moments(tmp_path):
+    compile_all(np.float32)
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}: python benchmarks/kills.py --kills 10 --seed {seed}")  # pytest shows it where the test fails
+    print(kill_and_resume(tmp_path, 10, seed))

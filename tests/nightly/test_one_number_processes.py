@@ -1,0 +1,59 @@
+"""Tests of the one number that take longer: for older processors, of larger models, of the campaign as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import campaign
+import one_number
+import pytest
+import test_one_number
+from command_lines import PATIENCE
+from product_cases import UNITS
+from test_one_number import EXPECTED, LARGER, needs_own_product
+
+from daskgpt.kernels.vectors.processor import features
+
+# Instruction sets as LLVM names them; NUMBA_CPU_FEATURES gives Numba these alone.
+AVX2 = {"64bit", "cmov", "cx8", "cx16", "fxsr", "mmx", "sse", "sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt"}
+AVX2 |= {"avx", "avx2", "fma", "bmi", "bmi2", "f16c", "lzcnt", "movbe", "sahf", "xsave"}
+AVX512 = AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
+OLDER = {"haswell": AVX2, "skylake-avx512": AVX512}
+
+
+@pytest.mark.parametrize("processor", OLDER)
+def test_code_for_an_older_processor_computes_the_same_bits(processor):
+    """In a process of its own, which compiles everything for that processor."""
+    wanted = OLDER[processor]
+    if not features().issuperset(wanted):
+        pytest.skip(f"this processor cannot run code for {processor}")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("NUMBA_", "DASKGPT_"))}
+    environment |= {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in sorted(wanted))}
+    command = [sys.executable, one_number.__file__]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == EXPECTED["float32"]
+
+
+@needs_own_product
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("name", sorted(LARGER))
+def test_the_bits_of_larger_models_are_those_of_every_other_machine(name, unit):
+    test_one_number.test_no_chunk_changes_a_bit(name, unit)
+    test_one_number.test_the_bits_are_those_of_every_other_machine(name, unit)
+
+
+def test_the_campaign_is_a_command():
+    command = [sys.executable, str(Path(campaign.__file__)), "--cases", "60", "--seed", str(one_number.seed())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("60 cases, 0 failed: ")
+
+
+def test_importing_the_package_is_cheap():
+    code = "import sys, daskgpt; print('dask' in sys.modules, 'numba' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert found.stdout.split() == ["False", "False"]

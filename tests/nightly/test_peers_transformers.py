@@ -1,0 +1,151 @@
+"""Tests of the same model in Hugging Face's transformers and here, both ways: logits, text, and what it writes.
+
+Skipped where transformers and PyTorch are not installed (the extra `test-peers`).
+"""
+
+from __future__ import annotations
+
+import os
+from textwrap import dedent
+
+import numpy as np
+import pytest
+from conftest import SMALL, random_parameters
+from tolerances import TOLERANCES
+
+import daskgpt
+from daskgpt import convert
+from daskgpt.config.model import GPT2Config
+from daskgpt.data import encodings
+from daskgpt.training.inference import Inference
+from daskgpt.training.step import State
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra test-peers)")
+
+BYTES = GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=64)
+SIZES = [pytest.param(SMALL, id="small"), pytest.param(daskgpt.preset("gpt2"), id="gpt2")]
+
+
+def theirs_of(config):
+    """A random model of theirs: embeddings with larger values than their own start, so that logits differ by units."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": config.blocks, "n_head": config.heads, "n_embd": config.channels}
+    sizes |= {"n_positions": config.positions, "vocab_size": config.vocabulary}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            values.add_(torch.randn_like(values) * (0.3 if "wte" in name or values.ndim == 1 else 0.02))
+    return model
+
+
+def assert_same_logits(path, theirs):
+    """A file read here, and a model of theirs."""
+    config, parameters = daskgpt.load(path)
+    shape = (2, min(24, config.positions))
+    tokens = np.random.default_rng(5).integers(0, config.vocabulary, shape).astype(np.int32)
+    weights = State.of_weights(config, parameters)
+    with daskgpt.open_scheduler("threads", 2) as scheduler:
+        inference = Inference(config, shape, (1, shape[1] // 2), weights.layout, ("logits",))
+        own = inference(scheduler, weights, tokens, tokens)["logits"][..., : config.vocabulary]
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(own, expected, **TOLERANCES["another program's logits"])
+
+
+def converted(source, target):
+    assert convert.main([str(source), str(target)]) == 0
+    return target
+
+
+@pytest.mark.parametrize("config", SIZES)
+def test_theirs_read_here(config, tmp_path):
+    model = theirs_of(config)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20MB" if config.channels > 100 else "8KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    for path in (tmp_path / "one", tmp_path / "shards", converted(tmp_path / "shards", tmp_path / "llmc.bin")):
+        assert_same_logits(path, model)
+
+
+@pytest.mark.parametrize("config", SIZES)
+def test_ours_read_there(config, tmp_path):
+    parameters = random_parameters(config, np.random.default_rng(3))
+    if config.channels > 100:  # of so many channels sums with such values are some hundreds
+        start = daskgpt.initial_parameters(config, 0)
+        parameters = {name: values * np.float32(0.05) + start[name] for name, values in parameters.items()}
+    daskgpt.save(tmp_path / "own.safetensors", config, parameters)
+    folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
+    theirs, said = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_logits(tmp_path / "own.safetensors", theirs.eval())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_their_16_bit_files(dtype, tmp_path):
+    model = theirs_of(SMALL)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    assert_same_logits(tmp_path, model.float())  # what is in the file, computed in float32 by both
+    _, parameters = daskgpt.load(tmp_path)
+    np.testing.assert_array_equal(parameters["wte.weight"], model.transformer.wte.weight.detach().numpy())
+
+
+def test_a_model_without_its_head(tmp_path):
+    """GPT2Model's files have no prefix, and older ones the masks."""
+    model = theirs_of(SMALL)
+    model.transformer.save_pretrained(tmp_path)
+    assert_same_logits(tmp_path, model)
+
+
+def test_their_pipeline_writes_text_as_generate_does(tmp_path):
+    parameters = random_parameters(BYTES, np.random.default_rng(3))
+    daskgpt.save(tmp_path / "own.safetensors", BYTES, parameters, encoding="bytes", sequence_length=64)
+    folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
+    pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
+    ids = pipeline.tokenizer("The quick").input_ids
+    assert ids == list(b"The quick")
+    with torch.no_grad():
+        theirs = pipeline.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    tokens = daskgpt.sample(BYTES, parameters, prompt=ids, count=12, temperature=0.0)
+    assert theirs[0, len(ids) :].tolist() == list(tokens)
+
+
+def test_their_tokenizer_of_a_gpt2_folder(tmp_path):
+    try:
+        codec = encodings.get_encoding("gpt2")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    config = GPT2Config(blocks=1, heads=1, channels=4, vocabulary=50257, positions=64)
+    daskgpt.save(tmp_path / "own.safetensors", config, daskgpt.initial_parameters(config, 0))
+    folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
+    text = "  Hello world's\n\n\tnaïve 日本 🙂 12345  end"
+    expected = encodings.encode(codec, text).tolist()
+    for tokenizer in (
+        transformers.AutoTokenizer.from_pretrained(folder),
+        transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
+    ):
+        assert tokenizer(text).input_ids == expected
+        assert tokenizer.decode(expected) == text
+        assert tokenizer("<|endoftext|>").input_ids == [50256]
+    (folder / "tokenizer.json").unlink()
+    assert transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids == expected
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_the_lines_that_convert_nanogpts_checkpoint(tmp_path, monkeypatch, biases):
+    model, state = theirs_of(SMALL), {}
+    for name, values in model.state_dict().items():
+        if name.endswith(".bias") and not biases:
+            model.get_parameter(name).data.zero_()
+            continue
+        turned = name.startswith("transformer.h.") and values.ndim == 2
+        state["_orig_mod." + name] = values.T.contiguous() if turned else values
+    state["_orig_mod.transformer.h.0.attn.bias"] = torch.tril(torch.ones(1, 1, 16, 16))
+    sizes = {"n_layer": SMALL.blocks, "n_head": SMALL.heads, "n_embd": SMALL.channels, "block_size": SMALL.positions}
+    sizes |= {"bias": biases, "vocab_size": SMALL.vocabulary, "dropout": 0.0}
+    torch.save({"model": state, "model_args": sizes, "iter_num": 7, "config": {"dataset": "x"}}, tmp_path / "ckpt.pt")
+    monkeypatch.chdir(tmp_path)
+    exec(dedent(convert.LINES[convert.LINES.index("    import json") :]), {})
+    assert_same_logits(tmp_path / "NEW_FOLDER", model)

@@ -1,0 +1,79 @@
+"""Tests of preparing tokens in processes: killed ones, two at once, workers, and threads of other libraries."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from command_lines import SMALL, refused, run
+from prepared_texts import files_of, prepared, write_corpus
+
+from daskgpt.data.corpus.manifest import MANIFEST, VOCABULARY_FILE
+from daskgpt.formats.vocabulary_file import read_vocabulary
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="module")
+def learned(corpus, tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("learned"), corpus, "--learn-vocabulary", "600") / VOCABULARY_FILE
+
+
+def _written(folder: Path) -> int:
+    """Bytes of tokens, whole files and others."""
+    found = 0
+    for path in (*folder.glob("*.bin"), *folder.glob(".*.bin.tmp")):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            found += path.stat().st_size
+    return found
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_bytes_are_the_same_with_workers_and_a_learned_vocabulary(workers, corpus, tmp_path):
+    flags = ("--learn-vocabulary", "600", "--shard-tokens", "1M")
+    one = prepared(tmp_path, corpus, *flags, "--scheduler", "sync", out="one")
+    result = run("prepare", corpus, *flags, "--scheduler", "local", "--threads", workers, "--out", tmp_path / "two")
+    assert result.returncode == 0, result.stderr
+    assert files_of(one) == files_of(tmp_path / "two")
+    assert len(files_of(one)) > 4
+
+
+def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(corpus, learned, tmp_path):
+    """Killed whenever the files have grown by some, until one process comes to the end."""
+    many = [corpus, corpus, corpus, corpus, corpus, "--encoding", learned, "--shard-tokens", "700k"]
+    whole, out = prepared(tmp_path, *many, out="whole"), tmp_path / "out"
+    kills = 0
+    for wanted in (1, 1_500_000, 3_000_000, 6_000_000):
+        command = [sys.executable, "-m", "daskgpt.prepare", *map(str, many), "--out", str(out)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and _written(out) < wanted:
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+        assert not (out / MANIFEST).exists()
+        assert "must hold prepared tokens, to the end" in refused(run("train", "--data", out, *SMALL))
+    assert kills == 4
+    result = run("prepare", *many, "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert files_of(out) == files_of(whole)
+    assert not list(out.glob(".*.tmp"))
+
+
+def test_a_vocabulary_is_learned_alike_by_any_number_of_threads(corpus, tmp_path):
+    names = set()
+    for threads in ("1", "2"):
+        out = tmp_path / threads
+        result = run("prepare", corpus / "below", "--learn-vocabulary", 500, "--out", out, RAYON_NUM_THREADS=threads)
+        assert result.returncode == 0, result.stderr
+        names.add(read_vocabulary(out / VOCABULARY_FILE))
+    assert len(names) == 1

@@ -1,0 +1,238 @@
+"""Tests of workers that come, go, die, hang or differ while a run goes on: its model is that of threads."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import threading
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import psutil
+import pytest
+from command_lines import PATIENCE, write_text
+from distributed import Client
+from faults import HOST_KINDS, KINDS, disturb
+from machines import KillAsItSends, KillItself, Machines, wait_until
+from namespaces import Hosts, missing
+from short_lives import short_lives
+from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
+from watched_run import WatchedRun
+
+import daskgpt
+from daskgpt.config.stopping import STOPPED
+from daskgpt.kernels.compilation import compile_all
+
+STEPS, AT, LATER = 30, 12, 20
+MATTERS = 0.6  # seconds that steps take around a change, so that it is seen before the next one
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    compile_all(np.float32)  # once, before many processes would do it at the same time
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """The folder of a run that nobody disturbs, with threads."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(text, out, "threads")
+    return out
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    """A cluster that tests kill parts of, and make whole with `have`."""
+    with Machines(tmp_path_factory.mktemp("machines"), 2) as found:
+        yield found
+
+
+def train(text, out, scheduler, on_step=None, grain="auto", **run):
+    """A run, of which every worker has a part."""
+    settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "snapshot_every": 4}
+    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
+    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=1, grain=grain)
+    return daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, daskgpt.RunConfig(**settings | run, out=out), on_step=on_step)
+
+
+def same(out, whole):
+    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
+
+
+def acting(actions):
+    """An `on_step` that does something after some steps, and makes later ones long enough to be looked at."""
+
+    def act(number, metrics):
+        if number + 1 in actions:
+            actions[number + 1]()
+        if number + 1 >= min(actions):
+            time.sleep(MATTERS)
+
+    return act
+
+
+def test_workers_that_stay_join_and_die_give_one_result(machines, text, whole, tmp_path, capsys):
+    for workers in (1, 2, 3, 4):
+        machines.have(workers)
+        train(text, tmp_path / str(workers), machines.address)
+        assert same(tmp_path / str(workers), whole), workers
+    machines.have(2)
+    actions = {AT: lambda: machines.have(3), LATER: lambda: machines.kill(machines.alive()[0])}
+    train(text, tmp_path / "run", machines.address, acting(actions))
+    assert same(tmp_path / "run", whole)
+    said = capsys.readouterr().out
+    joined = said.rindex("workers    3 take part from now on", said.rindex("workers    new: "))
+    assert "workers    2 take part from now on: " in said[joined:]
+
+
+def test_the_last_worker_is_waited_for(machines, text, whole, tmp_path, capsys):
+    machines.have(1)
+
+    def kill():
+        machines.kill(machines.alive()[0])
+        machines.start_worker()
+
+    train(text, tmp_path / "run", machines.address, acting({AT: kill}), snapshot_every=0, save_every=5)
+    assert same(tmp_path / "run", whole)
+    said = capsys.readouterr().out
+    assert "workers    all are gone: the run ends unless one comes in 10 minutes" in said
+    assert re.search(rf"from step {AT} back to \d+, the last checkpoint \(", said)
+
+
+def test_a_worker_of_another_arithmetic_comes_only_when_the_run_is_over(text, whole, tmp_path):
+    with Machines(tmp_path, 1) as machines:
+        machines.have(1)
+
+        def join():
+            machines.environment["DASKGPT_BLAS"] = "numpy"
+            name = machines.start_worker()
+            wait_until(lambda: name in machines.ended(), "the worker's end")
+
+        train(text, tmp_path / "run", machines.address, acting({AT: join}))
+        assert same(tmp_path / "run", whole)
+        assert "float32 products=library (the run: fused)." in machines.said()
+        with Client(machines.address) as client:
+            wait_until(lambda: not client.run_on_scheduler(plugins_on), "what is left of the run goes")
+        machines.have(2)
+
+
+def plugins_on(dask_scheduler):
+    return [name for name in dask_scheduler.worker_plugins if "daskgpt" in name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "grain"),
+    [
+        *(("tokens.forward", "block"), ("tokens.backward", "block"), ("tokens.head", "auto"), ("update", "auto")),
+        *((kind, "auto") for kind in ("recovery.copy", "parameters.finite", "sending")),
+    ],
+)
+def test_kill_matrix(kind, grain, machines, text, whole, tmp_path):
+    """In forward, backward, update, as a recovery point is made, and as a checkpoint is made."""
+    machines.have(3)
+    once, after = tmp_path / "killed", 3 if kind in ("parameters.finite", "sending") else AT
+    plugin = KillAsItSends(2, once) if kind == "sending" else KillItself(kind, after, once)
+    with Client(machines.address) as client:
+        client.register_plugin(plugin)
+        try:
+            train(text, tmp_path / "run", machines.address, grain=grain, save_every=3)
+        finally:
+            client.unregister_worker_plugin(plugin.name)
+    assert once.exists(), "nobody was killed"
+    assert len(machines.alive()) == 2
+    assert same(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("way", ["no worker", "asked to stop", "no scheduler"])
+def test_what_ends_a_run_that_can_be_gone_on_with(way, text, tmp_path):
+    with Machines(tmp_path, 1) as machines:
+        run, lines = WatchedRun(tmp_path, FLAGS), []
+        flags = ["--save-every", 5, *(["--worker-minutes", 0.03] * (way == "no worker"))]
+        with run.start(machines.address, *flags, heard=lines.append):
+            wait_until(lambda: run.step > AT, "steps")
+            machines.kill("scheduler" if way == "no scheduler" else machines.alive()[0])
+            if way == "asked to stop":
+                wait_until(lambda: any("all are gone" in line for line in lines), "the run's word")
+                run.process.send_signal(signal.SIGINT)
+            assert run.process.wait(PATIENCE) == STOPPED
+    said = run.errors.read_text()
+    assert "Traceback" not in said
+    assert f". Go on with --resume {run.out.resolve()}." in said.splitlines()[-1]
+    steps = run.step + 5
+    done = daskgpt.fit(resume=run.out, run={"steps": steps}, dataflow={"scheduler": "threads"}, quiet=True)
+    assert len(losses_of(run.out)) == len(done.losses) == steps
+
+
+def test_a_client_that_is_killed_leaves_nothing_on_the_cluster(machines, tmp_path):
+    machines.have(2)
+    run = WatchedRun(tmp_path, FLAGS)
+    with run.start(machines.address, "--snapshot-every", 2):
+        wait_until(lambda: run.step > AT, "steps")
+    with Client(machines.address) as client:
+        wait_until(lambda: not client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)), "tasks")
+        wait_until(lambda: not any(client.run(lambda dask_worker: len(dask_worker.data)).values()), "results")
+
+
+@pytest.mark.parametrize("way", ["stops for seconds", "silent", "silent, with a nanny"])
+def test_a_worker_that_stands_still_costs_no_bit(way, machines, text, whole, tmp_path, capsys):
+    machines.have(2)
+    name = machines.start_worker(nanny="nanny" in way)
+    machines.have(3)
+    worker = psutil.Process(machines.processes[name].pid)
+    worker = worker.children(recursive=True)[-1] if "nanny" in way else worker
+
+    def stop():
+        worker.suspend()
+        if "silent" not in way:
+            threading.Timer(4, worker.resume).start()
+
+    more = {"worker_seconds": 2 if "silent" in way else 60}
+    train(text, tmp_path / "run", machines.address, acting({AT: stop}), **more)
+    assert same(tmp_path / "run", whole)
+    assert (", which said nothing" in capsys.readouterr().out) == ("silent" in way)
+    if way == "silent":
+        worker.resume()
+        wait_until(lambda: name in machines.ended(), "the end of a worker that comes back too late")
+    if "nanny" in way:
+        machines.have(3)
+        assert not worker.is_running()
+        machines.send(name, signal.SIGTERM)
+        machines.processes.pop(name).wait()
+
+
+def test_a_local_cluster_starts_a_worker_again(text, whole, tmp_path):
+    killed = []
+
+    def kill():
+        children = psutil.Process().children(recursive=True)
+        killed.append(next(child for child in children if "spawn_main" in " ".join(child.cmdline())))
+        killed[0].kill()
+
+    train(text, tmp_path / "run", "local", acting({AT: kill}))
+    assert killed
+    assert same(tmp_path / "run", whole)
+
+
+def test_on_workers_that_live_for_seconds_a_run_has_the_same_bits(tmp_path):
+    with (tmp_path / "short_lives.jsonl").open("w+") as log:
+        seed = random.SystemRandom().randrange(10**6)
+        coming, said = short_lives(tmp_path, log, seconds=90, life=20, stagger=5, seed=seed)
+    assert coming.replaced >= 1, said
+    assert len(set(coming.numbers)) > 1, said
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_a_campaign_of_faults_at_random_moments(hosts, tmp_path):
+    """Killed, stopped and ended processes; with hosts of their own also those that are cut off or restarted."""
+    if hosts and missing():
+        pytest.skip(missing())
+    faults, seed = 4 if hosts else 10, random.SystemRandom().randrange(10**6)
+    with (tmp_path / "faults.jsonl").open("w+") as log, Hosts(4) if hosts else nullcontext() as own:
+        said = disturb(tmp_path, log, faults=faults, seconds=40, workers=3, seed=seed, hosts=own)
+        log.seek(0)
+        kinds = [entry.get("kind") for entry in map(json.loads, log)]
+    assert sum(kind in (HOST_KINDS if hosts else KINDS) for kind in kinds) == faults, said

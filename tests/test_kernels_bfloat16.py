@@ -1,0 +1,302 @@
+"""Tests of bfloat16: rounding, packed weights, and the three products on every unit, against rounded operands."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from product_cases import (
+    TILE_UNITS,
+    UNITS,
+    arrays,
+    assert_close,
+    assert_same_bits,
+    exact,
+    magnitude,
+    round_one_by_one,
+    using,
+)
+from tolerances import TOLERANCES
+
+from daskgpt.kernels import bfloat16
+from daskgpt.kernels.adamw import adamw_inplace
+from daskgpt.kernels.bfloat16 import Unit, unit, units, works
+from daskgpt.kernels.bfloat16.rounded_layers import SentWeight, TrainedWeight
+
+ALL = np.arange(1 << 16, dtype=np.uint16)
+PRODUCT = TOLERANCES["bfloat16 sums"]
+# Rows, channels, outputs: below and above a tile and a block, odd numbers, a summed axis in one piece and in several.
+SHAPES = [(1, 1, 1), (7, 17, 33), (33, 65, 100), (100, 33, 7), (65, 300, 32), (300, 64, 96), (3, 2500, 40)]
+SHAPES += [(300, 2100, 40)]  # enough rows for the summed axis to be cut
+# Tokens, outputs, channels: below and above a tile, a block and the tokens of one pass over the sums.
+GRADIENT_SHAPES = [(1, 1, 1), (7, 33, 17), (65, 100, 33), (64, 96, 64), (100, 7, 65), (300, 64, 96), (33, 300, 40)]
+OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+HYPER = np.array([1e-3, 1 - 0.9**3, 1 - 0.95**3])
+
+
+@pytest.fixture(params=UNITS)
+def name(request):
+    with using(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=TILE_UNITS)
+def tiles(request):
+    """A unit whose rows do not depend on their company."""
+    with using(request.param):
+        yield request.param
+
+
+def assert_all_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def gradient_of(dy, x, outputs, rows=None):
+    total = np.full((outputs, x.shape[-1]), np.nan, "f4")
+    assert bfloat16.backward_weight(dy, x, total=total, accumulate=False, rows=rows) is total
+    return total
+
+
+def state(seed, outputs, channels):
+    weight, m, v = arrays(seed, *[(outputs, channels)] * 3)
+    return [weight, m / 10, v * v / 100]
+
+
+def test_every_bfloat16_number_survives():
+    widened = bfloat16.from_bfloat16(ALL)
+    assert widened.dtype == np.float32
+    np.testing.assert_array_equal(widened.view(np.uint32), ALL.astype(np.uint32) << 16)
+    numbers = ~np.isnan(widened)
+    np.testing.assert_array_equal(bfloat16.to_bfloat16(widened)[numbers], ALL[numbers])
+
+
+@pytest.mark.parametrize("size", [1, 7, 15, 16, 17, 33, 1000])
+def test_rounds_to_nearest_even(size):
+    x = np.random.default_rng(1).integers(0, 1 << 32, size, dtype=np.uint32).view(np.float32)
+    x = np.where(np.isnan(x), np.float32(1), x)
+    np.testing.assert_array_equal(bfloat16.to_bfloat16(x), round_one_by_one(x))
+
+
+def test_ties_carries_subnormal_infinite_numbers_and_nan():
+    bits = [0x3F808000, 0x3F818000, 0x3F808001, 0x3FFFFFFF, 0x7F7FFFFF, 0x00018000, 0x00000001, 0x80000000]
+    expected = [0x3F80, 0x3F82, 0x3F81, 0x4000, 0x7F80, 0x0002, 0x0000, 0x8000]
+    np.testing.assert_array_equal(bfloat16.to_bfloat16(np.array(bits, "u4").view("f4")), np.array(expected, "u2"))
+    np.testing.assert_array_equal(
+        bfloat16.to_bfloat16(np.array([np.inf, -np.inf], "f4")), np.array([0x7F80, 0xFF80], "u2")
+    )
+    bits = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7FC00000], np.uint32)
+    assert np.isnan(bfloat16.from_bfloat16(bfloat16.to_bfloat16(bits.view(np.float32)))).all()
+
+
+def test_rounding_takes_any_strides_and_read_only_arrays(random):
+    x = random.normal(size=(3, 4, 10)).astype(np.float32)
+    x.flags.writeable = False
+    columns = x[:, ::2, 1::3]
+    rounded_bits = bfloat16.to_bfloat16(columns)
+    assert rounded_bits.shape == columns.shape
+    np.testing.assert_array_equal(rounded_bits, round_one_by_one(np.ascontiguousarray(columns)))
+    assert bfloat16.from_bfloat16(rounded_bits[:, :, ::2]).shape == (3, 2, 2)
+    assert bfloat16.to_bfloat16(np.empty((0, 4), np.float32)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_backward_x(name, shape):
+    rows, channels, outputs = shape
+    x, weight, bias, dy = arrays(1, (rows, channels), (outputs, channels), (outputs,), (rows, outputs))
+    packed, w = bfloat16.pack_weight(weight), exact(weight)
+    y, dx = bfloat16.forward(x, packed, bias), bfloat16.backward_x(dy, packed)
+    assert y.dtype == np.float32
+    assert_close(y, exact(x) @ w.T + bias, magnitude(exact(x), w.T), PRODUCT)
+    assert_close(bfloat16.forward(x, packed), exact(x) @ w.T, magnitude(exact(x), w.T), PRODUCT)
+    assert_close(dx, exact(dy) @ w, magnitude(exact(dy), w), PRODUCT)
+    assert_all_same(
+        (bfloat16.forward(bfloat16.rounded(x), packed, bias), bfloat16.backward_x(bfloat16.rounded(dy), packed)),
+        (y, dx),
+    )
+
+
+def test_a_row_does_not_depend_on_the_others(tiles):
+    x, weight, bias, dy = arrays(6, (300, 70), (45, 70), (45,), (300, 45))
+    packed = bfloat16.pack_weight(weight)
+    y, dx = bfloat16.forward(x, packed, bias), bfloat16.backward_x(dy, packed)
+    for rows in (slice(0, 1), slice(3, 40), slice(77, 300)):
+        assert_all_same(
+            (bfloat16.forward(x[rows], packed, bias), bfloat16.backward_x(dy[rows], packed)), (y[rows], dx[rows])
+        )
+
+
+def test_inputs_are_only_read_wherever_they_lie(name):
+    x, weight, bias = arrays(8, (37, 65), (41, 65), (41,))
+    packed = bfloat16.pack_weight(weight)
+    expected = bfloat16.forward(x, packed, bias)
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    for offset in (4, 20, 36):
+        moved = memory[offset : offset + x.nbytes].view(np.float32).reshape(x.shape)
+        moved[...] = x
+        moved.flags.writeable = False
+        assert_all_same((bfloat16.forward(moved, packed, bias), moved), (expected, x))
+    assert_same_bits(bfloat16.forward(np.repeat(x, 2, axis=1)[:, ::2], packed, bias), expected)
+
+
+def test_what_is_sent_of_a_weight_gives_the_bits_that_its_owner_packed(name):
+    weight, x, dy = arrays(11, (600, 70), (9, 70), (9, 600))
+    trained = TrainedWeight.of(weight)
+    sent = SentWeight.of(trained)
+    assert sent.nbytes == weight.nbytes / 2
+    received = pickle.loads(pickle.dumps(sent)).received()
+    expected = bfloat16.forward(x, trained.packed), bfloat16.backward_x(dy, trained.packed)
+    for packed in (received.packed, pickle.loads(pickle.dumps(trained.packed))):
+        assert_all_same((bfloat16.forward(x, packed), bfloat16.backward_x(dy, packed)), expected)
+
+
+def test_memory_that_both_directions_share_is_counted_once(name):
+    weight = TrainedWeight.of(np.ones((64, 96), np.float32))
+    # Rounded values in float32 serve both products; in tiles each product has 2 bytes a number of its own.
+    assert weight.nbytes == 2 * weight.values.nbytes
+    assert weight.packed.nbytes == weight.values.nbytes
+
+
+def test_rows_of_a_weight_can_be_packed_apart(name):
+    old, new = arrays(10, (100, 70), (100, 70))
+    packed, expected = bfloat16.pack_weight(old), bfloat16.pack_weight(new)
+    for first, last in ((32, 64), (64, 100), (0, 32)):
+        assert bfloat16.pack_weight(new[first:last], packed, first=first) is packed
+    assert_all_same((packed.forward, packed.backward), (expected.forward, expected.backward))
+
+
+def test_without_rows_or_tokens_nothing_is_added(name):
+    packed = bfloat16.pack_weight(arrays(11, (45, 70))[0])
+    assert bfloat16.forward(np.empty((0, 70), "f4"), packed).shape == (0, 45)
+    assert bfloat16.backward_x(np.empty((2, 0, 45), "f4"), packed).shape == (2, 0, 70)
+    dy, x, total = np.empty((0, 5), "f4"), np.empty((0, 3), "f4"), np.ones((5, 3), "f4")
+    np.testing.assert_array_equal(bfloat16.backward_weight(dy, x, total=total, accumulate=True), np.ones((5, 3)))
+    np.testing.assert_array_equal(gradient_of(dy, x, 5), np.zeros((5, 3)))
+
+
+def test_nan_and_infinity_reach_the_result(name):
+    x, weight = arrays(12, (40, 70), (45, 70))
+    x[3, 5], x[20, 7] = np.nan, np.inf
+    y = bfloat16.forward(x, bfloat16.pack_weight(np.abs(weight) + 1))
+    assert np.isnan(y[3]).all()
+    assert np.isposinf(y[20]).all()
+    assert np.isfinite(np.delete(y, (3, 20), axis=0)).all()
+
+
+@pytest.mark.parametrize("shape", GRADIENT_SHAPES)
+def test_backward_weight(name, shape):
+    tokens, outputs, channels = shape
+    dy, x, start = arrays(1, (tokens, outputs), (tokens, channels), (outputs, channels))
+    total = gradient_of(dy, x, outputs)
+    expected, scale = exact(dy).T @ exact(x), magnitude(exact(dy).T, exact(x))
+    assert_close(total, expected, scale, PRODUCT)
+    assert_same_bits(gradient_of(bfloat16.rounded(dy), bfloat16.rounded(x), outputs), total)
+    added = bfloat16.backward_weight(dy, x, total=start.copy(), accumulate=True)
+    assert_close(added, start + expected, scale, PRODUCT)
+    first, last = outputs // 3, outputs // 3 + (outputs + 1) // 2
+    assert_close(
+        gradient_of(dy, x, last - first, (first, last)), expected[first:last], scale[first:last], PRODUCT
+    )  # fmt: skip
+
+
+def test_rows_can_be_shared_out(tiles):
+    dy, x = arrays(2, (2, 50, 130), (2, 50, 70))
+    parts = [gradient_of(dy, x, last - first, (first, last)) for first, last in ((0, 33), (33, 34), (34, 130))]
+    assert_same_bits(np.concatenate(parts), gradient_of(dy, x, 130))
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("count", "tokens", "outputs", "channels"),
+    [
+        (1, (1,), 1, 1),
+        (1, (17, 5), 65, 33),
+        (1, (100, 30, 64), 70, 300),
+        (1, (300, 0), 320, 70),
+        *((count, (3, 40, 33, 64, 5, 32, 1, 50, 7), 300, 70) for count in (2, 4, 8)),
+    ],
+)
+def test_an_update_in_one_pass_has_the_bits_of_products_additions_and_adamw(
+    name, count, tokens, outputs, channels, given
+):
+    """Totals of groups meet before the update, also where a group has several chunks."""
+    groups = [0, *range(8)] if count == 8 else [number * count // len(tokens) for number in range(len(tokens))]
+    dys, xs = (arrays(seed, *((n, width) for n in tokens)) for seed, width in ((20, outputs), (21, channels)))
+    (gradient,) = arrays(22, (outputs, channels))
+    weight, m, v = state(23, outputs, channels)
+    expected = [each.copy() for each in (weight, m, v)]
+    sums = np.zeros((count, outputs, channels), np.float32)
+    sums[0] = gradient if given else 0
+    for number, (dy, x, group) in enumerate(zip(dys, xs, groups)):
+        begun = groups[number - 1] == group if number else given
+        bfloat16.backward_weight(dy, x, total=sums[group], accumulate=begun)
+    while len(sums) > 1:
+        sums = sums[::2] + sums[1::2]
+    adamw_inplace(expected[0], sums[0], *expected[1:], HYPER, **OPTIONS)
+    packed, start = bfloat16.pack_weight(weight), gradient if given else None
+    bfloat16.update_weight(dys, xs, weight, m, v, packed, HYPER, groups=groups, gradient=start, **OPTIONS)
+    fresh = bfloat16.pack_weight(weight)
+    found = weight, m, v, packed.forward, packed.backward
+    assert_all_same(found, (*expected, fresh.forward, fresh.backward))
+
+
+def test_updates_of_rows_make_the_whole(tiles):
+    dy, x = arrays(9, (2, 50, 100), (2, 50, 70))
+    one, two = (state(10, 100, 70) for _ in range(2))
+    packed = [bfloat16.pack_weight(one[0]) for _ in range(2)]
+    bfloat16.update_weight([bfloat16.rounded(dy)], [x], *one, packed[0], HYPER, **OPTIONS)
+    for rows in ((32, 96), (0, 32), (96, 100)):
+        bfloat16.update_weight([dy], [bfloat16.rounded(x)], *two, packed[1], HYPER, rows=rows, **OPTIONS)
+    assert_all_same((*two, bfloat16.forward(x, packed[1])), (*one, bfloat16.forward(x, packed[0])))
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """What `unit` answers where the variable names a unit, with this function in the place of `works`."""
+
+    def answer(name, works=works):
+        monkeypatch.setattr(units, "works", works)
+        monkeypatch.setenv(units.VARIABLE, name)
+        unit.cache_clear()
+        return unit()
+
+    yield answer
+    unit.cache_clear()
+
+
+def test_the_variable_names_the_unit(named):
+    assert named("portable", lambda unit: True) is Unit.PORTABLE
+    assert named("avx512", lambda unit: True) is Unit.AVX512
+    assert named("amx", lambda unit: True) is Unit.AMX
+    with pytest.raises(ValueError, match="the unit must be amx, avx512 or portable; got DASKGPT_MATMUL=gpu"):
+        named("gpu")
+    with pytest.raises(RuntimeError, match="the processor must have the unit"):
+        named("avx512", lambda unit: unit is Unit.PORTABLE)
+
+
+@pytest.mark.parametrize(
+    ("processor", "fast", "available", "picked"),
+    [
+        ("znver4", {Unit.AVX512, Unit.AMX}, {Unit.AVX512}, Unit.AVX512),
+        ("znver4", {Unit.AVX512, Unit.AMX}, set(), Unit.PORTABLE),
+        ("sapphirerapids", {Unit.AMX}, {Unit.AVX512}, Unit.PORTABLE),
+        ("sapphirerapids", {Unit.AMX}, {Unit.AVX512, Unit.AMX}, Unit.AMX),
+    ],
+)
+def test_the_fastest_unit_that_outruns_float32_is_picked(monkeypatch, named, processor, fast, available, picked):
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: processor)
+    assert {each for each in Unit if bfloat16.outruns_float32(each)} == fast
+    assert named("", lambda unit: unit in available) is picked
+
+
+def test_what_a_processor_has_decides_for_which_units_is_compiled(monkeypatch):
+    units_of = {
+        (True, "tile bf16"): set(Unit),
+        (True, "tile"): {*Unit} - {Unit.AMX},
+        (False, "tile bf16"): {Unit.PORTABLE},
+    }
+    for (has, tiles), compiled in units_of.items():
+        monkeypatch.setattr(units, "has_avx512_bfloat16", lambda has=has: has)
+        monkeypatch.setattr(units, "features", lambda tiles=tiles: frozenset(f"amx-{each}" for each in tiles.split()))
+        assert {each for each in Unit if units.compiles(each)} == compiled

@@ -1,0 +1,144 @@
+"""Tests of AdamW, momentum and Muon: their formulas, and the same bits in place as in new arrays."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from product_cases import UNITS, assert_same_bits, using
+from tolerances import TOLERANCES
+
+from daskgpt.kernels.adamw import adamw, adamw_inplace
+from daskgpt.kernels.bfloat16 import rounded_muon
+from daskgpt.kernels.float32.blas import matmul, one_order
+from daskgpt.kernels.momentum import momentum, momentum_inplace
+from daskgpt.kernels.muon import muon, muon_inplace
+from daskgpt.kernels.orthogonal import A, iteration, orthogonalised, polynomial
+
+OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+MUON = {"beta": 0.95, "scale": 0.2, "weight_decay": 0.1, "maps": 1}
+MOMENTUM = {"beta": 0.9, "weight_decay": 0.1}
+SHAPES = [(21, 21), (12, 40), (40, 12), (1, 9), (64, 33)]
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
+
+
+def adamw_hyper(step):
+    return np.array([3e-3, 1 - 0.9**step, 1 - 0.95**step])
+
+
+def of_rate(step):
+    return np.array([step * 1e-2])
+
+
+def adamw_formula(hyper, weight, gradient, m, v):
+    rate, correction, other = hyper
+    m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+    return weight - rate * (m / correction / (np.sqrt(v / other) + 1e-8) + 0.1 * weight), m, v
+
+
+def momentum_formula(hyper, weight, gradient, m):
+    m = 0.9 * m + gradient
+    return weight - hyper[0] * (m + 0.1 * weight), m
+
+
+def by_singular_values(x):
+    """Muon's polynomial five times on each singular value: no product of the iteration is made."""
+    u, s, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    s = s / np.sqrt((s**2).sum())
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ v
+
+
+def muon_formula(hyper, weight, gradient, m, maps=1):
+    m = 0.95 * m + 0.05 * gradient
+    directions = [by_singular_values(own) for own in np.split(0.95 * m + 0.05 * gradient, maps)]
+    length = 0.2 * max(directions[0].shape) ** 0.5
+    return weight - hyper[0] * (length * np.concatenate(directions) + 0.1 * weight), m
+
+
+# The kernel into new arrays, the one in place, options, what they are told of a step, and how many moments there are.
+UPDATES = {
+    "adamw": (adamw, adamw_inplace, OPTIONS, adamw_hyper, 2),
+    "momentum": (momentum, momentum_inplace, MOMENTUM, of_rate, 1),
+    "muon": (muon, muon_inplace, MUON, of_rate, 1),
+    "muon of 3 maps": (muon, muon_inplace, MUON | {"maps": 3}, of_rate, 1),
+    "muon in bfloat16": (rounded_muon.muon, rounded_muon.muon_inplace, MUON, of_rate, 1),
+}
+FORMULAS = {"adamw": adamw_formula, "momentum": momentum_formula, "muon": muon_formula}
+FORMULAS["muon of 3 maps"] = partial(muon_formula, maps=3)
+
+
+def inputs(shape, dtype, moments=2):
+    weight, gradient, m, v = np.random.default_rng(12).normal(size=(4, *shape))
+    return [np.asarray(array, dtype) for array in (weight, gradient, m / 10, v * v / 100)[: 2 + moments]]
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (3, 5), (66, 33), (3, 1024)], ids=str)
+@pytest.mark.parametrize("name", UPDATES)
+def test_in_place_gives_the_same_bits_in_the_same_arrays(name, shape):
+    new, inplace, options, hyper, moments = UPDATES[name]
+    weight, gradient, *rest = inputs(shape, "float32", moments)
+    gradient.flags.writeable = False
+    for step in (1, 2, 3):
+        given = [weight.copy(), gradient, *(each.copy() for each in rest)]
+        for array in given:
+            array.flags.writeable = False
+        expected = new(*given, hyper(step), **options)
+        assert_same_bits(given[0], weight)
+        assert_same_bits(given[2], rest[0])
+        results = inplace(weight, gradient, *rest, hyper(step), **options)
+        assert all(result is own for result, own in zip(results, (weight, *rest), strict=True))
+        for result, same in zip(results, expected, strict=True):
+            assert_same_bits(result, same)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("adamw", ()), ("adamw", (5,)), ("adamw", (1, 7, 353)), *((name, (24, 9)) for name in FORMULAS)],
+)
+def test_steps_are_those_of_the_formula(name, shape, dtype):
+    new, _, options, hyper, moments = UPDATES[name]
+    weight, gradient, *rest = inputs(shape, dtype, moments)
+    expected = [array.astype("f8") for array in (weight, *rest)]
+    for step in (1, 2, 3):
+        weight, *rest = new(weight, gradient, *rest, hyper(step), **options)
+        expected = FORMULAS[name](hyper(step), expected[0], gradient.astype("f8"), *expected[1:])
+    for found, wanted in zip((weight, *rest), expected, strict=True):
+        assert found.dtype == dtype
+        assert found.shape == shape
+        np.testing.assert_allclose(found, wanted, **TOLERANCES[f"kernel {dtype}"])
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_go_through_the_polynomial(dtype, shape, random):
+    x = random.normal(size=shape).astype(dtype)
+    found = orthogonalised(x.copy())
+    assert found.dtype == np.dtype(dtype)
+    np.testing.assert_allclose(found, by_singular_values(x), **TOLERANCES[f"orthogonalised {dtype}"])
+    np.testing.assert_array_equal(orthogonalised(np.zeros_like(x)), np.zeros_like(x))
+
+
+@pytest.mark.skipif(not one_order(np.dtype("float32")), reason="a library's sums have orders of their own")
+@pytest.mark.parametrize("shape", [*SHAPES, (128, 128), (130, 515)])
+def test_half_of_a_symmetric_product_is_all_of_it(shape, random):
+    x = (random.normal(size=shape) / np.sqrt(np.prod(shape))).astype(np.float32)
+    gram, square = (np.empty((len(x), len(x)), np.float32) for _ in range(2))
+    matmul(x, x, gram, transpose_b=True)
+    matmul(gram, gram, square)
+    expected = matmul(polynomial(gram, square), x, np.float32(A) * x, accumulate=True)
+    np.testing.assert_array_equal(iteration(x), expected)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_with_rounded_operands(unit, shape, random):
+    x = random.normal(size=shape).astype(np.float32)
+    with using(unit):
+        found = orthogonalised(x.copy(), rounded_muon.iteration)
+    expected = by_singular_values(x)
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < TOLERANCES["orthogonalised bfloat16"]["of norm"]

@@ -1,0 +1,200 @@
+"""Tests of what kernels stand on: exp, log, sigmoid, maximum, sums over a row, flush-to-zero, memory to work in."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numba
+import numpy as np
+import pytest
+
+from daskgpt.kernels import add
+from daskgpt.kernels.compilation import wide_vectors
+from daskgpt.kernels.floating_point import flush_to_zero, flushes, restore, set_flush_to_zero
+from daskgpt.kernels.vectors import elementary
+from daskgpt.kernels.vectors.operations import address_of
+from daskgpt.kernels.vectors.scratch import PAGE, Scratch
+from daskgpt.kernels.vectors.sums import dot, dot_at, sum_of
+
+HALF_OF_THE_SMALLEST = np.full(40, 2.0**-127, np.float32)
+ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def over_an_array(function):
+    @numba.njit
+    def run(x, y):
+        wide_vectors()
+        for i in range(x.size):
+            y[i] = function(x[i])
+
+    def call(x: np.ndarray) -> np.ndarray:
+        y = np.empty_like(x)
+        run(x, y)
+        return y
+
+    return call
+
+
+exp, log, sigmoid = (over_an_array(each) for each in (elementary.exp, elementary.log, elementary.sigmoid))
+POSITIVE = np.concatenate([np.geomspace(2e-38, 3e38, 500_001), np.linspace(0.4, 2.5, 500_001)])
+
+
+@pytest.mark.parametrize(
+    ("function", "exact", "x", "units"),
+    [
+        (exp, np.exp, np.linspace(-87, 88.7, 500_001), 2),
+        (log, np.log, POSITIVE, 2),
+        (sigmoid, lambda x: 1 / (1 + np.exp(-x)), np.linspace(-87, 87, 500_001), 3),
+    ],
+    ids=["exp", "log", "sigmoid"],
+)
+def test_float32_is_within_some_units_in_the_last_place(function, exact, x, units):
+    x = x.astype("f4")
+    x = x[x != 1]
+    expected = exact(x.astype("f8"))
+    assert np.max(np.abs(function(x) - expected) / np.spacing(expected.astype("f4"))) <= units
+
+
+def test_the_ends_of_float32():
+    y = exp(np.array([-np.inf, -1000, -87, 0, 88.72, 1000, np.inf, np.nan], "f4"))
+    assert (y[:3] == y[2]).all()
+    assert 0 < y[0] < 2e-38
+    assert y[3] == 1
+    assert (y[4:7] == y[4]).all()
+    assert 3.3e38 < y[4] < np.inf
+    assert np.isnan(y[7])
+    np.testing.assert_array_equal(log(np.array([1, np.inf, np.nan], "f4")), np.array([0, np.inf, np.nan], "f4"))
+
+
+def test_float64_is_the_library_s_also_in_plain_python():
+    x = np.linspace(-30, 30, 10_001)
+    np.testing.assert_allclose(exp(x), np.exp(x), rtol=1e-14, atol=1e-15)
+    assert elementary.exp(1.0) == pytest.approx(np.e)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [1, 2, 31, 64, 1000])
+def test_maximum_of_a_row(dtype, size):
+    random = np.random.default_rng(size)
+    for shift in (-1e4, 0.0, 1e4):
+        row = (random.normal(size=size) + shift).astype(dtype)
+        assert largest(row) == row.max() == elementary.maximum(row)
+    assert largest(np.array([-np.inf, -0.0, -1e-30], dtype)) == 0
+    assert largest(np.array([1, np.inf], dtype)) == np.inf
+
+
+@numba.njit
+def largest(row):
+    return elementary.maximum(row)
+
+
+@numba.njit
+def run(x, y, out):
+    out[0], out[1] = sum_of(x), dot(x, y)
+
+
+@numba.njit
+def run_at(x, y):
+    return dot_at(address_of(x), address_of(y), x.size)
+
+
+def in_lanes(terms: np.ndarray) -> np.ndarray:
+    """Rows of 32 numbers, added up one after the other; then the upper half to the lower one."""
+    rows = np.zeros((-(-terms.size // 32), 32), terms.dtype)
+    rows.reshape(-1)[: terms.size] = terms
+    total = np.zeros(32, terms.dtype)
+    for row in rows:
+        total = total + row
+    while total.size > 1:
+        total = total[: total.size // 2] + total[total.size // 2 :]
+    return total[0]
+
+
+@pytest.mark.parametrize("length", [1, 5, 31, 32, 33, 64, 100, 1027])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_row_is_summed_in_32_lanes_that_meet_in_a_tree(length, dtype):
+    random = np.random.default_rng(length)
+    x = random.normal(size=length).astype(dtype)
+    # Products of these are exact, so that adding them with one rounding is adding them.
+    left, right = (random.integers(-63, 64, length).astype(dtype) for _ in range(2))
+    found = np.empty(2, dtype)
+    run(x, x, found)
+    assert found[0] == in_lanes(x)
+    run(left, right, found)
+    assert found[1] == in_lanes(left * right)
+    if dtype == "float32":
+        assert run_at(left, right) == found[1]
+
+
+def test_products_are_added_with_one_rounding():
+    x, found = np.array([1 + 2.0**-12], "f4"), np.empty(2, "f4")
+    with_one = np.zeros(33, "f4")
+    other = np.zeros(33, "f4")
+    with_one[0], with_one[32], other[0], other[32] = 1, x[0], -1, x[0]
+    run(with_one, other, found)
+    assert found[1] == np.float32(2.0**-11 + 2.0**-24)
+
+
+def kernel_result() -> float:
+    return float(add.forward(HALF_OF_THE_SMALLEST, HALF_OF_THE_SMALLEST)[0])
+
+
+@pytest.mark.skipif(not ON_X86, reason="only x86 has the two bits; elsewhere the functions do nothing")
+def test_a_thread_has_its_own_state():
+    # A new thread starts with the state of the one that starts it; the bits of a running one are its own.
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(flushes).result()
+        with flush_to_zero():
+            with flush_to_zero():
+                assert flushes()
+            assert flushes()
+            assert not pool.submit(flushes).result()
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(flushes).result()
+        assert not flushes()
+        previous = pool.submit(set_flush_to_zero).result()
+        # As arguments subnormal numbers count as zero, so even their sum, a normal number, is lost.
+        assert pool.submit(lambda: (flushes(), kernel_result())).result() == (True, 0.0)
+        assert (flushes(), kernel_result()) == (False, 2.0**-126)
+        pool.submit(restore, previous).result()
+        assert pool.submit(lambda: (flushes(), kernel_result())).result() == (False, 2.0**-126)
+
+
+def test_the_state_is_restored_after_an_error():
+    with pytest.raises(KeyError), flush_to_zero():
+        raise KeyError
+    assert not flushes()
+
+
+def test_pieces_start_at_pages_and_lie_apart():
+    scratch = Scratch(lambda: None)
+    sizes = (1, PAGE, 0, PAGE + 1, 7)
+    addresses = scratch(*sizes)
+    assert all(address % PAGE == 0 for address in addresses)
+    assert [after - before for before, after in pairwise(addresses)] == [PAGE, PAGE, 0, 2 * PAGE]
+    assert scratch(*sizes) == addresses
+    assert scratch(PAGE) == addresses[:1], "less is found where more was"
+
+
+def test_every_thread_has_its_own_and_is_prepared_before_its_memory_grows():
+    """A thread asks for the tile registers there: one that was never asked would die of its first product."""
+    asked: list[int] = []
+    scratch = Scratch(lambda: asked.append(threading.get_ident()))
+    assert asked == [], "nothing is asked for by whoever only imports"
+
+    def use(size: int) -> tuple[int, list[int]]:
+        return threading.get_ident(), scratch(size)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        first, (place,) = one.submit(use, 100).result()
+        second, (elsewhere,) = other.submit(use, 100).result()
+        assert first != second
+        assert abs(place - elsewhere) >= PAGE
+        assert asked == [first, second]
+        assert one.submit(use, PAGE).result() == (first, [place])
+        assert asked == [first, second]
+        one.submit(use, PAGE + 1).result()
+        assert asked == [first, second, first]
