@@ -23,7 +23,7 @@ import tempfile
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -163,11 +163,13 @@ def _running_code(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from _running_code(node)
 
 
-def chosen(package: Path, seed: int, number: int) -> Fault:
-    """Return the fault of one number: kinds in turn, its place at random."""
+def chosen(package: Path, seed: int, numbers: Sequence[int]) -> dict[int, Fault]:
+    """Return the faults of some numbers: kinds in turn, places at random, none twice."""
     found = places(package)
-    kind = list(KINDS)[number % len(KINDS)]
-    return random.Random(f"{seed} {number}").choice(found[kind])
+    for kind, faults in found.items():
+        random.Random(f"{seed} {kind}").shuffle(faults)
+    kinds = list(KINDS)
+    return {number: found[kinds[number % len(kinds)]][number // len(kinds)] for number in numbers}
 
 
 class Copy:
@@ -252,7 +254,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="a file of JSON lines, added to")
     arguments = parser.parse_args()
     numbers = arguments.only or range(arguments.first, arguments.first + arguments.faults)
-    faults = {number: chosen(ROOT / "daskgpt", arguments.seed, number) for number in numbers}
+    faults = chosen(ROOT / "daskgpt", arguments.seed, numbers)
     if arguments.list:
         for number, fault in faults.items():
             print(f"{number:3} {fault.kind:10} {fault.file}:{fault.line}  {fault.before!r} -> {fault.after!r}")

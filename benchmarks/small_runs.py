@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,19 @@ def tensors_of(run: Path, step: int | None = None) -> tuple[bytes, bytes]:
     return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 
+def config_of(run: Path) -> dict[str, dict[str, Any]]:
+    """The configuration that a run has written."""
+    return tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses_of(run: Path) -> list[float]:
     """From the metrics, which must have each step once."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(run)
     assert [record["step"] for record in records] == list(range(len(records)))
     return [record["loss"] for record in records]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_lines import write_text
 from machines import Machines
 
 from daskgpt.config.model import GPT2Config
@@ -52,6 +53,12 @@ def cluster(tmp_path_factory):
     compile_all(np.float32)  # before several processes would do it at the same time
     with Machines(tmp_path_factory.mktemp("cluster"), workers=2) as machines:
         yield machines
+
+
+@pytest.fixture(scope="session")
+def small_text(tmp_path_factory):
+    """The path of a text that a small model learns in a few steps."""
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

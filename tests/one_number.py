@@ -6,8 +6,6 @@ prints the bits that every model ends with after 20 steps, as `golden/bits.json`
 combinations of dials at random.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -42,16 +40,13 @@ class Model:
     clip: float = 0.0
 
 
+ODD = GPT2Config(blocks=2, heads=3, channels=21, vocabulary=131, padded_vocabulary=160, positions=20)
 MODELS = {
     "tiny": Model(GPT2Config(), (12, 64)),
     # Nothing is a multiple of a vector, a tile of 32 tokens or a pair.
-    "odd": Model(
-        GPT2Config(blocks=2, heads=3, channels=21, vocabulary=131, padded_vocabulary=160, positions=20), (6, 20)
-    ),
+    "odd": Model(ODD, (6, 20)),
     # Sequences of several tiles, the last one incomplete.
-    "long": Model(
-        GPT2Config(blocks=1, heads=2, channels=24, vocabulary=67, padded_vocabulary=67, positions=75), (3, 75)
-    ),
+    "long": Model(GPT2Config(1, 2, 24, vocabulary=67, padded_vocabulary=67, positions=75), (3, 75)),
 }
 MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
 MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
@@ -62,7 +57,7 @@ VARIANTS = {
     "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),
     "clipped momentum": replace(MODELS["odd in 2 groups"], clip=0.1, optimizer="momentum"),
     "clipped muon": replace(MODELS["odd"], clip=0.1, optimizer="muon"),
-    "rmsnorm": replace(MODELS["odd"], config=replace(MODELS["odd"].config, norm="rmsnorm")),
+    "rmsnorm": replace(MODELS["odd"], config=replace(ODD, norm="rmsnorm")),
 }
 
 
@@ -96,26 +91,16 @@ def start_values(config: GPT2Config) -> dict[str, np.ndarray]:
     return values
 
 
-def outcomes_of_steps(
-    model: Model, precision: str, dials: Dials, steps: int = STEPS
-) -> tuple[list[Outcome], dict[str, np.ndarray]]:
+def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = STEPS) -> tuple[list[Outcome], dict]:
     """What every step tells, and the parameters after the last one."""
     text = raw_numbers(1, (steps, model.batch[0], model.batch[1] + 1)) % model.config.vocabulary
     batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in text.astype(np.int32)]
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
-        step = TrainingStep(
-            model.config,
-            model.batch,
-            dials.chunk,
-            OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip),
-            precision=precision_of(precision),
-            grain=dials.grain,
-            barrier=dials.barrier,
-            in_place=scheduler.in_place if dials.in_place is None else dials.in_place,
-            groups=model.groups,
-            parts=dials.parts or len(scheduler.addresses()),
-            accumulate=dials.accumulate,
-        )
+        optimizer = OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip)
+        own = {name: getattr(dials, name) for name in ("grain", "barrier", "accumulate")} | {"groups": model.groups}
+        own["parts"] = dials.parts or len(scheduler.addresses())
+        own["in_place"] = scheduler.in_place if dials.in_place is None else dials.in_place
+        step = TrainingStep(model.config, model.batch, dials.chunk, optimizer, precision_of(precision), **own)
         state, told = step.initial(start_values(model.config)), []
         if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training
             for first in range(0, steps, dials.window):
@@ -158,18 +143,11 @@ def random_dials(random: np.random.Generator, model: Model) -> Dials:
     def one_of(values):
         return values[random.integers(len(values))]
 
-    barrier = one_of(["layer", "phase", "step", "none"])
-    return Dials(
-        chunk=(one_of(divisors(model.batch[0])), one_of(divisors(model.batch[1]))),
-        barrier=barrier,
-        grain=one_of(["kernel", "segment", "block", "chunk"]),
-        scheduler=one_of(["sync", "threads"]),
-        threads=one_of([1, 2, 5]),
-        in_place=None if barrier == "none" else one_of([True, False]),
-        window=one_of([1, 2, STEPS]),
-        parts=one_of([1, 2, 3]),
-        accumulate=one_of([1, 1, 2, 3]),
-    )
+    chunk, barrier = tuple(one_of(divisors(size)) for size in model.batch), one_of(["layer", "phase", "step", "none"])
+    grain, scheduler = one_of(["kernel", "segment", "block", "chunk"]), one_of(["sync", "threads"])
+    threads, in_place = one_of([1, 2, 5]), None if barrier == "none" else one_of([True, False])
+    window, parts, accumulate = one_of([1, 2, STEPS]), one_of([1, 2, 3]), one_of([1, 1, 2, 3])
+    return Dials(chunk, barrier, grain, scheduler, threads, in_place, window, parts, accumulate)
 
 
 def seed() -> int:

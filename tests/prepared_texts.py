@@ -1,7 +1,5 @@
 """Texts that are prepared for training, and what the tests of preparing compare."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
@@ -42,11 +40,8 @@ def prepared(tmp_path: Path, *arguments: object, out: str = "out") -> Path:
 
 def files_of(folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, str]:
     """Hashes of all files that are not hidden."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-        if path.name not in but and not path.name.startswith(".")
-    }
+    found = (path for path in sorted(folder.iterdir()) if path.name not in but and not path.name.startswith("."))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
 def tokens_of(folder: Path, part: str) -> np.ndarray:

@@ -1,22 +1,20 @@
 """What the tests of bfloat16 products share: the unit to test, rounding written down again, float64 products."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
 import pytest
+from tolerances import TOLERANCES
 
 from daskgpt.kernels.bfloat16 import Unit, unit, works
 from daskgpt.kernels.bfloat16.units import VARIABLE
 
 UNITS = [each.name.lower() for each in Unit]
-TILE_UNITS = UNITS[1:]
 T = TypeVar("T")
 
 
@@ -40,13 +38,22 @@ def using(name: str) -> Iterator[None]:
 def round_one_by_one(x: np.ndarray) -> np.ndarray:
     """bfloat16 bits of float32 numbers that are not NaN: the nearer of the two neighbours, at a tie the even one."""
     below = x.view(np.uint32) >> 16
-    lower, upper = ((bits << 16).astype(np.uint32).view(np.float32).astype(np.float64) for bits in (below, below + 1))
-    # The neighbour above the largest number is infinite; in the arithmetic of rounding it is the next power of two.
-    upper = np.where(np.isinf(upper) & np.isfinite(lower), np.copysign(2.0**128, lower), upper)
     with np.errstate(invalid="ignore"):
+        lower, upper = ((bits << 16).astype("u4").view("f4").astype("f8") for bits in (below, below + 1))
+        # The neighbour above the largest number is infinite; in the arithmetic of rounding it is the next power of two.
+        upper = np.where(np.isinf(upper) & np.isfinite(lower), np.copysign(2.0**128, lower), upper)
         to_lower, to_upper = np.abs(x - lower), np.abs(upper - x)
     up = (to_upper < to_lower) | ((to_upper == to_lower) & (below % 2 == 1))
     return np.where(up & np.isfinite(x), below + 1, below).astype(np.uint16)
+
+
+def check_rounding(to_bfloat16: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Numbers of 16 bits, ties, and what lies just below and above them; a NaN stays one."""
+    for low in (0, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        x = (np.arange(1 << 16, dtype=np.uint32) << 16 | low).view(np.float32)
+        found, nan = to_bfloat16(x), np.isnan(x)
+        np.testing.assert_array_equal(found[~nan], round_one_by_one(x[~nan]))
+        assert (found[nan] & 0x7FFF > 0x7F80).all()
 
 
 def exact(array: np.ndarray) -> np.ndarray:
@@ -54,14 +61,11 @@ def exact(array: np.ndarray) -> np.ndarray:
     return (round_one_by_one(array).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-def magnitude(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The product of the absolute values: what float32 sums are exact against."""
-    return np.abs(left) @ np.abs(right)
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray, scale: np.ndarray, tolerance: dict[str, float]) -> None:
-    """Compare in units of `scale`, the size of the numbers that were added."""
-    np.testing.assert_allclose((found - expected) / (scale + 1), np.zeros_like(expected), **tolerance)
+def assert_product(found: np.ndarray, left: np.ndarray, right: np.ndarray, start: np.ndarray | float = 0.0) -> None:
+    """`start` and the product of rounded numbers, in units of the size of the numbers that were added."""
+    left, right = exact(left), exact(right)
+    error = (found - (start + left @ right)) / (np.abs(left) @ np.abs(right) + 1)
+    np.testing.assert_allclose(error, np.zeros_like(error), **TOLERANCES["bfloat16 sums"])
 
 
 def at_once(threads: int, work: Callable[[], T]) -> list[T]:
@@ -82,6 +86,10 @@ def arrays(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert found.tobytes() == expected.tobytes()
+
+
+def assert_all_same(found: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)

@@ -7,16 +7,14 @@ Sources  Radford et al. 2019 (the model); Vaswani et al. 2017 (attention); Ba et
          Gimpel 2016 (GELU, its tanh form)
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-Arrays = dict[str, np.ndarray]
+Array = np.ndarray
+Arrays = dict[str, Array]
 EPSILON = 1e-5  # of layernorm
 
 
@@ -24,18 +22,13 @@ EPSILON = 1e-5  # of layernorm
 class Expected:
     """Logits (B, T, V) of the whole padded vocabulary, mean loss in nats, a gradient a tensor; float64."""
 
-    logits: np.ndarray
+    logits: Array
     loss: float
     gradients: Arrays
 
 
 def expected(
-    parameters: Mapping[str, np.ndarray],
-    tokens: np.ndarray,
-    targets: np.ndarray,
-    heads: int,
-    vocabulary: int,
-    factors: Mapping[str, np.ndarray] | None = None,
+    parameters: Arrays, tokens: Array, targets: Array, heads: int, vocabulary: int, factors: Arrays | None = None
 ) -> Expected:
     """What a model makes of a batch.
 
@@ -46,18 +39,16 @@ def expected(
     """
     p = {name: value.astype(np.float64) for name, value in parameters.items()}
     length = tokens.shape[1]
-    blocks = sum(name.endswith(".ln_1.weight") for name in p)
     f = defaultdict(lambda: np.float64(1), factors or {})
     x = (p["wte.weight"][tokens] + p["wpe.weight"][:length]) * f["wte+wpe"]
     kept = []
-    for number in range(blocks):
-        x, saved = _block(p, f, f"h.{number}", x, heads)
+    while f"h.{len(kept)}.ln_1.weight" in p:
+        x, saved = _block(p, f, f"h.{len(kept)}", x, heads)
         kept.append(saved)
     last, normed = _layernorm(x, p["ln_f.weight"], p["ln_f.bias"])
     logits = last @ p["wte.weight"].T
 
-    shown = logits[..., :vocabulary]
-    shifted = shown - shown.max(-1, keepdims=True)
+    shifted = logits[..., :vocabulary] - logits[..., :vocabulary].max(-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     chosen = targets[..., None].astype(int)
     loss = -np.take_along_axis(log_probabilities, chosen, -1).mean()
@@ -69,7 +60,7 @@ def expected(
     d_logits /= tokens.size
     g: Arrays = {"wte.weight": np.einsum("btv,btc->vc", d_logits, last)}
     dx = _layernorm_backward(g, "ln_f", d_logits @ p["wte.weight"], normed, p["ln_f.weight"])
-    for number in reversed(range(blocks)):
+    for number in reversed(range(len(kept))):
         dx = _block_backward(g, p, f, f"h.{number}", dx, kept[number])
     dx = dx * f["wte+wpe"]
     np.add.at(g["wte.weight"], tokens, dx)
@@ -78,7 +69,7 @@ def expected(
     return Expected(logits, float(loss), g)
 
 
-def _block(p: Arrays, f: Arrays, at: str, x: np.ndarray, heads: int) -> tuple[np.ndarray, dict[str, Any]]:
+def _block(p: Arrays, f: Arrays, at: str, x: Array, heads: int) -> tuple[Array, dict[str, Any]]:
     s: dict[str, Any] = {}
     s["y1"], s["normed1"] = _layernorm(x, p[f"{at}.ln_1.weight"], p[f"{at}.ln_1.bias"])
     qkv = s["y1"] @ p[f"{at}.attn.c_attn.weight"].T + p[f"{at}.attn.c_attn.bias"]
@@ -92,7 +83,7 @@ def _block(p: Arrays, f: Arrays, at: str, x: np.ndarray, heads: int) -> tuple[np
     return x + y * f[f"{at}.mlp.c_proj"], s
 
 
-def _block_backward(g: Arrays, p: Arrays, f: Arrays, at: str, dx: np.ndarray, s: dict[str, Any]) -> np.ndarray:
+def _block_backward(g: Arrays, p: Arrays, f: Arrays, at: str, dx: Array, s: dict[str, Any]) -> Array:
     """The gradient of the block's input; those of its tensors go into g."""
     d_active = _linear_backward(g, p, f"{at}.mlp.c_proj", dx * f[f"{at}.mlp.c_proj"], s["active"])
     d_y2 = _linear_backward(g, p, f"{at}.mlp.c_fc", d_active * _gelu_slope(s["hidden"]), s["y2"])
@@ -102,21 +93,19 @@ def _block_backward(g: Arrays, p: Arrays, f: Arrays, at: str, dx: np.ndarray, s:
     return dx + _layernorm_backward(g, f"{at}.ln_1", d_y1, s["normed1"], p[f"{at}.ln_1.weight"])
 
 
-def _linear_backward(g: Arrays, p: Arrays, name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def _linear_backward(g: Arrays, p: Arrays, name: str, dy: Array, x: Array) -> Array:
     g[f"{name}.weight"] = np.einsum("bto,btc->oc", dy, x)
     g[f"{name}.bias"] = dy.sum((0, 1))
     return dy @ p[f"{name}.weight"]
 
 
-def _layernorm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+def _layernorm(x: Array, weight: Array, bias: Array) -> tuple[Array, tuple[Array, ...]]:
     centred = x - x.mean(-1, keepdims=True)
     rstd = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
     return centred * rstd * weight + bias, (centred * rstd, rstd)
 
 
-def _layernorm_backward(
-    g: Arrays, name: str, dy: np.ndarray, normed: tuple[np.ndarray, ...], weight: np.ndarray
-) -> np.ndarray:
+def _layernorm_backward(g: Arrays, name: str, dy: Array, normed: tuple[Array, ...], weight: Array) -> Array:
     unit, rstd = normed
     g[f"{name}.weight"], g[f"{name}.bias"] = (dy * unit).sum((0, 1)), dy.sum((0, 1))
     d_unit = dy * weight
@@ -124,7 +113,7 @@ def _layernorm_backward(
     return rstd * (d_unit - d_unit.mean(-1, keepdims=True) - unit * along)
 
 
-def attention(qkv: np.ndarray, heads: int, factors: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+def attention(qkv: Array, heads: int, factors: Array) -> tuple[Array, tuple[Array, ...]]:
     """y, and what its gradient needs; factors: of dropout, (B, NH, T, T) or 1."""
     batch, length, width = qkv.shape
     # (3, B, heads, T, head size)
@@ -137,7 +126,7 @@ def attention(qkv: np.ndarray, heads: int, factors: np.ndarray) -> tuple[np.ndar
     return mixed.reshape(batch, length, -1), (q, k, v, weights, factors)
 
 
-def attention_backward(dy: np.ndarray, kept: tuple[np.ndarray, ...]) -> np.ndarray:
+def attention_backward(dy: Array, kept: tuple[Array, ...]) -> Array:
     """The gradient of queries, keys and values."""
     q, k, v, weights, factors = kept
     batch, heads, length, _ = q.shape
@@ -150,11 +139,11 @@ def attention_backward(dy: np.ndarray, kept: tuple[np.ndarray, ...]) -> np.ndarr
     return np.stack([d_q, d_k, d_v]).transpose(1, 3, 0, 2, 4).reshape(batch, length, -1)
 
 
-def _gelu(x: np.ndarray) -> np.ndarray:
+def _gelu(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def _gelu_slope(x: np.ndarray) -> np.ndarray:
+def _gelu_slope(x: Array) -> Array:
     inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
     d_inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
     return 0.5 * (1 + np.tanh(inner)) + 0.5 * x * (1 - np.tanh(inner) ** 2) * d_inner

@@ -1,7 +1,5 @@
 """Tests of what glibc is told: to keep memory, in one heap."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from daskgpt.schedulers import allocator

@@ -7,11 +7,9 @@ import os
 import shutil
 
 import pytest
-from command_lines import write_text
-from small_runs import fit, steps_in, stopping_at, tensors_of
+from small_runs import fit, metrics_of, steps_in, stopping_at, tensors_of
 
 import daskgpt
-from daskgpt.training import saving
 
 # Learns, and then takes steps so large that it forgets.
 STEEP = daskgpt.OptimizerConfig(learning_rate=0.3, warmup=24, schedule="linear")
@@ -20,15 +18,10 @@ GOES_ON = {"run": {"steps": 27, "validate_every": 1}}
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def steep(text, tmp_path_factory):
+def steep(small_text, tmp_path_factory):
     """A run that is best somewhere before its end."""
     out = tmp_path_factory.mktemp("steep") / "run"
-    fit(text, out, keep=1, **EACH)
+    fit(small_text, out, keep=1, **EACH)
     return out
 
 
@@ -39,8 +32,7 @@ def copy(steep, tmp_path):
 
 def validated(out):
     """Validation loss after so many steps, and which of them are told to be the best so far."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found = {record["step"] + 1: record for record in records if "validation_loss" in record}
+    found = {record["step"] + 1: record for record in metrics_of(out) if "validation_loss" in record}
     return {step: record["validation_loss"] for step, record in found.items()}, [
         step for step, record in found.items() if record.get("best")
     ]
@@ -65,10 +57,10 @@ def test_it_outlives_newer_ones_and_the_metrics_tell_of_it(steep):
     assert state["best"] == {"step": best, "loss": losses[best]}
 
 
-def test_it_is_the_state_after_its_steps(text, steep, tmp_path):
+def test_it_is_the_state_after_its_steps(small_text, steep, tmp_path):
     """Steps overlap here, and the dials are others."""
     best = best_in(steep)
-    fit(text, tmp_path / "run", dataflow={"barrier": "none", "window": 3}, keep=1, **EACH)
+    fit(small_text, tmp_path / "run", dataflow={"barrier": "none", "window": 3}, keep=1, **EACH)
     assert best_in(tmp_path / "run") == best
     for step in (best, None):
         assert tensors_of(tmp_path / "run", step) == tensors_of(steep, step)
@@ -76,11 +68,11 @@ def test_it_is_the_state_after_its_steps(text, steep, tmp_path):
     assert any((own[name] != last[name]).any() for name in own)
 
 
-def test_stopped_and_resumed_it_is_that_of_the_run_that_was_not_stopped(text, steep, tmp_path):
+def test_stopped_and_resumed_it_is_that_of_the_run_that_was_not_stopped(small_text, steep, tmp_path):
     best = best_in(steep)
     for stop in (best, best + 1):
         out = tmp_path / str(stop)
-        fit(text, out, keep=1, on_step=stopping_at(stop), **EACH)
+        fit(small_text, out, keep=1, on_step=stopping_at(stop), **EACH)
         daskgpt.fit(resume=out, quiet=True)
         assert (best_in(out), tensors_of(out, best)) == (best, tensors_of(steep, best))
 
@@ -118,28 +110,11 @@ def test_one_that_cannot_be_read_any_more_is_followed_by_the_best_from_there(har
     assert daskgpt.load(copy / "best")[0].blocks == 1
 
 
-def test_without_it_no_checkpoint_is_written_for_it(text, copy, tmp_path):
-    fit(text, tmp_path / "run", keep_best=0, **EACH)
+def test_without_it_no_checkpoint_is_written_for_it(small_text, copy, tmp_path):
+    fit(small_text, tmp_path / "run", keep_best=0, **EACH)
     assert steps_in(tmp_path / "run") == [24]
     assert not os.path.lexists(tmp_path / "run" / "best")
     assert validated(tmp_path / "run")[1] == []
     daskgpt.fit(resume=copy, run={"steps": 25, "keep_best": 0}, quiet=True)
     assert not os.path.lexists(copy / "best")
     assert steps_in(copy) == [25]
-
-
-def test_one_that_does_not_fit_on_the_disk_is_not_the_best(text, steep, tmp_path, monkeypatch):
-    """Then the one before stays, and the next one is the best of those that there are."""
-    best, out, write = best_in(steep), tmp_path / "run", saving.write_checkpoint
-
-    def full(run, checkpoint, *arguments, **options):
-        if checkpoint.step == best:
-            raise OSError(28, "No space left on device")
-        return write(run, checkpoint, *arguments, **options)
-
-    monkeypatch.setattr(saving, "write_checkpoint", full)
-    fit(text, out, keep=1, **EACH)
-    losses, _ = validated(out)
-    left = {step: loss for step, loss in losses.items() if step != best}
-    assert best_in(out) == lowest(left)
-    assert steps_in(out) == [lowest(left), 24]

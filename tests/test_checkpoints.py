@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import shutil
 import sys
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from command_lines import write_text
+from full_disk import full_disk
 from machines import wait_until
 from safetensors.numpy import load_file
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
@@ -25,14 +25,9 @@ CONSTANT = daskgpt.OptimizerConfig(schedule="constant")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def saved(text, tmp_path_factory):
+def saved(small_text, tmp_path_factory):
     out = tmp_path_factory.mktemp("saved") / "run"
-    return out, fit(text, out, save_every=5)
+    return out, fit(small_text, out, save_every=5)
 
 
 def test_a_checkpoint_has_the_model_the_moments_and_the_state(saved):
@@ -60,7 +55,7 @@ def test_a_checkpoint_has_the_model_the_moments_and_the_state(saved):
         assert (len(content), hashlib.sha256(content).hexdigest()) == (known["bytes"], known["sha256"])
 
 
-def test_each_is_the_state_after_its_steps_although_the_run_has_gone_on(text, tmp_path, monkeypatch):
+def test_each_is_the_state_after_its_steps_although_the_run_has_gone_on(small_text, tmp_path, monkeypatch):
     """The writer is held back until three more steps are made; beside steps it is nice, and only it is."""
     gone_on, write, niceness = threading.Event(), saving.write_checkpoint, []
 
@@ -69,27 +64,24 @@ def test_each_is_the_state_after_its_steps_although_the_run_has_gone_on(text, tm
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return write(*arguments, **options)
 
-    def on_step(step, metrics):
-        if step == 7:
-            gone_on.set()
-
     monkeypatch.setattr(saving, "write_checkpoint", late)
-    fit(text, tmp_path / "run", optimizer=CONSTANT, save_every=5, on_step=on_step)
+    on_step = lambda step, metrics: gone_on.set() if step == 7 else None  # noqa: E731
+    fit(small_text, tmp_path / "run", optimizer=CONSTANT, save_every=5, on_step=on_step)
     monkeypatch.undo()
     own = os.getpriority(os.PRIO_PROCESS, 0)
     beside = max(19, own) if sys.platform == "linux" else own
     assert niceness == [beside, beside, own]
     for steps in (5, 10):
-        fit(text, tmp_path / f"{steps}", optimizer=CONSTANT, steps=steps)
+        fit(small_text, tmp_path / f"{steps}", optimizer=CONSTANT, steps=steps)
         assert tensors_of(tmp_path / "run", steps) == tensors_of(tmp_path / f"{steps}")
 
 
-def test_without_memory_for_a_copy_training_waits_and_says_so_once(text, tmp_path, saved, monkeypatch):
+def test_without_memory_for_a_copy_training_waits_and_says_so_once(small_text, tmp_path, saved, monkeypatch):
     said = []
     monkeypatch.setattr(saving, "available_memory", lambda: 10_000)
     monkeypatch.setattr(saving, "copy_in_tasks", None)
     monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
-    fit(text, tmp_path / "run", save_every=5)
+    fit(small_text, tmp_path / "run", save_every=5)
     (line,) = [line for line in said if line.startswith("checkpoint")]
     assert "training waits" in line
     for step in (5, 10, 12):
@@ -101,25 +93,24 @@ def test_without_memory_for_a_copy_training_waits_and_says_so_once(text, tmp_pat
     [
         ({"save_every": 1, "keep": 2, "keep_every": 4}, [4, 8, 11, 12]),
         ({"keep": 1, "keep_every": 5}, [5, 10, 12]),
-        ({}, [STEPS]),
         ({"save_minutes": 1e9}, [STEPS]),
     ],
 )
-def test_the_newest_stay_and_those_of_each_so_many_steps(text, tmp_path, settings, left):
-    fit(text, tmp_path / "run", **settings)
+def test_the_newest_stay_and_those_of_each_so_many_steps(small_text, tmp_path, settings, left):
+    fit(small_text, tmp_path / "run", **settings)
     assert steps_in(tmp_path / "run") == left
     assert not list(tmp_path.glob("*/.*.tmp"))
 
 
-def test_one_is_written_by_time_and_at_the_end(text, tmp_path):
-    fit(text, tmp_path / "run", save_minutes=1e-9, keep=100, steps=100)
+def test_one_is_written_by_time_and_at_the_end(small_text, tmp_path):
+    fit(small_text, tmp_path / "run", save_minutes=1e-9, keep=100, steps=100)
     assert {100} < set(steps_in(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("window", [3, 5])
-def test_steps_that_overlap_end_where_a_checkpoint_is_due(text, tmp_path, saved, window):
+def test_steps_that_overlap_end_where_a_checkpoint_is_due(small_text, tmp_path, saved, window):
     dataflow = {"barrier": "none", "window": window, "grain": "block", "batch_chunk": 2, "sequence_chunk": 8}
-    fit(text, tmp_path / "run", dataflow=dataflow, save_every=5)
+    fit(small_text, tmp_path / "run", dataflow=dataflow, save_every=5)
     for step in (5, 10, 12):
         assert tensors_of(tmp_path / "run", step) == tensors_of(saved[0], step)
 
@@ -181,14 +172,12 @@ def test_a_checkpoint_of_another_step_or_version_is_refused(saved, tmp_path):
 
 @pytest.fixture
 def disk():
-    """Sets how long a file may get, which the system refuses as it does on a full disk; None for any length."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    set_limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size or limit[0], limit[1]))  # noqa: E731
-    yield set_limit
-    set_limit(None)
+    """What enters the context of a full disk; closed, it has room again."""
+    with ExitStack() as entered:
+        yield entered
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(text, tmp_path, disk, saved, monkeypatch):
+def test_a_full_disk_costs_checkpoints_and_not_the_run(small_text, tmp_path, disk, saved, monkeypatch):
     """No checkpoint fits from step 5 on; before the last ones somebody makes room."""
     said, tried, write = [], [], saving.write_checkpoint
 
@@ -201,14 +190,14 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(text, tmp_path, disk, sav
     def on_step(step, metrics):
         if step == 4:
             wait_until(lambda: 4 in tried, "the checkpoint of step 4")
-            disk(20_000)
+            disk.enter_context(full_disk(20_000))
         if step == 9:
             wait_until(lambda: 8 in tried, "the checkpoint of step 8, which has no room")
-            disk(None)
+            disk.close()
 
     monkeypatch.setattr(saving, "write_checkpoint", tell)
     monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
-    fit(text, tmp_path / "run", save_every=2, keep=20, on_step=on_step)
+    fit(small_text, tmp_path / "run", save_every=2, keep=20, on_step=on_step)
     lost = [line for line in said if "is not saved" in line]
     assert [line.split(" is ")[0] for line in lost] == ["checkpoint step 6", "checkpoint step 8"]
     assert all("step 4 stays" in line for line in lost)
@@ -217,17 +206,17 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(text, tmp_path, disk, sav
     assert losses_of(tmp_path / "run") == losses_of(saved[0])
 
 
-def test_a_last_checkpoint_that_does_not_fit_is_an_error_and_an_earlier_one_goes_on(text, tmp_path, disk, saved):
+def test_a_last_checkpoint_that_does_not_fit_is_an_error_and_an_earlier_one_goes_on(small_text, tmp_path, disk, saved):
     out = tmp_path / "run"
 
     def on_step(step, metrics):
         if step == 8:
             wait_until(lambda: steps_in(out) == [5], "the checkpoint of step 5")
-            disk(20_000)
+            disk.enter_context(full_disk(20_000))
 
     with pytest.raises(OSError, match="last checkpoint .* from step 5"):
-        fit(text, out, save_every=5, on_step=on_step)
-    disk(None)
+        fit(small_text, out, save_every=5, on_step=on_step)
+    disk.close()
     assert steps_in(out) == [5]
     assert len(losses_of(out)) == STEPS
     daskgpt.fit(resume=out, run={"keep": 1}, quiet=True)

@@ -1,7 +1,5 @@
 """Tests of chunks that nobody gave: everybody has something to do, the bits stay, the choice is told and recorded."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 
@@ -34,19 +32,18 @@ def chunk_of(shape, threads, config=TINY, work=None, **given):
     return cuttings(config, shape, DataflowConfig(**given), threads, work)[0].chunk
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "threads", "chunk"),
-    [
-        *(("tiny", (12, 64), *each) for each in ((1, (6, 64)), (2, (6, 64)), (3, (4, 64)), (4, (3, 64)), (8, (1, 64)))),
-        ("tiny", (7, 64), 2, (1, 64)),
-        # Tokens are cut where sequences are too few.
-        ("gpt2", (1, 1024), 2, (1, 512)),
-        ("gpt2", (4, 1024), 8, (1, 512)),
-        ("gpt2", (1, 1024), 4, (1, 256)),
-        ("gpt2", (4, 64), 8, (1, 32)),
-    ],
-    ids=str,
-)
+CHUNKS = [
+    *(("tiny", (12, 64), *each) for each in ((1, (6, 64)), (2, (6, 64)), (3, (4, 64)), (4, (3, 64)), (8, (1, 64)))),
+    ("tiny", (7, 64), 2, (1, 64)),
+    # Tokens are cut where sequences are too few.
+    ("gpt2", (1, 1024), 2, (1, 512)),
+    ("gpt2", (4, 1024), 8, (1, 512)),
+    ("gpt2", (1, 1024), 4, (1, 256)),
+    ("gpt2", (4, 64), 8, (1, 32)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "threads", "chunk"), CHUNKS, ids=str)
 def test_chunks_follow_the_threads(name, shape, threads, chunk):
     assert chunk_of(shape, threads, preset(name)) == chunk
 
@@ -73,8 +70,7 @@ def test_what_is_given_stays():
 
 def test_slow_attention_is_not_left_to_one_thread():
     """It needs whole sequences: chunks of tokens do not share it out."""
-    cut = chunk_of((4, 64), 8, work=Work(tokens=1.0, attention=0.01))
-    assert cut == (1, 32)
+    assert chunk_of((4, 64), 8, work=Work(tokens=1.0, attention=0.01)) == (1, 32)
     assert chunk_of((4, 64), 2, work=Work(tokens=0.01, attention=1.0))[0] < 4
     assert chunk_of((3, 64), 2, work=Work(tokens=1.0, attention=0.01)) == (3, 32)
     assert chunk_of((3, 64), 2, work=Work(tokens=0.5, attention=1.0)) == (1, 64)
@@ -121,29 +117,27 @@ def test_chunks_stay_where_another_cut_would_not_pay():
             made.step.set_chunk((3, 32))
             slow = spans_of(made.step, lambda origin, s=seconds: s if origin.layer == "attention" else 0.0)
             assert made.chunks.settle(made.step, slow, steps) == ""
-            assert made.chunk == (3, 32)
-            assert not made.chunks.open
+            assert (made.chunk, made.chunks.open) == ((3, 32), False)
 
 
 def test_a_library_s_product_fixes_the_chunks_and_says_so(monkeypatch):
     monkeypatch.setenv(VARIABLE, "numpy")
     choice = ChunkChoice(TINY, (12, 64), DataflowConfig(), FLOAT32, 4, in_place=True)
-    assert choice.first == (3, 64)
-    assert not choice.open
+    assert (choice.first, choice.open) == ((3, 64), False)
     assert "other chunks are other bits" in choice.reason
 
 
+FREE = [
+    (None, (32, 12), 9_153_280, "auto, for 2 threads", ""),
+    (17_814_532, (32, 12), 9_153_280, "auto, for 2 threads", ""),
+    (17_814_531, (32, 12), 9_153_280, "auto, for 2 threads", ""),
+    (7_000_000, (8, 12), 7_000_000, "2 of 32 x 12 would take 9 MB of the 7 MB that are free", ""),
+    (1_000_000, (4, 12), 7_000_000, "would take 9 MB", "a step takes 5 MB, and 1 MB are free"),
+]
+
+
 @needs_own_product
-@pytest.mark.parametrize(
-    ("available", "chunk", "peak", "reason", "warning"),
-    [
-        (None, (32, 12), 9_153_280, "auto, for 2 threads", ""),
-        (17_814_532, (32, 12), 9_153_280, "auto, for 2 threads", ""),
-        (17_814_531, (32, 12), 9_153_280, "auto, for 2 threads", ""),
-        (7_000_000, (8, 12), 7_000_000, "2 of 32 x 12 would take 9 MB of the 7 MB that are free", ""),
-        (1_000_000, (4, 12), 7_000_000, "would take 9 MB", "a step takes 5 MB, and 1 MB are free"),
-    ],
-)
+@pytest.mark.parametrize(("available", "chunk", "peak", "reason", "warning"), FREE)
 def test_a_step_that_needs_more_memory_than_is_free_is_cut_smaller(available, chunk, peak, reason, warning):
     """Logits take most of the memory here: the cut decides how many of them there are at once."""
     config = replace(SMALL, vocabulary=4000, padded_vocabulary=4000)
@@ -160,10 +154,8 @@ def test_a_step_that_needs_more_memory_than_is_free_is_cut_smaller(available, ch
     assert (step.chunk, given.reason) == (chunk, "")
 
 
-def run(tmp_path, name, *flags):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    command = ["--data", text, "--blocks", 2, "--heads", 2, "--channels", 32, "--sample-tokens", 0, "--steps", 2]
+def run(small_text, tmp_path, name, *flags):
+    command = ["--data", small_text, "--blocks", 2, "--heads", 2, "--channels", 32, "--sample-tokens", 0, "--steps", 2]
     command += ["--validation-batches", 1, "--out", tmp_path / name, *flags]
     train.main([*map(str, command)])
     model = (tmp_path / name / "latest" / "model.safetensors").read_bytes()
@@ -172,10 +164,10 @@ def run(tmp_path, name, *flags):
 
 
 @needs_own_product
-def test_threads_and_workers_give_one_model_with_automatic_chunks(tmp_path, cluster, capsys):
+def test_threads_and_workers_give_one_model_with_automatic_chunks(small_text, tmp_path, cluster, capsys):
     cluster.have(2)
     schedulers = [("threads", 1), ("threads", 2), ("threads", 5), (cluster.address, 0)]
-    found, chunks = zip(*(run(tmp_path, f"{n}", "--scheduler", s, "--threads", n) for s, n in schedulers))
+    found, chunks = zip(*(run(small_text, tmp_path, f"{n}", "--scheduler", s, "--threads", n) for s, n in schedulers))
     assert all(each == found[0] for each in found)
     assert chunks == ((6, 64), (6, 64), (3, 64), (6, 64))
     out = capsys.readouterr().out
@@ -183,8 +175,8 @@ def test_threads_and_workers_give_one_model_with_automatic_chunks(tmp_path, clus
     assert "(auto, for 5 threads)" in out
 
 
-def test_the_word_auto_is_a_number_on_the_command_line(tmp_path):
-    _, chunk = run(tmp_path, "auto", "--batch-chunk", "auto", "--sequence-chunk", 32, "--threads", 2)
+def test_the_word_auto_is_a_number_on_the_command_line(small_text, tmp_path):
+    _, chunk = run(small_text, tmp_path, "auto", "--batch-chunk", "auto", "--sequence-chunk", 32, "--threads", 2)
     assert chunk[1] == 32
     with pytest.raises(SystemExit):
         train.main(["--batch-chunk", "half"])

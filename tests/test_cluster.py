@@ -10,7 +10,6 @@ from dataclasses import replace
 import dask
 import numpy as np
 import pytest
-from command_lines import write_text
 from conftest import SMALL, random_batch
 from distributed import Client
 from machines import KillItself, wait_until
@@ -22,8 +21,6 @@ from daskgpt import train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.cluster import SENT
-from daskgpt.schedulers.losses import LostResults
 from daskgpt.schedulers.members import running
 from daskgpt.schedulers.usage import METRIC
 from daskgpt.training.asked import asked
@@ -34,14 +31,9 @@ DROPPING = replace(OPTIMIZER, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
+def whole(small_text, tmp_path_factory):
     """The folder of a run with threads."""
-    return fit(text, tmp_path_factory.mktemp("whole") / "run", "threads")
+    return fit(small_text, tmp_path_factory.mktemp("whole") / "run", "threads")
 
 
 def fit(text, out, scheduler, precision="float32", on_step=None, client=None, **run):
@@ -57,18 +49,18 @@ def same(out, whole):
     return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
 
 
-def test_two_workers_give_the_bits_of_threads(cluster, text, whole, tmp_path, capsys):
+def test_two_workers_give_the_bits_of_threads(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
-    fit(text, tmp_path / "run", cluster.address)
+    fit(small_text, tmp_path / "run", cluster.address)
     said = capsys.readouterr().out
     assert same(tmp_path / "run", whole)
     assert f"cluster at {cluster.address}, 2 workers, dashboard " in said
     assert {line.split()[-1] for line in said.split("sent/s\n")[1].splitlines()[:2]} == set(cluster.alive())
 
 
-def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, text, tmp_path):
+def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, tmp_path):
     cluster.have(2)
-    both = [fit(text, tmp_path / name[:3], name, "bfloat16", steps=3) for name in ("threads", cluster.address)]
+    both = [fit(small_text, tmp_path / name[:3], name, "bfloat16", steps=3) for name in ("threads", cluster.address)]
     assert same(*both)
 
 
@@ -98,18 +90,7 @@ def test_a_worker_is_asked_about_a_model_that_no_client_fetches(cluster, precisi
     assert found == wanted
 
 
-def test_a_sample_that_is_lost_costs_no_model(text, tmp_path, monkeypatch, capsys):
-    def lost(*_):
-        raise LostResults("fetch", "a result must stay somewhere", "none")
-
-    monkeypatch.setattr(train, "shown_sample", lost)
-    flags = [*FLAGS.split(), "--data", str(text), "--steps", "3", "--out", str(tmp_path / "run")]
-    assert train.main([*flags, "--sample-tokens", "5"]) == 0
-    assert "sample     there is none: a result must stay somewhere; got none\n" in "".join(capsys.readouterr())
-    assert daskgpt.load(tmp_path / "run")
-
-
-def test_who_writes_a_state_holds_one_array_at_a_time(cluster, text, whole, tmp_path, monkeypatch):
+def test_who_writes_a_state_holds_one_array_at_a_time(cluster, small_text, whole, tmp_path, monkeypatch):
     cluster.have(2)
     monkeypatch.setattr("daskgpt.training.fetched_state.TOGETHER", 1)
     fetched, held = FetchedState._fetched, []
@@ -119,7 +100,7 @@ def test_who_writes_a_state_holds_one_array_at_a_time(cluster, text, whole, tmp_
         return fetched(self, group)
 
     monkeypatch.setattr(FetchedState, "_fetched", counted)
-    assert same(fit(text, tmp_path / "run", cluster.address, validate_every=0), whole)
+    assert same(fit(small_text, tmp_path / "run", cluster.address, validate_every=0), whole)
     assert set(held) == {(0, 1)}
     assert len(held) == 3 * len(parameter_shapes(MODEL)), "weights and two moments, once each"
 
@@ -162,7 +143,7 @@ def held_by(dask_scheduler):
     return len(dask_scheduler.tasks), max(len(span.groups) for span in ours), told
 
 
-def test_a_borrowed_client_is_left_as_it_was(cluster, text, whole, tmp_path):
+def test_a_borrowed_client_is_left_as_it_was(cluster, small_text, whole, tmp_path):
     cluster.have(2)
     with Client(cluster.address) as client:
         kept = client.submit(sum, [1, 2])
@@ -176,18 +157,18 @@ def test_a_borrowed_client_is_left_as_it_was(cluster, text, whole, tmp_path):
         wait_until(lambda: left()[0][1] == [] and not any(own[1] for own in left()[1].values()), "earlier runs")
         assert kept.result() == 3
         before, during = left(), []
-        fit(text, tmp_path / "run", "threads", client=client, on_step=lambda *_: during.append(left()))
+        fit(small_text, tmp_path / "run", "threads", client=client, on_step=lambda *_: during.append(left()))
         assert same(tmp_path / "run", whole)
         wait_until(lambda: left() == before, "what is left goes")
         assert all(own[1] and set(own[3]) <= {1} for own in during[-1][1].values()), "one thread of BLAS a task"
         with pytest.raises(KeyError, match="enough"):
-            fit(text, "", "threads", client=client, on_step=stop)
+            fit(small_text, "", "threads", client=client, on_step=stop)
         wait_until(lambda: left() == before, "what is left goes")
         assert client.status == "running"
         assert list(client.futures) == [kept.key]
 
 
-def test_steps_leave_nothing_behind(cluster, text):
+def test_steps_leave_nothing_behind(cluster, small_text):
     cluster.have(2)
     found = []
     with Client(cluster.address) as client:
@@ -197,17 +178,9 @@ def test_steps_leave_nothing_behind(cluster, text):
                 tasks = sum(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
                 found.append((*client.run_on_scheduler(held_by), tasks))
 
-        fit(text, "", "", client=client, on_step=look, steps=24, snapshot_every=1, validate_every=0)
+        fit(small_text, "", "", client=client, on_step=look, steps=24, snapshot_every=1, validate_every=0)
     early, late = found
     assert all(after <= 2 * before for before, after in zip(early, late)), found
-
-
-def test_a_client_of_ours_keeps_few_of_the_graphs_that_it_has_sent(cluster):
-    cluster.have(2)
-    with daskgpt.open_scheduler(cluster.address) as scheduler:
-        for number in range(2 * SENT):
-            scheduler.client.submit(sum, [number], pure=False).result()
-        assert 0 < len(scheduler.client.scheduler_comm.recent_message_log) <= SENT
 
 
 def test_a_cluster_is_found_by_its_file_and_by_the_environment(cluster):
@@ -223,18 +196,20 @@ def test_a_cluster_is_found_by_its_file_and_by_the_environment(cluster):
         wait_until(lambda: client.run_on_scheduler(left_on) == ([], []), "what is left goes")
 
 
-def test_workers_of_other_versions_are_refused(cluster, text, tmp_path, monkeypatch):
+def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, monkeypatch):
     cluster.have(2)
     known = {"daskgpt": "0.0 (00000000)", "float32 products": "fused"}
     monkeypatch.setattr("daskgpt.schedulers.admission.identity", lambda packed: known)
     with pytest.raises(RuntimeError, match=r"must have the versions.*worker=tcp://127.*daskgpt=.*the run: 0\.0 "):
-        fit(text, tmp_path / "run", cluster.address)
+        fit(small_text, tmp_path / "run", cluster.address)
     assert not list(tmp_path.glob("run/step-*"))
 
 
-def test_dasks_own_report_speaks_of_layers_and_passes(cluster, text, tmp_path, capsys):
+def test_dasks_own_report_speaks_of_layers_and_passes(cluster, small_text, tmp_path, capsys):
     cluster.have(2)
-    flags = f"{FLAGS} --steps 2 --grain kernel --data {text} --out {tmp_path / 'run'} --scheduler {cluster.address}"
+    flags = (
+        f"{FLAGS} --steps 2 --grain kernel --data {small_text} --out {tmp_path / 'run'} --scheduler {cluster.address}"
+    )
     assert train.main([*flags.split(), "--performance-report", "report.html"]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     for name in ("embedding.forward", "linear.forward", "attention.backward", "crossentropy.backward", "adamw"):
@@ -250,19 +225,19 @@ def test_dasks_own_report_speaks_of_layers_and_passes(cluster, text, tmp_path, c
         ("--performance-report no/such/dask.html", "writable"),
     ],
 )
-def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, keyword, text, tmp_path):
+def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, keyword, small_text, tmp_path):
     with pytest.raises(ValueError, match=keyword):
-        train.main(["--data", str(text), "--out", str(tmp_path / "run"), *flags.split()])
+        train.main(["--data", str(small_text), "--out", str(tmp_path / "run"), *flags.split()])
     assert not list(tmp_path.glob("run/*.jsonl"))
 
 
-def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, text, whole, tmp_path, capsys):
+def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
     plugin = KillItself("tokens", 20, tmp_path / "killed")
     with Client(cluster.address) as client:
         client.register_plugin(plugin)
         try:
-            fit(text, tmp_path / "run", cluster.address, snapshot_every=3)
+            fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3)
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert (tmp_path / "killed").exists()
@@ -271,13 +246,13 @@ def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, text, whole, tmp_pat
     assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
 
 
-def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(cluster, text, whole, tmp_path, capsys):
+def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(1)
-    assert same(fit(text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
+    assert same(fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
     assert "recovery   the state is kept in this process every 3 steps" in capsys.readouterr().out
 
 
-def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, text, whole, tmp_path, capsys, monkeypatch):
+def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):
     cluster.have(1)
     monkeypatch.setattr("daskgpt.training.recovery.LOOKING", 0)
 
@@ -287,6 +262,6 @@ def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, text, whole,
             with Client(cluster.address) as client:
                 wait_until(lambda: len(running(client, METRIC)) == 2, "a second worker")
 
-    assert same(fit(text, tmp_path / "run", cluster.address, on_step=join), whole)
+    assert same(fit(small_text, tmp_path / "run", cluster.address, on_step=join), whole)
     said = capsys.readouterr().out
     assert said.index("workers    new: tcp://") < said.index("workers    2 take part from now on: ")

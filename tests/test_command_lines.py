@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 import numpy as np
 import pytest
-from command_lines import SMALL, run, write_text
+from command_lines import SMALL
 from conftest import GOLDEN
+from small_runs import metrics_of
 
 from daskgpt import generate, train, verify
 
@@ -17,11 +17,6 @@ MODEL, STATE = str(GOLDEN / "gpt2_small.bin"), str(GOLDEN / "gpt2_small_debug_st
 
 def begin(*arguments):
     return train.main([str(argument) for argument in arguments])
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
@@ -36,9 +31,9 @@ def written(capsys):
     return call
 
 
-def test_the_end_of_a_training_names_a_next_command_that_works(text, tmp_path, written):
+def test_the_end_of_a_training_names_a_next_command_that_works(small_text, tmp_path, written):
     out = tmp_path / "it's a run"
-    lines = written(train, "--data", text, *SMALL, "--steps", 2, "--sample-tokens", 5, "--out", out).splitlines()
+    lines = written(train, "--data", small_text, *SMALL, "--steps", 2, "--sample-tokens", 5, "--out", out).splitlines()
     assert f"run written to {out}" in lines
     assert sum(line.startswith("--- sample after 2 steps") for line in lines) == 1
     begins = "go on with: python -m daskgpt."
@@ -48,11 +43,11 @@ def test_the_end_of_a_training_names_a_next_command_that_works(text, tmp_path, w
     assert written(generate, *arguments, "--tokens", 5).startswith(arguments[-1])
 
 
-def test_training_learns_and_generate_takes_a_run_folder_or_its_file(text, tmp_path, written):
+def test_training_learns_and_generate_takes_a_run_folder_or_its_file(small_text, tmp_path, written):
     trained = tmp_path / "run"
     flags = ("--steps", 60, "--validate-every", 30, "--sample-tokens", 0, "--out", trained)
-    assert begin("--data", text, *SMALL, *flags) == 0
-    metrics = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert begin("--data", small_text, *SMALL, *flags) == 0
+    metrics = metrics_of(trained)
     assert [record["step"] for record in metrics] == list(range(60))
     assert metrics[0]["loss"] == pytest.approx(np.log(257), abs=0.3)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 1.5
@@ -118,21 +113,3 @@ def test_bad_input_is_refused_before_a_folder_is_made(arguments, error, said, tm
     with pytest.raises(error, match=said):
         begin(*arguments, "--out", "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("kind", ["text", "truncated", "version"])
-def test_model_files_that_are_none(kind, tmp_path, capsys):
-    content, path = (GOLDEN / "gpt2_small.bin").read_bytes(), tmp_path / "model.bin"
-    made = {"text": b"no model at all", "truncated": content[:-100], "version": content[:4] + b"\x09" + content[5:]}
-    path.write_bytes(made[kind])
-    with pytest.raises(ValueError, match="model.bin"):
-        generate.main([str(path)])
-    with pytest.raises(ValueError, match="model.bin"):
-        verify.main([str(path), STATE])
-    assert capsys.readouterr().out == ""
-
-
-def test_help_of_a_process():
-    result = run("train", "--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "--steps" in result.stdout

@@ -1,7 +1,5 @@
 """Tests of the page "daskgpt" on Dask's dashboard: what it collects and shows, by a scheduler made by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,8 +51,7 @@ def test_what_is_collected_is_shown():
     page.update()
     assert (found.runs, found.recoveries, found.bytes_a_step()) == (1, 1, 200)
     assert column(found.steps, "validation_loss") == ([2], [1.5])
-    assert page.loss.data["x"].tolist() == [1, 2, 3]
-    assert page.loss.data["y"].tolist() == [3, 2, 1]
+    assert [page.loss.data[axis].tolist() for axis in "xy"] == [[1, 2, 3], [3, 2, 1]]
     assert page.validation.data["y"].tolist() == [1.5]
     assert page.calls.data["right"].tolist() == pytest.approx(np.array([call.end - 4 for call in CALLS]))
     assert (page.calls.data["worker"][0], page.kernels.data["seconds"]) == ("worker a", [3.0])

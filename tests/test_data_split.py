@@ -1,7 +1,5 @@
 """Tests of what is held out: the right share, evenly spread, and nothing twice."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -9,11 +7,6 @@ import pytest
 
 from daskgpt.data.split import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
 from daskgpt.data.text import Document
-
-
-def test_every_tenth_span_is_held_out():
-    held_out = [run for run in runs(3000, 100, 0.1) if run.held_out]
-    assert held_out == [Run(400, 500, True), Run(1400, 1500, True), Run(2400, 2500, True)]
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.75])
@@ -27,31 +20,25 @@ def test_runs_follow_each_other_and_hold_out_the_share(total: int, fraction: flo
     assert abs(share - fraction * total) <= min(100, fraction * total)
 
 
-def test_nothing_is_held_out_for_a_fraction_of_zero_and_nothing_left_next_to_one():
+def test_every_tenth_span_is_held_out_nothing_of_zero_and_everything_next_to_one():
+    held_out = [run for run in runs(3000, 100, 0.1) if run.held_out]
+    assert held_out == [Run(400, 500, True), Run(1400, 1500, True), Run(2400, 2500, True)]
     assert runs(1000, 10, 1 - 1e-9) == [Run(0, 1000, True)]
     assert runs(1000, 10, 0.0) == [Run(0, 1000, False)]
     assert split_text([Document("a", "text"), Document("b", "more")], 0.0) == (["text", "more"], [])
 
 
-def numbered_lines(count: int) -> list[str]:
-    """Lines of changing length, each unlike all others."""
-    return [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(count)]
-
-
 @pytest.mark.parametrize("files", [1, 3, 500])
 def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
-    lines = numbered_lines(20_000)
+    lines = [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(20_000)]
     documents = [Document(str(n), "".join(lines[n::files])) for n in range(files)]
     training, validation = split_text(documents, 0.1)
     found = [line for piece in training + validation for line in piece.splitlines(keepends=True)]
     assert sorted(found) == sorted(lines)
-    size = sum(len(document.text) for document in documents)
-    assert abs(sum(map(len, validation)) / size - 0.1) < 0.02
+    assert abs(sum(map(len, validation)) / sum(map(len, lines)) - 0.1) < 0.02
     assert len(validation) >= 5
-
-
-def test_pieces_of_one_document_stand_in_its_order():
-    text = "".join(numbered_lines(20_000))
+    # Pieces of one document stand in its order.
+    text = "".join(lines)
     training, validation = split_text([Document("a", text)], 0.1)
     assert "".join(sorted(training + validation, key=text.index)) == text
     # A piece goes on as long as its part does: training pieces are nine spans long.
@@ -66,20 +53,16 @@ def test_text_without_lines_is_cut_where_the_span_ends():
     assert [len(piece) // SPAN_CHARACTERS for piece in training] == [4, 9, 5]
 
 
-def test_short_texts_lose_nothing():
+def test_short_texts_lose_nothing_and_a_line_end_far_ahead_does_not_swallow_a_piece():
     for length in range(1, 60):
         text = "".join("\n" if n % 7 == 6 else chr(65 + n) for n in range(length))
         training, validation = split_text([Document("a", text[:9]), Document("b", text[9:])], 0.1)
         assert sorted("".join(training + validation)) == sorted(text)
         assert bool(validation) == (length >= 5)
-
-
-def test_a_line_end_far_ahead_does_not_swallow_the_piece():
     # Spans of 100 characters, one line end in all: right behind the held-out span.
     text = "a" * 510 + "\n" + "b" * 489
     training, validation = split_text([Document("a", text)], 0.1)
-    assert validation == ["a" * 110 + "\n"]
-    assert training == ["a" * 400, "b" * 489]
+    assert (training, validation) == (["a" * 400, "b" * 489], ["a" * 110 + "\n"])
 
 
 def test_tokens_are_cut_into_views():

@@ -1,7 +1,5 @@
 """Tests of the graph of a step as an object to ask and to look at, and of steps under several dataflows in turns."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 
@@ -21,10 +19,8 @@ def graph(grain="kernel", batch_chunk=2, sequence_chunk=8):
 def test_only_attention_makes_the_chunks_of_a_sequence_wait_for_one_another():
     block = graph().of(block=0)
     attention = "attention attn[0, all]"
-    assert {name for name in block.before(attention) if name.startswith("linear")} == {
-        "linear attn.c_attn[0, 0]",
-        "linear attn.c_attn[0, 1]",
-    }
+    linear = {name for name in block.before(attention) if name.startswith("linear")}
+    assert linear == {"linear attn.c_attn[0, 0]", "linear attn.c_attn[0, 1]"}
     assert {task.chunk[0] for task in map(block.tasks.get, block.before(attention) | block.after(attention))} == {0}
     assert "attention attn[1, all]" in block.beside(attention)
     assert {task.chunk[0] for task in block.tasks.values()} == {0, 1}
@@ -54,15 +50,12 @@ def test_an_edge_can_be_taken_away():
     edge = ("gather attn.qkv[0, all]", "attention attn[0, all]")
     other = block.without(edge)
     assert set(block.edges) - set(other.edges) == {edge}
-    assert "gather attn.qkv[0, all]" not in other.before("attention attn[0, all]")
+    assert edge[0] not in other.before(edge[1])
     assert other.levels == block.depths() != other.depths()
-    for wrong, told in (
-        (lambda: other.without(edge), "edge="),
-        (lambda: block.before("attention"), "task=attention"),
-        (lambda: graph().of(block=9), "block=9"),
-    ):
+    wrong = (other.without, edge, "edge="), (block.before, "attention", "task=attention"), (graph().of, 9, "block=9")
+    for function, argument, told in wrong:
         with pytest.raises(ValueError, match=told):
-            wrong()
+            function(argument)
 
 
 def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
@@ -70,8 +63,7 @@ def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
     html = block.picture(block.chain())._repr_html_()
     assert html.count("<title>") == len(block.tasks)
     assert html.count("<path") == len(block.edges)
-    calls = sum(len(task.calls) for task in block.tasks.values())
-    assert html.count("<rect") == calls + len(block.tasks)
+    assert html.count("<rect") == sum(len(task.calls) + 1 for task in block.tasks.values())
     assert len(re.findall('stroke="#d1242f" stroke-width="2.5"', html)) == len(block.chain())
     assert "tasks" in repr(block)
 
@@ -86,8 +78,7 @@ def test_dataflows_take_turns_and_make_the_same_losses():
     found = daskgpt.measure(MODEL, DATA, models, turns=2, steps=4)
     assert list(found) == list(models)
     assert {run.losses for run in found.values()} == {found["sequential"].losses}
-    assert [run.threads for run in found.values()] == [1, 2, 2]
-    assert [len(run.timeline.steps) for run in found.values()] == [4, 4, 4]
+    assert [(run.threads, len(run.timeline.steps)) for run in found.values()] == [(1, 4), (2, 4), (2, 4)]
     assert found.speedup("sequential") == found.efficiency("sequential") == 1
     assert found.efficiency("fork-join") == pytest.approx(found.speedup("fork-join") / 2)
     assert found["sequential"].overlap == 0

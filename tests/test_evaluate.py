@@ -1,7 +1,5 @@
 """Tests of the loss of texts and token files, and of multiple choice, beside what training's layers compute."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -78,15 +76,12 @@ def test_every_token_but_the_first_is_predicted_once(parameters, random):
         expected = np.concatenate([nats_of(parameters, tokens[s : s + length + 1]) for s in range(0, 99, length)])
         assert expected.size == 99
         for threads in (1, 2):
-            found = np.concatenate(
-                list(sequence_losses(Weights(CONFIG, parameters, "float32"), tokens, length, threads))
-            )
-            assert_allclose(found, expected, **TOLERANCES["nats a token"])
+            found = sequence_losses(Weights(CONFIG, parameters, "float32"), tokens, length, threads)
+            assert_allclose(np.concatenate(list(found)), expected, **TOLERANCES["nats a token"])
 
 
 def test_loss_perplexity_and_bits_of_a_text_and_of_its_tokens(evaluated, parameters, tmp_path):
-    text = "Größe, naïve: €\n" * 12
-    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "text.txt").write_text(text := "Größe, naïve: €\n" * 12)
     ids = np.array([256, *text.encode()])
     write_tokens(tmp_path / "tokens.bin", ids)
     expected = np.concatenate([nats_of(parameters, ids[s : s + 25]) for s in range(0, len(ids) - 1, 24)])
@@ -104,8 +99,7 @@ def test_loss_perplexity_and_bits_of_a_text_and_of_its_tokens(evaluated, paramet
 
 
 def test_end_of_text_has_no_bytes_and_every_other_token_its_own():
-    sizes = sizes_of(get_encoding("bytes"))
-    assert sizes.tolist() == [1] * 256 + [0]
+    assert sizes_of(get_encoding("bytes")).tolist() == [1] * 256 + [0]
 
 
 def test_multiple_choice_is_that_of_whole_sequences(parameters, random):
@@ -120,9 +114,8 @@ def test_multiple_choice_is_that_of_whole_sequences(parameters, random):
     for question, answer in zip(questions, found, strict=True):
         longest = max(map(len, question.completions))
         context = question.context[-(CONFIG.positions - longest) :]
-        nats = [
-            nats_of(parameters, np.concatenate([context, each]))[len(context) - 1 :] for each in question.completions
-        ]
+        texts = (np.concatenate([context, each]) for each in question.completions)
+        nats = [nats_of(parameters, text)[len(context) - 1 :] for text in texts]
         assert answer.right == (np.argmin([each.sum() for each in nats]) == question.label)
         assert answer.right_normalised == (np.argmin([each.mean() for each in nats]) == question.label)
         kinds.add((answer.right, answer.right_normalised))
@@ -133,9 +126,8 @@ def test_llmc_questions_are_read_as_they_were_written(evaluated, tmp_path):
     path = question_file(tmp_path / "questions.bin", QUESTIONS)
     found = read_questions(path)
     for question, (context, completions, label) in zip(found, QUESTIONS, strict=True):
-        assert question.context.tolist() == context
+        assert (question.context.tolist(), question.label) == (context, label)
         assert [each.tolist() for each in question.completions] == completions
-        assert question.label == label
     told = evaluated("--data", path)
     assert all(words in told for words in ("3 questions of 2.67 completions", "accuracy", "normalised"))
 
@@ -183,19 +175,15 @@ def test_a_damaged_question_file_is_refused(tmp_path, message):
         read_questions(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c"], "label": 0}\n{"ctx": "a"}\n', "line=2, found=no endings"),
-        ("latin.jsonl", b'{"ctx": "\xe9"}', "UTF-8"),
-        ("empty.jsonl", b"\n", "must hold questions"),
-        ("label.jsonl", b'{"ctx": "a", "endings": ["b", "c"], "label": 2}', "label"),
-        ("ids.bin", [([1], [[2], [300]], 0)], "id=300"),
-        ("long.bin", [([1], [[2], [3] * 40], 0)], "tokens=40, context=40"),
-        ("missing.txt", None, "missing.txt"),
-        ("missing.jsonl", None, "missing.jsonl"),
-    ],
-)
+GOOD = b'{"ctx": "a", "endings": ["b", "c"], "label": 0}\n'
+REFUSED = [("bad.jsonl", GOOD + b'{"ctx": "a"}\n', "line=2, found=no endings")]
+REFUSED += [("label.jsonl", GOOD.replace(b"0", b"2"), "label"), ("ids.bin", [([1], [[2], [300]], 0)], "id=300")]
+REFUSED += [("latin.jsonl", b'{"ctx": "\xe9"}', "UTF-8"), ("empty.jsonl", b"\n", "must hold questions")]
+REFUSED += [("long.bin", [([1], [[2], [3] * 40], 0)], "tokens=40, context=40"), ("missing.txt", None, "missing.txt")]
+REFUSED += [("missing.jsonl", None, "missing.jsonl")]
+
+
+@pytest.mark.parametrize(("name", "content", "told"), REFUSED)
 def test_what_cannot_be_evaluated_is_refused(evaluated, tmp_path, name, content, told):
     if isinstance(content, list):
         question_file(tmp_path / name, content)

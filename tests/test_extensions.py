@@ -3,14 +3,11 @@
 The examples of CONTRIBUTING.md: a squared ReLU in the place of GELU, and an optimizer that goes by the gradient's sign.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
-from command_lines import write_text
 from conftest import SMALL
 from one_number import Dials, Model, bits_after_steps
 from test_model import check_gradient_in_a_random_direction
@@ -36,12 +33,8 @@ def squared_relu_backward(dy, x):
     return dy * 2 * np.maximum(x, 0)
 
 
-SQUARED_RELU = Layer(
-    name="squared_relu",
-    forward=Row(squared_relu, "btC -> btC", "x"),
-    outputs="y",
-    backward={"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")},
-)
+BACKWARD = {"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")}
+SQUARED_RELU = Layer("squared_relu", Row(squared_relu, "btC -> btC", "x"), outputs="y", backward=BACKWARD)
 
 
 def sign(weight, gradient, hyper):
@@ -91,9 +84,7 @@ DIALS = [
 
 
 @pytest.mark.usefixtures("extended")
-@pytest.mark.parametrize(
-    ("norm", "optimizer"), [("layernorm", "sign"), ("rmsnorm", "momentum"), ("rmsnorm", "sign")], ids=str
-)
+@pytest.mark.parametrize(("norm", "optimizer"), [("layernorm", "sign"), ("rmsnorm", "momentum"), ("rmsnorm", "sign")])
 def test_no_dial_changes_a_bit(norm, optimizer, cluster):
     """Of a layer and an optimizer from outside, and of others that the package has."""
     cluster.have(2)
@@ -105,9 +96,9 @@ def test_no_dial_changes_a_bit(norm, optimizer, cluster):
 
 @pytest.mark.usefixtures("extended")
 @pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", "sign", 3e-3), ("rmsnorm", "momentum", 0.1)])
-def test_a_model_learns(norm, optimizer, rate, tmp_path):
+def test_a_model_learns(norm, optimizer, rate, small_text):
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0, norm=norm)
-    data = DataConfig(data=str(write_text(tmp_path)), batch_size=4, sequence_length=12)
+    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     own = OptimizerConfig(optimizer=optimizer, learning_rate=rate, schedule="constant")
     losses = daskgpt.fit(config, data, own, run=RunConfig(steps=40, validation_batches=1), quiet=True).losses
     assert losses[-1] < losses[0] - 1
@@ -129,32 +120,22 @@ def moment_bytes(config, of_matrices, of_others):
     return sum(size * (of_matrices if matrix else of_others) for size, matrix in zip(sizes, matrices))
 
 
+MADE = [
+    (SMALL, "sign", "kernel", (0, 0), {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
+    (SMALL, "muon", "block", (1, 2), {"muon.update", "adamw.update"}),
+    (RMS, "momentum", "kernel", (1, 1), {"rmsnorm.forward", "rmsnorm.backward", "momentum.update"}),
+]
+
+
 @pytest.mark.usefixtures("extended")
-@pytest.mark.parametrize(
-    ("config", "optimizer", "grain", "moments", "kernels"),
-    [
-        (
-            SMALL,
-            "sign",
-            "kernel",
-            (0, 0),
-            {("squared_relu", "forward"), ("squared_relu", "backward"), ("sign", "update")},
-        ),
-        (SMALL, "muon", "block", (1, 2), {("muon", "update"), ("adamw", "update")}),
-        (RMS, "momentum", "kernel", (1, 1), {("rmsnorm", "forward"), ("rmsnorm", "backward"), ("momentum", "update")}),
-    ],
-    ids=["from outside", "muon", "rmsnorm"],
-)
+@pytest.mark.parametrize(("config", "optimizer", "grain", "moments", "kernels"), MADE)
 def test_it_is_planned_measured_and_drawn(config, optimizer, grain, moments, kernels):
     made = job(config, optimizer, grain)
-    planned = predict(made)
-    assert planned.made["optimizer"] == moment_bytes(config, *moments)
-    assert planned.made["activations"] > 0
+    assert predict(made).made["optimizer"] == moment_bytes(config, *moments)
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(made, scheduler, 0)
-        found = measure(steps, warmup=1, timed=1, recorded=1)
-        assert min(found.busy.values()) > 0
+        assert min(measure(steps, warmup=1, timed=1, recorded=1).busy.values()) > 0
         recorder = StepRecorder(steps.step, scheduler)
         with recorder.window((9,)):
             steps.run(1)
-        assert kernels <= set(summarise(recorder.finish()).kernels)
+        assert kernels <= {".".join(own) for own in summarise(recorder.finish()).kernels}

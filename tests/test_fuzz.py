@@ -1,12 +1,9 @@
 """Tests of readers with damaged files of every format: some of the cases that `python benchmarks/fuzz.py` makes."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("hypothesis", reason="Hypothesis is not installed (the extra test)")
 
-import fuzz
 from fuzz_cases import FORMATS, Example, damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,9 +27,3 @@ def test_every_file_of_an_example_is_needed(tmp_path):
         for file in one.damaged:
             assert example.check(file, example.whole[file]) == "read"
             assert example.check(file, b"") == "refused"
-
-
-def test_the_command(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "21", "--seed", "3"])
-    fuzz.main()
-    assert "21 cases: " in capsys.readouterr().out

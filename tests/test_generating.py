@@ -1,7 +1,5 @@
 """Tests of `bench --generation`: what it measures and says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -22,9 +20,8 @@ def test_the_record_of_a_measurement(capsys, monkeypatch):
     assert main([*FLAGS.split(), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     rows, points = record["rows"], [(1, 10), (1, 24), (8, 10)]
-    assert [(row["precision"], row["texts"], row["position"]) for row in rows] == [
-        (precision, *point) for precision in ("float32", "bfloat16") for point in points
-    ]
+    assert [(row["texts"], row["position"]) for row in rows] == points * 2
+    assert [row["precision"] for row in rows] == ["float32"] * 3 + ["bfloat16"] * 3
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(row["texts"] / row["step_ms"] * 1e3, rel=1e-2)
         assert row["bandwidth_share"] == pytest.approx(row["read_mb"] / row["step_ms"], abs=0.1 / row["step_ms"])
@@ -42,10 +39,9 @@ def test_a_measurement_in_words_and_figures():
     for words in ("3.0 (3.0 .. 3.0) GB/s", "ran in 1 of these", "float32 8 10 500.0 (250.0 .. 1,000.0) 16.0 3 0.25 ("):
         assert words in lines
     assert "transformers 5: 125.0 (125.0 .. 125.0) ms a token" in lines
-    assert {name: figure.median for name, figure in found.figures().items()} == {
-        **{"copy": 3, "theirs": 125, "float32_8_10_step": 500, "float32_8_10_share": 0.25},
-        **{"float32_8_10_tokens": 16, "float32_8_10_read": 3} | dict.fromkeys(ratios, 2),
-    }
+    expected = {"copy": 3, "theirs": 125, "float32_8_10_step": 500, "float32_8_10_share": 0.25}
+    expected |= {"float32_8_10_tokens": 16, "float32_8_10_read": 3} | dict.fromkeys(ratios, 2)
+    assert {name: figure.median for name, figure in found.figures().items()} == expected
 
 
 def test_bytes_of_a_token_are_those_of_the_arrays():
@@ -54,11 +50,9 @@ def test_bytes_of_a_token_are_those_of_the_arrays():
     read = parameter_count(config) - 64 * 32  # no positions; padding is not counted
     kept = 3 * 2 * 2 * 32 * (EARLY + TOKENS // 2 + 1)  # texts, blocks, keys and values, channels, positions
     matrices = parameter_count(config, multiplied=True)
-    for precision, expected in (
-        ("float32", 4 * (read + kept)),
-        ("bfloat16", 4 * (read - matrices) + 2 * (matrices + kept)),
-    ):
-        assert Writing(Weights(config, parameters, precision), 3, EARLY, 1, 0).read == expected
+    expected = {"float32": 4 * (read + kept), "bfloat16": 4 * (read - matrices) + 2 * (matrices + kept)}
+    for precision, size in expected.items():
+        assert Writing(Weights(config, parameters, precision), 3, EARLY, 1, 0).read == size
 
 
 def test_every_turn_writes_the_same_tokens():

@@ -1,17 +1,15 @@
 """Tests of the tasks of a step: how they are merged, where they wait, and micro-batches."""
 
-from __future__ import annotations
-
 import gc
-import itertools
 import weakref
+from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from operator import attrgetter
 
 import numpy as np
 import pytest
-from command_lines import write_text
 from conftest import SMALL, random_batch, random_parameters
 from one_number import MODELS, Dials, Model, outcomes_of_steps
 from small_runs import MODEL
@@ -23,9 +21,8 @@ from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, inplace
 from daskgpt.graph.accumulating import MicroBatches, MicroSum
-from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.grain import GRAINS
-from daskgpt.graph.nodes import is_leaf, task
+from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, calls_of
 from daskgpt.graph.spans import Span, recorded_spans
 from daskgpt.instruments.memory import predict
@@ -64,11 +61,11 @@ def test_updates_in_place_wait_for_every_reader_of_the_old_value():
     assert all(homes[reader] in graph[homes[update]].dependencies for update, reader in waits)
 
 
-def test_parameters_that_were_given_are_not_written_over(random, tmp_path):
+def test_parameters_that_were_given_are_not_written_over(random, small_text):
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
     parameters = random_parameters(config, random)
     before = {name: value.copy() for name, value in parameters.items()}
-    data = DataConfig(data=str(write_text(tmp_path)), batch_size=4, sequence_length=12)
+    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     result = daskgpt.fit(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters, quiet=True)
     for name, value in parameters.items():
         np.testing.assert_array_equal(value, before[name])
@@ -80,33 +77,26 @@ def tasks_of(grain, chunk):
     return [key for key, node in graph.items() if not is_leaf(node)]
 
 
-def test_a_coarser_grain_has_fewer_tasks():
+def test_a_coarser_grain_has_fewer_tasks_and_of_whole_sequences_a_chunk_becomes_one():
     whole = [len(tasks_of(grain, (2, 12))) for grain in GRAINS]
     assert whole == sorted(whole, reverse=True)
     assert len(set(whole)) == 4
     cut = [len(tasks_of(grain, (2, 6))) for grain in ("kernel", "segment")]
     assert cut[0] > 2 * cut[1]
-
-
-def test_tasks_of_a_chunk_that_holds_whole_sequences_become_one():
-    names = [key[0] for key in tasks_of("chunk", (2, 12))]
-    assert len([name for name in names if name.startswith("tokens")]) == 2  # one a chunk
+    assert len([key for key in tasks_of("chunk", (2, 12)) if key[0].startswith("tokens")]) == 2  # one a chunk
 
 
 def chunk_of_call(call):
     """(b, t) of what a call computes, None for a sum or an update."""
-    axes = getattr(call.function, "__self__", call.function).axes
-    index = dict(zip(axes, call.key[1:]))
-    return (index.get("b"), index.get("t")) if {"b", "t"} & set(axes) else None
+    index = dict(zip(getattr(call.function, "__self__", call.function).axes, call.key[1:]))
+    return (index.get("b"), index.get("t")) if {"b", "t"} & index.keys() else None
 
 
 def test_a_segment_stays_in_its_chunk():
     graph = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="segment").runnable.graph
     programs = [node.func for node in graph.values() if not is_leaf(node)]
-    sizes = [len(program.calls) for program in programs]
-    assert max(sizes) > 10
-    for program in programs:
-        assert len({chunk_of_call(call) for call in program.calls}) == 1
+    assert max(len(program.calls) for program in programs) > 10
+    assert {len({chunk_of_call(call) for call in program.calls}) for program in programs} == {1}
 
 
 @pytest.mark.parametrize(("seconds", "threads", "grain"), [(1.0, 2, "segment"), (1e-6, 2, "chunk"), (1e-6, 4, "block")])
@@ -119,14 +109,11 @@ def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads
     assert (step.grain, choice.open) == (grain, False)
 
 
-@pytest.mark.parametrize(
-    ("config", "batch", "grain"),
-    [
-        (preset("tiny"), (12, 64), "chunk"),
-        (preset("tiny", blocks=6, heads=6, channels=384), (32, 64), "block"),
-        (preset("gpt2"), (8, 256), "block"),
-    ],
-)
+BEGINNINGS = [(preset("tiny"), (12, 64), "chunk"), (preset("tiny", blocks=6, heads=6, channels=384), (32, 64), "block")]
+BEGINNINGS += [(preset("gpt2"), (8, 256), "block")]
+
+
+@pytest.mark.parametrize(("config", "batch", "grain"), BEGINNINGS)
 def test_a_cluster_begins_with_large_tasks(config, batch, grain):
     choice = GrainChoice("auto", "step", in_place=False, block_seconds=expected_block(config, batch, 2))
     assert (choice.first, choice.open) == (grain, False)
@@ -146,9 +133,8 @@ def test_a_program_drops_a_value_after_its_last_reader():
         gc.collect()
         return alive[0]() is None
 
-    calls = [Call(("a",), make, [], 0, (), True), Call(("b",), read, [0], 1, (0,), True)]
-    calls.append(Call(("c",), look, [1], 2, (), True))
-    assert Program(calls, [], [2])() is True
+    first, second = Call(("a",), make, [], 0, (), True), Call(("b",), read, [0], 1, (0,), True)
+    assert Program([first, second, Call(("c",), look, [1], 2, (), True)], [], [2])() is True
 
 
 def spans_of(barrier, grain="kernel", steps=2):
@@ -164,54 +150,30 @@ def spans_of(barrier, grain="kernel", steps=2):
 
 def intervals(spans, name_of):
     """From the first start to the last end of the spans of each name."""
-    found = {}
+    found = defaultdict(list)
     for origin, span in spans:
-        start, end = found.get(name_of(origin), (span.start, span.end))
-        found[name_of(origin)] = min(start, span.start), max(end, span.end)
-    return sorted(found.values())
+        found[name_of(origin)] += [span.start, span.end]
+    return sorted((min(times), max(times)) for times in found.values())
 
 
-@pytest.mark.parametrize(("barrier", "stage"), [("layer", "stage"), ("phase", "phase")])
-def test_a_stage_is_over_before_the_next_one_starts(barrier, stage):
+@pytest.mark.parametrize(("barrier", "stage"), [("layer", "stage"), ("phase", "phase"), ("step", "stage")])
+def test_a_stage_is_over_before_the_next_one_starts_where_there_is_a_barrier(barrier, stage):
     found = intervals(spans_of(barrier), attrgetter(stage))
-    assert len(found) == 3 or barrier == "layer"
-    for (_, end), (start, _) in itertools.pairwise(found):
-        assert end <= start
-
-
-def test_without_barriers_layers_overlap_in_a_step():
-    found = intervals(spans_of("step"), attrgetter("stage"))
-    assert any(end > start for (_, end), (start, _) in itertools.pairwise(found))
-
-
-def test_steps_that_make_new_state_do_not_overlap():
-    """They would all begin with the first one's."""
-    random = np.random.default_rng(5)
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), barrier="none", in_place=False)
-    state = step.initial(random_parameters(SMALL, random))
-    with open_scheduler("sync") as scheduler, pytest.raises(RuntimeError, match="in_place=False"):
-        step.window(scheduler, state, [random_batch(SMALL, random)] * 2, 2)
+    assert (len(found) == 3) == (barrier == "phase")
+    assert all(end <= start for (_, end), (start, _) in pairwise(found)) == (barrier != "step")
 
 
 def test_a_reader_waits_for_the_update_of_the_step_before_and_for_nothing_else_of_it():
     step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", barrier="none", in_place=True)
     graph = step.runnable.window(2)
-    earlier = {}
-    for key, node in graph.items():
-        if key[0].endswith("-1") and not is_leaf(node):
-            names = {d[0].split("-")[0] for d in node.dependencies if d[0].endswith("-0")}
-            earlier[calls_of(node)[0].key] = names
+    earlier = {
+        calls_of(node)[0].key: {need[0].split("-")[0] for need in node.dependencies if need[0].endswith("-0")}
+        for key, node in graph.items()
+        if key[0].endswith("-1") and not is_leaf(node)
+    }
     assert set().union(*earlier.values()) == {"adamw"}
     assert all(names for key, names in earlier.items() if key[0].startswith("linear.forward"))
     assert not any(names for key, names in earlier.items() if key[0].startswith(("attention", "gelu", "add")))
-
-
-def test_stages_in_a_circle_are_refused():
-    graph = {}
-    for key, needs in ((("a", 0), []), (("b", 0), [("a", 0)]), (("a", 1), [("b", 0)])):
-        graph[key] = task(key, print, needs)
-    with pytest.raises(RuntimeError, match="circle"):
-        with_barriers(graph, lambda key: key[0], name="barrier", tokens=False)
 
 
 def test_every_sequence_has_one_micro_batch_of_its_part():
@@ -249,25 +211,22 @@ def test_a_sum_is_made_when_its_micro_batch_has_come_so_far():
     assert {each.origin.where for each in sums if each.micro is None} == {"wte+wpe"}
 
 
-def test_a_run_with_accumulation_is_that_of_larger_batches(tmp_path):
-    text, run = write_text(tmp_path), RunConfig(steps=6, validate_every=3, validation_batches=2, sample_tokens=0)
+def test_a_run_with_accumulation_is_that_of_larger_batches(small_text):
+    run = RunConfig(steps=6, validate_every=3, validation_batches=2, sample_tokens=0)
     found = []
     for size, count, barrier in ((8, 1, "step"), (2, 4, "step"), (2, 4, "none")):
-        data = DataConfig(data=str(text), batch_size=size, accumulate=count, sequence_length=16)
+        data = DataConfig(data=str(small_text), batch_size=size, accumulate=count, sequence_length=16)
         dataflow = DataflowConfig(scheduler="threads", threads=2, barrier=barrier)
         result = daskgpt.fit(MODEL, data, dataflow=dataflow, run=run, quiet=True)
         found.append((result.losses, result.validation_loss, daskgpt.digest(result.parameters)))
     assert found[1] == found[2] == found[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--accumulate 0", "at least 1"),
-        ("--accumulate 2 --local-steps 5", "accumulate must be 1"),
-        ("--accumulate 2 --batch-chunk 24", "batch_chunk=24, batch_size=12"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(flags, told, tmp_path):
+REFUSED = [("--accumulate 0", "at least 1"), ("--accumulate 2 --local-steps 5", "accumulate must be 1")]
+REFUSED += [("--accumulate 2 --batch-chunk 24", "batch_chunk=24, batch_size=12")]
+
+
+@pytest.mark.parametrize(("flags", "told"), REFUSED)
+def test_what_does_not_go_together_is_refused(flags, told, small_text):
     with pytest.raises(ValueError, match=told):
-        train.main(["--data", str(write_text(tmp_path)), *flags.split()])
+        train.main(["--data", str(small_text), *flags.split()])

@@ -1,14 +1,11 @@
 """Tests of groups of sequences: sums of their own that meet in a binary tree, the same however the batch is cut."""
 
-from __future__ import annotations
-
 import tomllib
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
-from command_lines import write_text
 from conftest import SMALL
 
 import daskgpt
@@ -56,10 +53,9 @@ def test_groups_meet_in_a_binary_tree(random, groups, started):
     for chunks in CHUNKS:
         arrays = [da.from_array(value, chunks=(*chunks, C)[: value.ndim]) for value in (dy, tokens)]
         starts = [da.from_array(value, chunks=-1) if started else None for value in (bias, table)]
+        options = {"new_axes": {"V": V}, "groups": groups}
         (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], start=starts[0], groups=groups)
-        (dw,) = apply(
-            "dw", embedding.backward_wte, "btC, bt -> VC", arrays, start=starts[1], new_axes={"V": V}, groups=groups
-        )
+        (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, start=starts[1], **options)
         for one, other in zip(dask.compute(db, dw, scheduler="sync"), wanted):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.
@@ -86,13 +82,10 @@ def test_chunks_are_cut_where_a_group_ends():
     assert SumOrder.of((2, 2), (8, 8), 1, groups=2).cuts(1) == [Cut(1, 0, 1), Cut(1, 1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "groups"),
-    [((12, 64), 1), ((4, 256), 1), ((8, 256), 2), ((8, 1024), 8), ((12, 1024), 4), ((7, 4096), 1), ((2, 2048), 2)],
-)
-def test_the_shape_of_the_batch_decides(batch, groups):
-    assert groups_of_batch(*batch) == groups
-    assert groups_of_batch(*batch, 2) == 2
+def test_the_shape_of_the_batch_decides():
+    batches = {(12, 64): 1, (4, 256): 1, (8, 256): 2, (8, 1024): 8, (12, 1024): 4, (7, 4096): 1, (2, 2048): 2}
+    assert {batch: groups_of_batch(*batch) for batch in batches} == batches
+    assert {groups_of_batch(*batch, 2) for batch in batches} == {2}
 
 
 def test_groups_that_do_not_divide_the_batch_are_refused():
@@ -104,11 +97,11 @@ def test_groups_that_do_not_divide_the_batch_are_refused():
         loss_and_gradients(SMALL, daskgpt.initial_parameters(SMALL, 0), tokens, tokens, groups=4)
 
 
-def test_a_run_says_its_groups_and_records_them(tmp_path, capsys):
+def test_a_run_says_its_groups_and_records_them(small_text, tmp_path, capsys):
     flags = ["--steps", "2", "--sample-tokens", "0", "--validation-batches", "1"]
     for groups, said in (("auto", "4 x 16 tokens\n"), ("2", "4 x 16 tokens, summed in 2 groups of 2\n")):
         folder = tmp_path / f"run-{groups}"
-        given = ["--data", str(write_text(tmp_path)), "--groups", groups, "--out", str(folder)]
+        given = ["--data", str(small_text), "--groups", groups, "--out", str(folder)]
         assert train.main([*SIZE, *flags, *given]) == 0
         assert said in capsys.readouterr().out
         assert tomllib.loads((folder / "config.toml").read_text())["data"]["groups"] == (groups == "2") + 1
@@ -117,18 +110,13 @@ def test_a_run_says_its_groups_and_records_them(tmp_path, capsys):
     assert train.main(["--init", str(folder), "--batch-size", "4", *flags, "--plan"]) == 0
 
 
-def test_losses_and_validation_are_sums_of_the_same_groups(tmp_path):
-    data = daskgpt.DataConfig(data=str(write_text(tmp_path)), batch_size=4, sequence_length=16, groups=4)
+def test_losses_and_validation_are_sums_of_the_same_groups(small_text):
+    data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16, groups=4)
     model = daskgpt.GPT2Config(blocks=1, heads=1, channels=16, positions=16)
-    results = [
-        daskgpt.fit(model, data, dataflow=dataflow, run=daskgpt.RunConfig(steps=3, validation_batches=2), quiet=True)
-        for dataflow in (
-            DataflowConfig(scheduler="sync", batch_chunk=4),
-            DataflowConfig(threads=2, batch_chunk=1, sequence_chunk=8),
-        )
-    ]
-    assert results[0].losses == results[1].losses
-    assert results[0].validation_loss == results[1].validation_loss
+    run = {"steps": 3, "validation_batches": 2}
+    dials = {"scheduler": "sync", "batch_chunk": 4}, {"threads": 2, "batch_chunk": 1, "sequence_chunk": 8}
+    one, other = (daskgpt.fit(model, data, dataflow=dataflow, run=run, quiet=True) for dataflow in dials)
+    assert (one.losses, one.validation_loss) == (other.losses, other.validation_loss)
 
 
 def test_a_plan_counts_totals_that_wait():

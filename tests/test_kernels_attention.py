@@ -1,7 +1,5 @@
 """Tests of attention in float32, in float64, and with each bfloat16 unit: its formula, gradient, dropout and edges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -70,14 +68,12 @@ def test_output_logsumexp_and_gradient_are_those_of_an_independent_program(kind,
     tokens, channels, heads = shape
     qkv, dy = kind.arrays(tokens, channels)
     y, logsumexp, gradient = run(kind.kernels, qkv, dy, heads, rate)
-    masks = np.float64(1)
-    if rate:
-        masks = np.array([[factors(3, 4, s, 7, h, tokens, tokens, rate) for h in range(heads)] for s in range(2)])
+    masks = np.array([[factors(3, 4, s, 7, h, tokens, tokens, rate) for h in range(heads)] for s in range(2)])
     expected, kept = reference_gpt2.attention(kind.seen(qkv), heads, masks)
     kind.assert_near(y, expected)
     assert logsumexp.dtype == kind.dtype
-    tolerance = TOLERANCES[f"kernel {kind.dtype}"]
-    np.testing.assert_allclose(logsumexp, softmax_attention(kind.seen(qkv), heads)[1], **tolerance)
+    wanted = softmax_attention(kind.seen(qkv), heads)[1]
+    np.testing.assert_allclose(logsumexp, wanted, **TOLERANCES[f"kernel {kind.dtype}"])
     kind.assert_near(gradient, reference_gpt2.attention_backward(kind.seen(dy), kept))
 
 
@@ -128,9 +124,8 @@ def test_a_nan_is_not_hidden(kind):
     qkv, dy = kind.arrays(40, 16)
     qkv[0, 3, 2] = np.nan  # a query of the first head
     y, _, gradient = run(kind.kernels, qkv, dy, 2)
-    assert np.isnan(y[0, 3, :8]).all()
+    assert np.isnan([y[0, 3, :8], gradient[0, 3, :8]]).all()
     assert np.isfinite(y[0, :3]).all()
-    assert np.isnan(gradient[0, 3, :8]).all()
     assert np.isfinite(y[1]).all()
     assert np.isfinite(gradient[1]).all()
 
@@ -139,8 +134,7 @@ def test_threads_at_once_give_the_same_bits_and_inputs_are_only_read(kind):
     qkv, dy = kind.arrays(100, 96)
     expected = run(kind.kernels, qkv, dy, 6, 0.3)
     before = [array.copy() for array in (qkv, dy)]
-    moved = np.empty(qkv.size + 1, qkv.dtype)[1:].reshape(qkv.shape)
-    moved[...] = qkv
+    moved = np.append(qkv[:1, :1, :1], qkv)[1:].reshape(qkv.shape)
     for array in (moved, qkv, dy):
         array.flags.writeable = False
     for results in at_once(4, lambda: [run(kind.kernels, x, dy, 6, 0.3) for x in (qkv, moved)]):

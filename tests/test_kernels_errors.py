@@ -1,6 +1,6 @@
 """Refusals of the kernels: arrays that do not fit are told before compiled code reads past their ends."""
 
-from __future__ import annotations
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,8 +33,7 @@ def update(dy=SMALL_DY, x=SMALL_X, weight=NARROW, m=NARROW, v=NARROW, rows=64, *
 
 
 def product_of_rows(rows):
-    total = np.empty_like(NARROW)
-    return bfloat16.backward_weight(SMALL_DY, SMALL_X, total=total, accumulate=False, rows=rows)
+    return total_last(partial(bfloat16.backward_weight, rows=rows))(SMALL_DY, SMALL_X, np.empty_like(NARROW))
 
 
 def repacked(rows, first):
@@ -46,20 +45,10 @@ def total_last(kernel, *options):
     return lambda *arrays: kernel(*arrays[:-1], *options, total=arrays[-1], accumulate=False)
 
 
-def optimizer(kernel, options):
-    return lambda *arrays: kernel(*arrays, **options)
-
-
 def read_only(array):
     array = array.copy()
     array.flags.writeable = False
     return array
-
-
-def with_last(indices, value):
-    indices = indices.copy()
-    indices[..., -1] = value
-    return indices
 
 
 # Kernels with arguments that fit.
@@ -85,8 +74,8 @@ FITTING = {
     "crossentropy wte": (total_last(crossentropy.backward_wte), LOSSES, LOGITS, X, TABLE.copy()),
     "mean total": (lambda total: total_last(crossentropy.mean_forward, 10)(LOSSES, total), np.ones(())),
     "dropout": (lambda *arrays: dropped(*arrays, 0, 0.1), X, streams(0, 0, 2), POSITIONS),
-    "adamw": (optimizer(adamw, ADAMW), X, X, X, X, HYPER),
-    "momentum": (optimizer(momentum, MOMENTUM), X, X, X, HYPER[:1]),
+    "adamw": (partial(adamw, **ADAMW), X, X, X, X, HYPER),
+    "momentum": (partial(momentum, **MOMENTUM), X, X, X, HYPER[:1]),
     "muon": (lambda *arrays: muon(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
     "matmul": (matmul, X[0], TABLE.T.copy(), np.ones((5, 9))),
 }
@@ -99,9 +88,8 @@ FITTING |= {
 }
 for module, name in ((attention, "attention"), (rounded_attention, "rounded attention")):
     FITTING[f"{name} backward"] = (lambda *given, module=module: module.backward(*given, 2), Y, QKV, Y, LOGSUMEXP)
-    FITTING[f"{name} dropped"] = (
-        lambda *given, module=module: module.forward_dropped(*given, 2, 1, 0.1), QKV, streams(0, 0, 2)
-    )  # fmt: skip
+    forward = partial(module.forward_dropped, heads=2, place=1, rate=0.1)
+    FITTING[f"{name} dropped"] = (forward, QKV, streams(0, 0, 2))
 
 REFUSED = [
     (lambda: crossentropy.forward(X, TABLE, TOKENS, 0), "vocabulary must be from 1 to the 9 rows"),
@@ -154,7 +142,8 @@ def test_values_that_do_not_fit_are_refused(call, message):
 @pytest.mark.parametrize("bad", [-1, 9, 2**31 - 1])
 @pytest.mark.parametrize("name", ["tokens", "positions", "targets"])
 def test_an_index_outside_of_its_table_is_refused(name, bad):
-    wrong = with_last(POSITIONS if name == "positions" else TOKENS, bad)
+    wrong = POSITIONS.copy() if name == "positions" else TOKENS.copy()
+    wrong[..., -1] = bad
     calls = {
         "tokens": lambda: embedding.forward(wrong, TABLE, POSITIONS, TABLE),
         "positions": lambda: embedding.forward(TOKENS, TABLE, wrong, TABLE),
@@ -173,17 +162,17 @@ def test_float64_is_refused_where_operands_are_rounded(name):
                 call(*arguments[:position], array.astype("f8"), *arguments[position + 1 :])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: embedding.forward(TOKENS.astype("i8"), TABLE, POSITIONS, TABLE), "got dtypes=int64"),
-        (lambda: matmul(TOKENS[:, :2], TOKENS, np.empty((2, 5), "i4")), "arrays must be float32 or float64"),
-        (lambda: bfloat16.to_bfloat16(X), "to_bfloat16: x must be float32"),
-        (lambda: bfloat16.from_bfloat16(X.astype("f4")), "from_bfloat16: x must be bfloat16"),
-        (lambda: bfloat16.pack_weight(TABLE), "pack_weight: weight must be float32"),
-        (lambda: update(gradient=np.zeros((64, 6))), "gradient must be float32"),
-    ],
-)
+WRONG_TYPES = [
+    (lambda: embedding.forward(TOKENS.astype("i8"), TABLE, POSITIONS, TABLE), "got dtypes=int64"),
+    (lambda: matmul(TOKENS[:, :2], TOKENS, np.empty((2, 5), "i4")), "arrays must be float32 or float64"),
+    (lambda: bfloat16.to_bfloat16(X), "to_bfloat16: x must be float32"),
+    (lambda: bfloat16.from_bfloat16(X.astype("f4")), "from_bfloat16: x must be bfloat16"),
+    (lambda: bfloat16.pack_weight(TABLE), "pack_weight: weight must be float32"),
+    (lambda: update(gradient=np.zeros((64, 6))), "gradient must be float32"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_TYPES)
 def test_wrong_types_are_refused(call, message):
     with pytest.raises(TypeError) as error:
         call()

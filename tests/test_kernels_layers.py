@@ -1,13 +1,11 @@
 """Tests of all layers' kernels: values, gradients, dtypes, sums in pieces, the same bits wherever they are run."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
 import pytest
 from kernel_cases import CASES, GRADIENTS, VOCABULARY
-from product_cases import assert_same_bits, at_once
+from product_cases import assert_all_same, at_once
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import crossentropy, embedding, layernorm, linear, rmsnorm
@@ -41,11 +39,6 @@ def everything(case, arrays):
     return [y, *(gradient(case.dy(y), arrays) for gradient in case.gradients.values())]
 
 
-def assert_all_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bits(one, other)
-
-
 def in_float64(arrays):
     return {name: array.astype("f8") if array.dtype.kind == "f" else array for name, array in arrays.items()}
 
@@ -64,8 +57,7 @@ def moved_in_memory(array, offset):
 def test_forward_agrees_with_the_formula(case, dtype):
     arrays = case.arrays(dtype)
     y, expected = case.forward(arrays), case.reference(in_float64(arrays))
-    assert y.dtype == dtype
-    assert y.shape == expected.shape
+    assert (y.dtype, y.shape) == (dtype, expected.shape)
     np.testing.assert_allclose(y, expected, **TOLERANCES[f"kernel {dtype}"])
 
 
@@ -85,8 +77,7 @@ def test_float32_gradient_agrees_with_float64(case, name):
     arrays = case.arrays("float32")
     dy = case.dy(case.forward(arrays))
     gradient, expected = case.gradients[name](dy, arrays), case.gradients[name](dy.astype("f8"), in_float64(arrays))
-    assert gradient.dtype == np.float32
-    assert gradient.shape == arrays[name].shape
+    assert (gradient.dtype, gradient.shape) == (np.float32, arrays[name].shape)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(gradient / scale, expected / scale, **TOLERANCES["kernel float32"])
 
@@ -167,18 +158,15 @@ def test_rows_outside_of_the_gradient_are_refused_or_zero(name):
 
 
 @every_sum
-@pytest.mark.parametrize("fault", ["read-only", "other dtype", "not contiguous"])
-def test_a_total_that_cannot_take_the_sum_is_refused(name, fault):
+def test_a_total_that_cannot_take_the_sum_is_refused(name):
     kernel, arrays, shape = SUMS[name]
-    total = np.zeros(shape, "float32" if fault == "other dtype" else "float64")
-    if fault == "not contiguous":
-        if not shape:
-            return  # a single number always is
-        total = np.zeros((*shape, 2))[..., 0]
-    total.flags.writeable = fault != "read-only"
-    with pytest.raises(ValueError, match="total must be a writable contiguous float64 array"):
-        kernel(*arrays, total=total, accumulate=False)
-    assert not total.any()
+    read_only, gaps = np.zeros(shape), np.zeros((*shape, 2))[..., 0]
+    read_only.flags.writeable = False
+    # A single number is always contiguous.
+    for total in (read_only, np.zeros(shape, "float32"), gaps if shape else read_only):
+        with pytest.raises(ValueError, match="total must be a writable contiguous float64 array"):
+            kernel(*arrays, total=total, accumulate=False)
+        assert not total.any()
 
 
 def head(dtype):
@@ -196,16 +184,14 @@ def test_losses_and_dlogits_are_those_of_the_formula_and_padding_has_no_part(dty
     assert dlogits.shape == (B, T, V)
     logits = x.astype("f8") @ wte[:VOCABULARY].astype("f8").T
     assert scale == 1 or logits.max() > 5000  # exp(logit) would be infinite
-    top = logits.max(-1, keepdims=True)
-    log_sum = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    log_sum = np.logaddexp.reduce(logits, -1, keepdims=True)
     expected = (log_sum - np.take_along_axis(logits, targets[..., None].astype(int), -1))[..., 0]
     # Logits of some thousands have an absolute rounding error of 1e-3 in float32.
     coarse = {"rtol": 1e-5, "atol": 1e-2 if dtype == "float32" else 1e-9}
     tolerance = TOLERANCES[f"kernel {dtype}"] if scale == 1 else coarse
     np.testing.assert_allclose(losses, expected, **tolerance)
-    np.testing.assert_allclose(
-        dlogits[..., :VOCABULARY], np.exp(logits - log_sum) - np.eye(VOCABULARY)[targets], **tolerance
-    )
+    wanted = np.exp(logits - log_sum) - np.eye(VOCABULARY)[targets]
+    np.testing.assert_allclose(dlogits[..., :VOCABULARY], wanted, **tolerance)
     np.testing.assert_array_equal(dlogits[..., VOCABULARY:], 0)
 
 

@@ -1,12 +1,10 @@
 """Tests of AdamW, momentum and Muon: their formulas, and the same bits in place as in new arrays."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
 import pytest
-from product_cases import UNITS, assert_same_bits, using
+from product_cases import UNITS, assert_all_same, using
 from tolerances import TOLERANCES
 
 from daskgpt.kernels.adamw import adamw, adamw_inplace
@@ -23,12 +21,9 @@ SHAPES = [(21, 21), (12, 40), (40, 12), (1, 9), (64, 33)]
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
-def adamw_hyper(step):
-    return np.array([3e-3, 1 - 0.9**step, 1 - 0.95**step])
-
-
-def of_rate(step):
-    return np.array([step * 1e-2])
+def hyper(step, moments):
+    """What an update is told of a step: the learning rate, and AdamW its corrections as well."""
+    return np.array([3e-3, 1 - 0.9**step, 1 - 0.95**step]) if moments == 2 else np.array([step * 1e-2])
 
 
 def adamw_formula(hyper, weight, gradient, m, v):
@@ -58,13 +53,13 @@ def muon_formula(hyper, weight, gradient, m, maps=1):
     return weight - hyper[0] * (length * np.concatenate(directions) + 0.1 * weight), m
 
 
-# The kernel into new arrays, the one in place, options, what they are told of a step, and how many moments there are.
+# The kernel into new arrays, the one in place, options, and how many moments there are.
 UPDATES = {
-    "adamw": (adamw, adamw_inplace, OPTIONS, adamw_hyper, 2),
-    "momentum": (momentum, momentum_inplace, MOMENTUM, of_rate, 1),
-    "muon": (muon, muon_inplace, MUON, of_rate, 1),
-    "muon of 3 maps": (muon, muon_inplace, MUON | {"maps": 3}, of_rate, 1),
-    "muon in bfloat16": (rounded_muon.muon, rounded_muon.muon_inplace, MUON, of_rate, 1),
+    "adamw": (adamw, adamw_inplace, OPTIONS, 2),
+    "momentum": (momentum, momentum_inplace, MOMENTUM, 1),
+    "muon": (muon, muon_inplace, MUON, 1),
+    "muon of 3 maps": (muon, muon_inplace, MUON | {"maps": 3}, 1),
+    "muon in bfloat16": (rounded_muon.muon, rounded_muon.muon_inplace, MUON, 1),
 }
 FORMULAS = {"adamw": adamw_formula, "momentum": momentum_formula, "muon": muon_formula}
 FORMULAS["muon of 3 maps"] = partial(muon_formula, maps=3)
@@ -78,37 +73,33 @@ def inputs(shape, dtype, moments=2):
 @pytest.mark.parametrize("shape", [(3, 3), (3, 5), (66, 33), (3, 1024)], ids=str)
 @pytest.mark.parametrize("name", UPDATES)
 def test_in_place_gives_the_same_bits_in_the_same_arrays(name, shape):
-    new, inplace, options, hyper, moments = UPDATES[name]
+    new, inplace, options, moments = UPDATES[name]
     weight, gradient, *rest = inputs(shape, "float32", moments)
     gradient.flags.writeable = False
     for step in (1, 2, 3):
         given = [weight.copy(), gradient, *(each.copy() for each in rest)]
         for array in given:
             array.flags.writeable = False
-        expected = new(*given, hyper(step), **options)
-        assert_same_bits(given[0], weight)
-        assert_same_bits(given[2], rest[0])
-        results = inplace(weight, gradient, *rest, hyper(step), **options)
+        expected = new(*given, hyper(step, moments), **options)
+        assert_all_same(given, (weight, gradient, *rest))
+        results = inplace(weight, gradient, *rest, hyper(step, moments), **options)
         assert all(result is own for result, own in zip(results, (weight, *rest), strict=True))
-        for result, same in zip(results, expected, strict=True):
-            assert_same_bits(result, same)
+        assert_all_same(results, expected)
 
 
 @every_dtype
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("adamw", ()), ("adamw", (5,)), ("adamw", (1, 7, 353)), *((name, (24, 9)) for name in FORMULAS)],
+    ("name", "shape"), [("adamw", ()), ("adamw", (5,)), ("adamw", (1, 7, 353)), *((name, (24, 9)) for name in FORMULAS)]
 )
 def test_steps_are_those_of_the_formula(name, shape, dtype):
-    new, _, options, hyper, moments = UPDATES[name]
+    new, _, options, moments = UPDATES[name]
     weight, gradient, *rest = inputs(shape, dtype, moments)
     expected = [array.astype("f8") for array in (weight, *rest)]
     for step in (1, 2, 3):
-        weight, *rest = new(weight, gradient, *rest, hyper(step), **options)
-        expected = FORMULAS[name](hyper(step), expected[0], gradient.astype("f8"), *expected[1:])
+        weight, *rest = new(weight, gradient, *rest, hyper(step, moments), **options)
+        expected = FORMULAS[name](hyper(step, moments), expected[0], gradient.astype("f8"), *expected[1:])
     for found, wanted in zip((weight, *rest), expected, strict=True):
-        assert found.dtype == dtype
-        assert found.shape == shape
+        assert (found.dtype, found.shape) == (dtype, shape)
         np.testing.assert_allclose(found, wanted, **TOLERANCES[f"kernel {dtype}"])
 
 

@@ -1,7 +1,5 @@
 """Tests of what kernels stand on: exp, log, sigmoid, maximum, sums over a row, flush-to-zero, memory to work in."""
 
-from __future__ import annotations
-
 import platform
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -42,15 +40,14 @@ exp, log, sigmoid = (over_an_array(each) for each in (elementary.exp, elementary
 POSITIVE = np.concatenate([np.geomspace(2e-38, 3e38, 500_001), np.linspace(0.4, 2.5, 500_001)])
 
 
-@pytest.mark.parametrize(
-    ("function", "exact", "x", "units"),
-    [
-        (exp, np.exp, np.linspace(-87, 88.7, 500_001), 2),
-        (log, np.log, POSITIVE, 2),
-        (sigmoid, lambda x: 1 / (1 + np.exp(-x)), np.linspace(-87, 87, 500_001), 3),
-    ],
-    ids=["exp", "log", "sigmoid"],
-)
+FUNCTIONS = [
+    (exp, np.exp, np.linspace(-87, 88.7, 500_001), 2),
+    (log, np.log, POSITIVE, 2),
+    (sigmoid, lambda x: 1 / (1 + np.exp(-x)), np.linspace(-87, 87, 500_001), 3),
+]
+
+
+@pytest.mark.parametrize(("function", "exact", "x", "units"), FUNCTIONS, ids=["exp", "log", "sigmoid"])
 def test_float32_is_within_some_units_in_the_last_place(function, exact, x, units):
     x = x.astype("f4")
     x = x[x != 1]
@@ -62,10 +59,8 @@ def test_the_ends_of_float32():
     y = exp(np.array([-np.inf, -1000, -87, 0, 88.72, 1000, np.inf, np.nan], "f4"))
     assert (y[:3] == y[2]).all()
     assert 0 < y[0] < 2e-38
-    assert y[3] == 1
-    assert (y[4:7] == y[4]).all()
+    np.testing.assert_array_equal(y[3:], [1, y[4], y[4], y[4], np.nan])
     assert 3.3e38 < y[4] < np.inf
-    assert np.isnan(y[7])
     np.testing.assert_array_equal(log(np.array([1, np.inf, np.nan], "f4")), np.array([0, np.inf, np.nan], "f4"))
 
 
@@ -130,11 +125,9 @@ def test_a_row_is_summed_in_32_lanes_that_meet_in_a_tree(length, dtype):
 
 
 def test_products_are_added_with_one_rounding():
-    x, found = np.array([1 + 2.0**-12], "f4"), np.empty(2, "f4")
-    with_one = np.zeros(33, "f4")
-    other = np.zeros(33, "f4")
-    with_one[0], with_one[32], other[0], other[32] = 1, x[0], -1, x[0]
-    run(with_one, other, found)
+    found, one, other = np.empty(2, "f4"), np.zeros(33, "f4"), np.zeros(33, "f4")
+    one[[0, 32]], other[[0, 32]] = (1, 1 + 2.0**-12), (-1, 1 + 2.0**-12)
+    run(one, other, found)
     assert found[1] == np.float32(2.0**-11 + 2.0**-24)
 
 
@@ -161,9 +154,7 @@ def test_a_thread_has_its_own_state():
         assert (flushes(), kernel_result()) == (False, 2.0**-126)
         pool.submit(restore, previous).result()
         assert pool.submit(lambda: (flushes(), kernel_result())).result() == (False, 2.0**-126)
-
-
-def test_the_state_is_restored_after_an_error():
+    # The state is restored after an error.
     with pytest.raises(KeyError), flush_to_zero():
         raise KeyError
     assert not flushes()

@@ -1,13 +1,10 @@
 """Tests of local steps: the bits of a plain program of replicas and Nesterov steps, whoever runs them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
 import pytest
 import safetensors.numpy
-from command_lines import write_text
 from small_runs import MODEL, OPTIMIZER, losses_of, steps_in, stopping_at, tensors_of
 from tolerances import TOLERANCES
 
@@ -31,28 +28,21 @@ SHAPE = {"batch_size": 4, "sequence_length": 16}
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
+def whole(small_text, tmp_path_factory):
     """The folder of a run that nobody disturbs."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(text, out)
+    train(small_text, out)
     return out
 
 
-def train(text, out, *, local=LOCAL, on_step=None, resume="", quiet=True, optimizer=OPTIMIZER, **changes):
-    dataflow = {"scheduler": "sync"} | {
-        n: changes.pop(n) for n in ("scheduler", "threads", "batch_chunk", "precision") if n in changes
-    }
-    settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0} | changes
+def train(text, out, *, local=LOCAL, on_step=None, resume="", optimizer=OPTIMIZER, **changes):
+    own = {name: changes.pop(name) for name in ("scheduler", "threads", "batch_chunk", "precision") if name in changes}
+    dataflow = {"scheduler": "sync"} | own
     if resume:
-        return daskgpt.fit(dataflow=dataflow, run=changes, resume=resume, on_step=on_step, quiet=quiet)
+        return daskgpt.fit(dataflow=dataflow, run=changes, resume=resume, quiet=True)
     data = {"data": str(text)} | SHAPE
-    run = settings | ({"out": str(out)} if out else {})
-    return daskgpt.fit(MODEL, data, optimizer, dataflow, run, local=local, on_step=on_step, quiet=quiet)
+    run = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": str(out)} | changes
+    return daskgpt.fit(MODEL, data, optimizer, dataflow, run, local=local, on_step=on_step, quiet=True)
 
 
 def same(out, whole):
@@ -73,73 +63,62 @@ def plain_program(text, replicas, length, optimizer, rate=0.7, beta=0.9):
             numbers = range(first, min(first + length, STEPS))
             ends, told = [], []
             for replica in range(replicas):
-                state = step.initial(weights, moments[replica], first)
-                own = slice(replica * size, (replica + 1) * size)
+                state, own = step.initial(weights, moments[replica], first), slice(replica * size, (replica + 1) * size)
                 told.append([])
                 for number in numbers:
                     x, y = batch(tokens, **SHAPE, seed=0, step=number)
                     loss, state = step(scheduler, state, x[own], y[own], STEPS)
                     told[-1].append(loss)
-                values = {name: values_of(value) for name, value in state.layout.unpack(state.packs).items()}
-                moments[replica] = values
-                ends.append(values)
+                moments[replica] = {name: values_of(own) for name, own in state.layout.unpack(state.packs).items()}
+                ends.append(moments[replica])
             losses += [sum(own) / replicas for own in zip(*told)]
             for name, start in weights.items():
                 start = start.astype(np.float64)
-                gradient = (
-                    sum((start - end[f"weight.{name}"].astype(np.float64) for end in ends), np.float64(0)) / replicas
-                )
+                gradient = sum(start - end[f"weight.{name}"].astype(np.float64) for end in ends) / replicas
                 buffer = beta * momentum[name].astype(np.float64) + gradient
                 momentum[name] = buffer.astype(np.float32)
                 weights[name] = (start - rate * (gradient + beta * buffer)).astype(np.float32)
     return losses, weights, momentum, moments
 
 
-@pytest.mark.parametrize(
-    ("replicas", "length", "name"),
-    [(2, 7, "adamw"), (4, 5, "adamw"), (1, 6, "adamw"), (2, 1, "momentum"), (2, 5, "muon")],
-)
-def test_the_bits_are_those_of_replicas_for_themselves_and_nesterov_by_hand(replicas, length, name, text, tmp_path):
-    optimizer = daskgpt.OptimizerConfig(optimizer=name, warmup=3)
-    local = {"local_steps": length, "replicas": replicas}
-    found = train(text, tmp_path / "run", local=local, optimizer=optimizer)
-    losses, weights, momentum, moments = plain_program(text, replicas, length, optimizer)
+REPLICAS = [(2, 7, "adamw"), (4, 5, "adamw"), (1, 6, "adamw"), (2, 1, "momentum"), (2, 5, "muon")]
+
+
+@pytest.mark.parametrize(("replicas", "length", "name"), REPLICAS)
+def test_the_bits_are_those_of_replicas_and_nesterov_by_hand(replicas, length, name, small_text, tmp_path):
+    optimizer, local = daskgpt.OptimizerConfig(optimizer=name, warmup=3), {"local_steps": length, "replicas": replicas}
+    found = train(small_text, tmp_path / "run", local=local, optimizer=optimizer)
+    losses, weights, momentum, moments = plain_program(small_text, replicas, length, optimizer)
     assert found.losses == losses
     for tensor, value in weights.items():
         np.testing.assert_array_equal(found.parameters[tensor], value, tensor)
-    stored = stored_moments(tmp_path / "run")
+    stored = safetensors.numpy.load_file(tmp_path / "run" / "latest" / "optimizer.safetensors")
     for tensor in tensors(MODEL):
         np.testing.assert_array_equal(stored[f"outer.{tensor}"], momentum[tensor])
         for number in range(replicas):
             for kind in OPTIMIZERS[name].of(tensors(MODEL)[tensor]).moments:
                 np.testing.assert_array_equal(stored[f"{kind}{number}.{tensor}"], moments[number][f"{kind}.{tensor}"])
-    own = OPTIMIZERS[name].state(tensors(MODEL))
-    assert len(stored) == len(tensors(MODEL)) + replicas * len(own)
-
-
-def stored_moments(run):
-    return safetensors.numpy.load_file(run / "latest" / "optimizer.safetensors")
+    assert len(stored) == len(tensors(MODEL)) + replicas * len(OPTIMIZERS[name].state(tensors(MODEL)))
 
 
 @pytest.mark.parametrize("seconds", [0, 1e-3, 1e9])
-def test_no_bit_depends_on_how_many_steps_are_a_task(seconds, text, whole, tmp_path, monkeypatch):
+def test_no_bit_depends_on_how_many_steps_are_a_task(seconds, small_text, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(local_steps, "TASK_SECONDS", seconds)
-    train(text, tmp_path / "run", scheduler="threads", threads=5, batch_chunk=1)
+    train(small_text, tmp_path / "run", scheduler="threads", threads=5, batch_chunk=1)
     assert same(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_no_bit_depends_on_the_workers_of_a_cluster(workers, cluster, text, whole, tmp_path):
+def test_no_bit_depends_on_the_workers_of_a_cluster(workers, cluster, small_text, whole, tmp_path):
     cluster.have(workers)
-    train(text, tmp_path / "run", scheduler=cluster.address, snapshot_every=5)
+    train(small_text, tmp_path / "run", scheduler=cluster.address, snapshot_every=5)
     assert same(tmp_path / "run", whole)
 
 
-def test_a_run_that_is_stopped_ends_with_its_round_and_goes_on_as_if_it_had_not(text, whole, tmp_path):
+def test_a_run_that_is_stopped_ends_with_its_round_and_goes_on_as_if_it_had_not(small_text, whole, tmp_path):
     """Also under another scheduler; checkpoints wait until the replicas meet."""
     out = tmp_path / "run"
-    found = train(text, out, on_step=stopping_at(9), save_every=3, keep=9)
-    assert found.stopped
+    assert train(small_text, out, on_step=stopping_at(9), save_every=3, keep=9).stopped
     assert steps_in(out) == [7, 14], "of 3, 6, 9, 12: where the replicas meet"
     again = train(None, None, resume=out, scheduler="threads", threads=3)
     assert again.first == 14
@@ -148,9 +127,9 @@ def test_a_run_that_is_stopped_ends_with_its_round_and_goes_on_as_if_it_had_not(
     assert daskgpt.load(out)[1].keys() == again.parameters.keys()
 
 
-def test_validations_wait_until_the_replicas_meet(text, tmp_path):
+def test_validations_wait_until_the_replicas_meet(small_text, tmp_path):
     out = tmp_path / "run"
-    train(text, out, validate_every=5)
+    train(small_text, out, validate_every=5)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] + 1 for record in records if "validation_loss" in record] == [7, 14, 21, 24]
     assert all(record["learning_rate"] > 0 and record["tokens_per_s"] > 0 for record in records)
@@ -162,30 +141,23 @@ def test_a_run_that_is_resumed_keeps_its_replicas(local, whole):
         daskgpt.fit(resume=whole, local=local, run={"steps": 40}, quiet=True)
 
 
-def test_bfloat16_is_the_same_under_threads_and_stopped(text, tmp_path):
-    train(text, tmp_path / "whole", precision="bfloat16")
-    train(text, tmp_path / "run", precision="bfloat16", scheduler="threads", threads=2, on_step=stopping_at(3))
+def test_bfloat16_is_the_same_under_threads_and_stopped(small_text, tmp_path):
+    train(small_text, tmp_path / "whole", precision="bfloat16")
+    train(small_text, tmp_path / "run", precision="bfloat16", scheduler="threads", threads=2, on_step=stopping_at(3))
     train(None, None, resume=tmp_path / "run")
     assert same(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(text):
+def test_a_loss_that_is_not_finite_ends_the_run(small_text):
     wild = daskgpt.OptimizerConfig(warmup=0, learning_rate=1e30)
     with pytest.raises(RuntimeError, match="finite"):
-        train(text, None, optimizer=wild)
+        train(small_text, "", optimizer=wild)
 
 
 def test_stretches_of_a_round_are_about_equal():
-    job = Job(
-        MODEL,
-        daskgpt.DataConfig(**SHAPE),
-        OPTIMIZER,
-        daskgpt.DataflowConfig(),
-        daskgpt.RunConfig(steps=130),
-        local=daskgpt.LocalConfig(local_steps=50, replicas=2),
-    )
+    given = daskgpt.DataConfig(**SHAPE), OPTIMIZER, daskgpt.DataflowConfig(), daskgpt.RunConfig(steps=130)
     with open_scheduler("sync", 1) as scheduler:
-        steps = LocalSteps(job, scheduler)
+        steps = LocalSteps(Job(MODEL, *given, local=daskgpt.LocalConfig(local_steps=50, replicas=2)), scheduler)
     assert steps.together(0) == 1, "until a step is measured"
     steps.seconds = local_steps.TASK_SECONDS / 40
     assert [steps.together(number) for number in (1, 26, 50, 75, 100)] == [25, 24, 25, 25, 30]
@@ -206,27 +178,24 @@ def test_nesterov_is_the_formula_of_torch(random):
         nesterov(start, momentum, [start[1:]], rate=0.7, beta=0.9)
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--replicas 2", "LocalConfig: replicas"),
-        ("--outer-momentum 0.5", "LocalConfig: outer_momentum"),
-        ("--local-steps 9 --replicas 5", "replicas=6"),
-        ("--local-steps 9 --barrier layer", "barrier=layer, local_steps=9"),
-        ("--local-steps 9 --replicas 4 --groups 2", "groups=2, batch_size / replicas=3"),
-        ("--local-steps 9 --replicas 4 --batch-chunk 6", "batch_chunk=6, batch_size / replicas=3"),
-        ("--local-steps 9 --timeline first", "timeline"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(flags, told, text, tmp_path):
+REFUSED = [("--replicas 2", "LocalConfig: replicas"), ("--outer-momentum 0.5", "LocalConfig: outer_momentum")]
+REFUSED += [("--local-steps 9 --replicas 5", "replicas=6"), ("--local-steps 9 --skip-outliers 6", "skip_outliers=6.0")]
+REFUSED += [("--local-steps 9 --barrier layer", "barrier=layer, local_steps=9")]
+REFUSED += [("--local-steps 9 --replicas 4 --groups 2", "groups=2, batch_size / replicas=3")]
+REFUSED += [("--local-steps 9 --replicas 4 --batch-chunk 6", "batch_chunk=6, batch_size / replicas=3")]
+REFUSED += [("--local-steps 9 --timeline first", "timeline")]
+
+
+@pytest.mark.parametrize(("flags", "told"), REFUSED)
+def test_what_makes_no_sense_is_refused(flags, told, small_text, tmp_path):
     with pytest.raises(ValueError, match=told):
-        train_command(["--data", str(text), "--out", str(tmp_path / "run"), *flags.split()])
+        train_command(["--data", str(small_text), "--out", str(tmp_path / "run"), *flags.split()])
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_counts_the_replicas(text, capsys):
+def test_a_plan_counts_the_replicas(small_text, capsys):
     def peak(*flags):
-        train_command(["--plan", "--data", str(text), "--scheduler", "threads", "--threads", "2", *flags])
+        train_command(["--plan", "--data", str(small_text), "--scheduler", "threads", "--threads", "2", *flags])
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("optimizer"))
         return float(line.split()[-2])
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import resource
 import shutil
-from contextlib import contextmanager
-from threading import Thread
 
 import pytest
-from command_lines import write_text
-from small_runs import MODEL, STEPS, fit
+from full_disk import full_disk
+from small_runs import MODEL, STEPS, fit, metrics_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import daskgpt
@@ -18,29 +14,19 @@ from daskgpt.model.step_operations import step_operations
 from daskgpt.training import logs
 from daskgpt.training.logs import SINKS, Logs, chosen_sinks
 from daskgpt.training.metrics_file import metrics_lines
-from daskgpt.training.record_file import RecordFile
 from daskgpt.training.tensorboard_file import tagged
 
 TOKENS = 4 * 16  # of a step of the smallest run
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory, text):
+def logged(tmp_path_factory, small_text):
     """A run that went on from its step 6, what it had done until step 9 once more."""
     out = tmp_path_factory.mktemp("run") / "run"
-    fit(text, out, save_every=3, keep=9, validate_every=4, log="tensorboard", steps=9)
+    fit(small_text, out, save_every=3, keep=9, validate_every=4, log="tensorboard", steps=9)
     shutil.rmtree(out / "step-00000009")
     daskgpt.fit(resume=out, run={"steps": STEPS}, quiet=True)
     return out
-
-
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def events(out):
@@ -51,7 +37,7 @@ def events(out):
 
 
 def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
-    records = metrics(logged)
+    records = metrics_of(logged)
     assert [record["step"] for record in records] == list(range(STEPS))
     assert [record["tokens"] for record in records] == [TOKENS * (step + 1) for step in range(STEPS)]
     seconds = [record["seconds"] for record in records]
@@ -68,7 +54,7 @@ def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
 
 def test_the_times_of_the_passes_are_told_now_and_then(logged):
     """Of a step that chooses neither chunks nor grain."""
-    told = [record for record in metrics(logged) if "forward_s" in record]
+    told = [record for record in metrics_of(logged) if "forward_s" in record]
     assert told
     for record in told:
         assert min(record["forward_s"], record["backward_s"], record["update_s"]) > 0
@@ -79,7 +65,7 @@ def test_the_times_of_the_passes_are_told_now_and_then(logged):
 
 def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
     expected = {}
-    for record in metrics(logged):
+    for record in metrics_of(logged):
         for tag, value in tagged(record):
             expected.setdefault(tag, []).append((record["step"], pytest.approx(float(value), rel=1e-6)))
     assert {"loss/loss", "loss/validation_loss", "speed/tokens_per_s", "phases/forward_s"} <= expected.keys()
@@ -92,23 +78,12 @@ def test_what_workers_do_has_a_name_each():
     assert dict(tagged(record)) == {"workers/0/idle": 0.5, "workers/1/idle": 0.25, "run/imbalance": 0.1}
 
 
-@contextmanager
-def room_for(size):
-    """Files that this process writes may not get longer."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("name", SINKS)
 def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path):
     found = Logs()
     found.open(name, tmp_path, {"run": {"steps": 50}}, None)
     errors = []
-    with room_for(1500):
+    with full_disk(1500):
         for step in range(50):
             errors += found.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")})
         with pytest.raises(OSError, match="all of the file must be written; got path="):
@@ -121,19 +96,19 @@ def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path
     found.log({"step": 50, "loss": 75.0})
     found.close()
     if name == "metrics":
-        records = metrics(tmp_path)
+        records = metrics_of(tmp_path)
         assert [record["loss"] for record in records] == [1.5 * step for step in range(51)]
         assert records[0]["tokens_per_s"] is None
     else:
         assert events(tmp_path)["loss/loss"] == [(step, 1.5 * step) for step in range(51)]
 
 
-def test_logs_that_cannot_be_are_refused_before_anything_runs(text, tmp_path, monkeypatch):
+def test_logs_that_cannot_be_are_refused_before_anything_runs(small_text, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="log=tensorbord. Did you mean tensorboard"):
-        fit(text, tmp_path / "out", log="tensorbord")
+        fit(small_text, tmp_path / "out", log="tensorbord")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="a log must have a folder"):
-        fit(text, "", log="tensorboard")
+        fit(small_text, "", log="tensorboard")
     monkeypatch.setattr(logs, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="tensorboard must be installed"):
         chosen_sinks("tensorboard", "out")
@@ -148,36 +123,3 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path):
     wrong = b'{"step": 1, "again": 1}\n', b"[1]\n", b'{"loss": 1}\n', b'{"step": "2"}\n', b"x\n", b'{"step": 4}\n'
     path.write_bytes(b"".join([*good[:2], *wrong[:5], good[2], wrong[5], b'{"step": 2}']))
     assert [line for _, line in metrics_lines(path, 4)] == list(good)
-
-
-class Slowly:
-    """A file that is asked whether all is on the disk while it is being written to."""
-
-    def __init__(self, file, ask):
-        self.file, self.ask = file, ask
-
-    def write(self, content):
-        self.asking = Thread(target=self.ask)
-        self.asking.start()
-        self.asking.join(0.2)
-        return self.file.write(content)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-
-def test_a_record_on_its_way_is_not_one_without_room(tmp_path):
-    """A checkpoint, which waits for the records so far, would not be written."""
-    file, heard = RecordFile(tmp_path / "records", lambda record: f"{record}\n".encode(), new=True), []
-
-    def ask():
-        try:
-            heard.append(file.sync())
-        except OSError as error:
-            heard.append(error)
-
-    file.file = Slowly(file.file, ask)
-    file.log({"step": 0})
-    file.file.asking.join()
-    file.close()
-    assert heard == [None]

@@ -1,7 +1,5 @@
 """Test that pages say what the data of measurements say, and that these are records."""
 
-from __future__ import annotations
-
 from measurements import DATA, main
 
 from daskgpt.instruments.records import read_records

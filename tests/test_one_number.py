@@ -1,7 +1,5 @@
 """Tests of the one number: no chunk, grain, barrier, scheduler, thread or worker changes a bit of a random model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from itertools import cycle
@@ -12,7 +10,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from one_number import MODELS, SEED, VARIANTS, Dials, bits_after_steps, own_product, random_dials, seed
+from one_number import MODELS, SEED, VARIANTS, Dials, bits_after_steps, own_product, seed
 from product_cases import UNITS, using
 from reference_gpt2 import expected
 from tolerances import TOLERANCES
@@ -36,14 +34,12 @@ CHUNKS = {
 CHUNKS |= {"tiny in 4 groups": CHUNKS["tiny"], "odd in 2 groups": CHUNKS["odd"], "odd with muon": CHUNKS["odd"][::2]}
 CHUNKS["odd with dropout"] = CHUNKS["odd"][1::2]
 DIALS = [
-    Dials((1, 20), accumulate=2),
     Dials((1, 5), "step", "kernel", "threads", 2, in_place=False),
     Dials((3, 10), "step", "segment", "threads", 2, accumulate=2),
     Dials((1, 20), "step", "chunk", "threads", 5, accumulate=3),
     Dials((1, 10), "layer", "block", "threads", 2, accumulate=2),
     Dials((2, 4), "layer", "kernel", in_place=False),
-    Dials((2, 20), "phase", "kernel", accumulate=3),
-    Dials((2, 10), "phase", "segment", "threads", 2),
+    Dials((2, 20), "phase", "kernel", "threads", 2, accumulate=3),
     Dials((1, 20), "none", "block", "threads", 2, accumulate=3, window=1),
     Dials((2, 10), "none", "segment", "threads", 2),
     Dials((3, 4), "phase", "chunk", in_place=False, accumulate=2),
@@ -84,28 +80,12 @@ def test_none_of_these_dials_changes_a_bit(name, precision):
         assert bits_after_steps(model, precision, dials) == expected, dials
 
 
-@needs_own_product
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_no_combination_of_dials_changes_a_bit(precision):
-    """A sample at random; DASKGPT_TEST_SEED repeats one."""
-    print(f"{SEED}={(number := seed())}")
-    random = np.random.default_rng(number)
-    for name in ["long", *SMALLER]:
-        model = (MODELS | VARIANTS)[name]
-        expected = bits_after_steps(model, precision, Dials(model.batch))
-        dials = random_dials(random, model)
-        assert bits_after_steps(model, precision, dials) == expected, f"{name} {dials}"
+SPREAD = [("odd", "float32", 2, (2, 20), "block", "layer"), ("clipped muon", "bfloat16", 2, (2, 20), "chunk", "step")]
+SPREAD += [("odd in 2 groups", "bfloat16", 3, (3, 5), "chunk", "step")]
 
 
 @needs_own_product
-@pytest.mark.parametrize(
-    ("name", "precision", "workers", "chunk", "grain", "barrier"),
-    [
-        ("odd", "float32", 2, (2, 20), "block", "layer"),
-        ("clipped muon", "bfloat16", 2, (2, 20), "chunk", "step"),
-        ("odd in 2 groups", "bfloat16", 3, (3, 5), "chunk", "step"),
-    ],
-)
+@pytest.mark.parametrize(("name", "precision", "workers", "chunk", "grain", "barrier"), SPREAD)
 def test_no_number_of_workers_changes_a_bit(name, precision, workers, chunk, grain, barrier, cluster):
     """Nor whether they have micro-batches."""
     cluster.have(workers)
@@ -121,13 +101,13 @@ def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
     values = {}
     for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
         shape = tuple(SIZES[axis] for axis in axes)
-        values[name] = random.normal(size=shape).astype(np.float32)
         if name in ("tokens", "targets"):
             values[name] = random.integers(0, OPTIONS["vocabulary"], shape).astype(np.int32)
-        if name == "positions":
+        elif name == "positions":
             values[name] = np.arange(*shape, dtype=np.int32)
-        if name == "streams":
+        else:
             values[name] = random.integers(-(2**63), 2**63, shape)
+            values[name] = values[name] if name == "streams" else random.normal(size=shape).astype(np.float32)
     return values
 
 
@@ -143,12 +123,10 @@ def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer, groups):
         dy = np.random.default_rng(3).normal(size=y.shape).astype(np.float32)
         gradients = tape.backward(y, da.from_array(dy, chunks=y.chunks, name="dy-leaf"))
         found = {name: gradients[array.name] for name, array in arrays.items() if array.name in gradients}
-        results = dask.compute(found | {"y": y}, scheduler="sync")[0]
+        (results,) = dask.compute(found | {"y": y}, scheduler="sync")
         expected = expected or results
         for name, value in results.items():
-            np.testing.assert_array_equal(
-                value.view(np.int32), expected[name].view(np.int32), err_msg=f"{name} {chunk}"
-            )
+            assert value.tobytes() == expected[name].tobytes(), f"{name} {chunk}"
 
 
 def test_rows_enter_a_sum_sequence_by_sequence():
@@ -179,7 +157,7 @@ def test_the_bits_are_those_of_every_other_machine(name, precision):
 def test_a_sample_of_the_campaign_finds_nothing():
     """Other cases each time; DASKGPT_TEST_SEED repeats them. The whole campaign: see CONTRIBUTING.md."""
     print(f"{SEED}={(number := seed())}")
-    found = [campaign.check(number, case, clusters=False) for case in range(8)]
+    found = [campaign.check(number, case, clusters=False) for case in range(12)]
     assert [problem for _, problem in found if problem] == []
 
 

@@ -1,14 +1,11 @@
 """Tests of curves of runs: what is read from their metrics, what is drawn, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 
 import numpy as np
 import pytest
-from command_lines import write_text
 from small_runs import STEPS, fit
 
 from daskgpt import plot
@@ -36,9 +33,9 @@ def two(tmp_path_factory):
     return write_run(folder / "quick"), write_run(folder / "slow", slower=40.0)
 
 
-def test_curves_are_what_a_run_has_written(tmp_path):
+def test_curves_are_what_a_run_has_written(small_text, tmp_path):
     run, older = tmp_path / "first", tmp_path / "older"
-    fit(write_text(tmp_path), run, validate_every=4)
+    fit(small_text, run, validate_every=4)
     (curves,) = read_runs([str(run)])
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert (curves.name, curves.remark) == ("first", "")
@@ -61,11 +58,9 @@ def test_curves_are_what_a_run_has_written(tmp_path):
 def test_means_start_with_the_first_value_and_pass_over_what_is_not_told(two):
     values = np.array([np.nan, 4.0, 4.0, np.nan, 4.0, 0.0])
     assert smoothed(values, 1).tolist()[1:] == [4, 4, 4, 4, 0]
-    mean = smoothed(values, 3)
-    assert math.isnan(mean[0])
-    assert mean[1:5] == pytest.approx([4, 4, 4, 4])
     weights = np.array([1, 2 / 3, 4 / 9, 8 / 27])
-    assert mean[5] == pytest.approx(4 * weights[1:].sum() / weights.sum())
+    expected = [math.nan, 4, 4, 4, 4, 4 * weights[1:].sum() / weights.sum()]
+    assert smoothed(values, 3) == pytest.approx(expected, nan_ok=True)
     for smooth, length in ((0, 10), (7, 7)):
         curves = read_runs(two, smooth)[0]
         assert curves.smoothed["loss"].tolist() == smoothed(curves.values["loss"], length).tolist()
@@ -77,10 +72,8 @@ def test_a_long_curve_keeps_its_ends_and_its_spikes():
     shown, values = thinned(x, y, 1000)
     assert len(shown) <= 1000
     assert (shown == np.sort(shown)).all()
-    assert dict(zip(shown, values))[31_415] == 9
-    assert dict(zip(shown, values))[27_182] == -9
+    assert (values.max(), values.min()) == (9, -9)
     assert shown[0] < 100
-    assert np.isfinite(values).all()
     assert thinned(x[:10], y[:10], 9)[0].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
 
 
@@ -95,15 +88,13 @@ def test_panels_axes_and_lines_of_a_page(two):
     runs = read_runs(two)
     assert [panel.y for panel in other_panels(runs)] == ["learning_rate", "tokens_per_s"]
     assert axis("steps", runs) == ("steps", 1)
-    assert [axis("seconds", own) for own in ([runs[0]], runs)] == [
-        *[("minutes of training", 60), ("minutes of training", 60)],
-    ]
+    assert [axis("seconds", own) for own in ([runs[0]], runs)] == [("minutes of training", 60)] * 2
     loss = _plot(LOSSES[2], runs, 100)
-    lines = [renderer.data_source.data for renderer in loss.renderers if renderer.name == "slow"]
-    assert lines[0]["x"].tolist() == (runs[1].values["seconds"] / 60).tolist()
-    assert lines[0]["y"].tolist() == runs[1].values["loss"].tolist()
-    assert lines[1]["y"].tolist() == runs[1].smoothed["loss"].tolist()
-    assert lines[2]["step"].tolist() == [100, 200, 300]
+    raw, mean, validated, *_ = (own.data_source.data for own in loss.renderers if own.name == "slow")
+    assert raw["x"].tolist() == (runs[1].values["seconds"] / 60).tolist()
+    assert raw["y"].tolist() == runs[1].values["loss"].tolist()
+    assert mean["y"].tolist() == runs[1].smoothed["loss"].tolist()
+    assert validated["step"].tolist() == [100, 200, 300]
     assert (_plot(OTHERS[1], runs, 100).y_range.start, _plot(OTHERS[1], runs, 100).y_range.end) == (0, 1.05 * 128)
 
 
@@ -116,8 +107,7 @@ def test_the_command_writes_each_kind_of_file(two, tmp_path, capsys):
     assert len(list(tmp_path.iterdir())) == 3
     page = (tmp_path / "curves.html").read_text()
     assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", page))
-    assert '"quick"' in page
-    assert '"slow"' in page
+    assert all(f'"{name}"' in page for name in ("quick", "slow"))
 
 
 def test_a_picture_has_the_panels_that_its_runs_tell_something_for(two, tmp_path, capsys):
@@ -135,18 +125,13 @@ def test_a_picture_has_the_panels_that_its_runs_tell_something_for(two, tmp_path
     assert "ends within a line" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("content", "keyword"),
-    [
-        (None, "metrics.jsonl"),
-        (b"", "must have a step"),
-        (b'{"step": 0, "loss"', "must have a step"),
-        (bytes(range(256)) + b"\n", "line=1"),
-        (b'{"step": 0, "loss": 1.0}\n{"step": 1, "lo\n{"step": 2, "loss": 1.0}\n', "line=2"),
-        (b'{"step": 0, "loss": 1.0}\n{"step": 0, "loss": 1.0}\n', "line=2"),
-        (b'{"step": "0"}\n', "line=1"),
-    ],
-)
+NO_RUNS = [(None, "metrics.jsonl"), (b"", "must have a step"), (b'{"step": 0, "loss"', "must have a step")]
+NO_RUNS += [(bytes(range(256)) + b"\n", "line=1")]
+NO_RUNS += [(b'{"step": 0, "loss": 1.0}\n{"step": 1, "lo\n{"step": 2, "loss": 1.0}\n', "line=2")]
+NO_RUNS += [(b'{"step": 0, "loss": 1.0}\n{"step": 0, "loss": 1.0}\n', "line=2"), (b'{"step": "0"}\n', "line=1")]
+
+
+@pytest.mark.parametrize(("content", "keyword"), NO_RUNS)
 def test_what_is_no_run_is_refused(content, keyword, tmp_path):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_bytes(content)
@@ -155,16 +140,12 @@ def test_what_is_no_run_is_refused(content, keyword, tmp_path):
     assert not (tmp_path / "curves.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "error", "keyword"),
-    [
-        (["--out", "curves.gif"], ValueError, "out=curves.gif"),
-        (["--out", "curves"], ValueError, "out=curves"),
-        ([], ValueError, "out=nothing"),
-        (["--out", "c.html", "--smooth", "-1"], ValueError, "smooth"),
-        (["--out", "nowhere/curves.html"], OSError, "folder must exist"),
-    ],
-)
+NO_FILES = [(["--out", "curves.gif"], ValueError, "out=curves.gif"), (["--out", "curves"], ValueError, "out=curves")]
+NO_FILES += [([], ValueError, "out=nothing"), (["--out", "c.html", "--smooth", "-1"], ValueError, "smooth")]
+NO_FILES += [(["--out", "nowhere/curves.html"], OSError, "folder must exist")]
+
+
+@pytest.mark.parametrize(("flags", "error", "keyword"), NO_FILES)
 def test_files_that_cannot_be_written_are_refused(two, flags, error, keyword, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=keyword):

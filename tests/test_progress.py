@@ -109,19 +109,6 @@ def test_a_file_gets_a_line_now_and_then_with_the_smoothed_loss():
     assert 4 < losses[3] < losses[2] < losses[1] < 8
 
 
-def test_a_stream_that_takes_nothing_any_more_costs_only_what_it_shows(capsys):
-    class Full(io.StringIO):
-        def write(self, text):
-            raise OSError(28, "No space left on device")
-
-    progress = Progress(4, stream=Full(), plain_every=0)
-    progress.begin()
-    for _ in range(2):
-        progress.step({"loss": 4.0, "tokens_per_s": 100.0})
-    progress.say("still said")
-    assert capsys.readouterr().out == "still said\n"
-
-
 @pytest.mark.parametrize(("width", "lines"), [(0, 1), (22, 1), (39, 1), (38, 2), (23, 3)])
 def test_a_line_of_the_header_is_cut_at_words(width, lines):
     line = "scheduler  Dask's threaded, two threads"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
-
 import pytest
 from command_lines import write_text
+from small_runs import config_of
 
 from daskgpt import train
 from daskgpt.config.recipes import RECIPES
@@ -22,7 +21,7 @@ def test_what_is_given_beside_a_recipe_comes_after_it(tmp_path):
     out, text = tmp_path / "run", write_text(tmp_path)
     flags = ["--validation-batches", "2", "--steps", "3", "--warmup", "1", "--sample-tokens", "0", "--blocks", "1"]
     assert train.main(["--preset", "speedrun", "--data", str(text), *flags, "--out", str(out)]) == 0
-    written = tomllib.loads((out / "config.toml").read_text())
+    written = config_of(out)
     assert (written["data"]["held_out"], written["optimizer"]["optimizer"]) == ("end", "muon")
     assert (written["run"]["steps"], written["run"]["validation_batches"]) == (3, 2)
     assert (written["model"]["blocks"], written["model"]["channels"]) == (1, 128)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
-from command_lines import write_text
-from small_runs import MODEL, OPTIMIZER, STEPS, fit, losses_of, steps_in, stopping_at, tensors_of
+from small_runs import MODEL, OPTIMIZER, STEPS, config_of, fit, losses_of, metrics_of, steps_in, stopping_at, tensors_of
 
 import daskgpt
 from daskgpt import train
-from daskgpt.training import resuming
 from daskgpt.training.run_folder import RunFolder
 
 THREADS = {"scheduler": "threads", "threads": 2, "batch_chunk": 2, "sequence_chunk": 16}
@@ -24,23 +20,18 @@ OVERLAPPING = {"scheduler": "threads", "threads": 3, "batch_chunk": 2, "barrier"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
+def whole(small_text, tmp_path_factory):
     """A run that is not stopped."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    fit(text, out, dataflow=THREADS)
+    fit(small_text, out, dataflow=THREADS)
     return out
 
 
 @pytest.fixture(scope="module")
-def stopped(text, tmp_path_factory):
+def stopped(small_text, tmp_path_factory):
     """One that is, with two checkpoints."""
     out = tmp_path_factory.mktemp("stopped") / "run"
-    fit(text, out, save_every=5, on_step=stopping_at(7))
+    fit(small_text, out, save_every=5, on_step=stopping_at(7))
     return out
 
 
@@ -59,28 +50,26 @@ def resume(*arguments):
     return train.main(["--resume", *map(str, arguments)])
 
 
-def config_of(out):
-    return tomllib.loads((out / "config.toml").read_text())
-
-
 @pytest.mark.parametrize(
     ("first", "then"), [(THREADS, SYNC), (SYNC, THREADS), (OVERLAPPING, SYNC), (THREADS, OVERLAPPING)]
 )
-def test_stopped_and_resumed_under_other_dials_is_the_run_that_was_not_stopped(text, tmp_path, whole, first, then):
+def test_stopped_and_resumed_under_other_dials_is_the_run_that_was_not_stopped(
+    small_text, tmp_path, whole, first, then
+):
     out = tmp_path / "run"
-    assert fit(text, out, dataflow=first, save_every=6, on_step=stopping_at(6)).stopped
+    assert fit(small_text, out, dataflow=first, save_every=6, on_step=stopping_at(6)).stopped
     result = daskgpt.fit(resume=out, dataflow=then, quiet=True)
-    assert tensors_of(out) == tensors_of(whole)
-    assert losses_of(out) == losses_of(whole) == result.losses
+    assert_whole(out, whole)
+    assert losses_of(whole) == result.losses
     assert (result.first, result.stopped, result.checkpoint) == (6, False, out / f"step-{STEPS:08}")
     assert math.isfinite(result.validation_loss)
     assert f"({STEPS - 6} of them now)" in repr(result)
     assert config_of(out)["dataflow"]["scheduler"] == then["scheduler"]
 
 
-def test_on_step_ends_a_run_that_is_gone_on_with_again_and_again(text, whole, tmp_path):
+def test_on_step_ends_a_run_that_is_gone_on_with_again_and_again(small_text, whole, tmp_path):
     out, seen = tmp_path / "run", []
-    fit(text, out, on_step=stopping_at(2))
+    fit(small_text, out, on_step=stopping_at(2))
     stop = lambda step, metrics: seen.append(step) or step in (2, 6)  # noqa: E731
     for end in (3, 7):
         result = daskgpt.fit(resume=out, on_step=stop, quiet=True)
@@ -92,12 +81,14 @@ def test_on_step_ends_a_run_that_is_gone_on_with_again_and_again(text, whole, tm
     assert_whole(out, whole)
 
 
-def test_a_cluster_goes_on_with_a_run_of_threads_and_threads_with_that_of_a_cluster(text, tmp_path, whole, cluster):
+def test_a_cluster_goes_on_with_a_run_of_threads_and_threads_with_that_of_a_cluster(
+    small_text, tmp_path, whole, cluster
+):
     """The cluster's checkpoints are fetched while it goes on."""
     cluster.have(2)
     out = tmp_path / "run"
     spread = {"scheduler": cluster.address, "batch_chunk": 1, "sequence_chunk": 8}
-    fit(text, out, dataflow=THREADS, on_step=stopping_at(3))
+    fit(small_text, out, dataflow=THREADS, on_step=stopping_at(3))
     daskgpt.fit(resume=out, dataflow=spread, run={"save_every": 5, "keep": 9}, on_step=stopping_at(9), quiet=True)
     assert steps_in(out) == [3, 5, 9]
     shutil.rmtree(out / "step-00000009")
@@ -107,16 +98,11 @@ def test_a_cluster_goes_on_with_a_run_of_threads_and_threads_with_that_of_a_clus
 
 @pytest.mark.parametrize(
     ("optimizer", "dataflow"),
-    [
-        (OPTIMIZER, {"precision": "bfloat16"}),
-        ({"optimizer": "momentum", "warmup": 2}, {}),
-        ({"optimizer": "muon", "warmup": 2}, {}),
-    ],
-    ids=["bfloat16", "momentum", "muon"],
+    [(OPTIMIZER, {"precision": "bfloat16"}), *(({"optimizer": own, "warmup": 2}, {}) for own in ("momentum", "muon"))],
 )
-def test_other_arithmetic_and_another_optimizer(text, tmp_path, optimizer, dataflow):
-    fit(text, tmp_path / "whole", optimizer=optimizer, dataflow=dataflow)
-    fit(text, tmp_path / "run", optimizer=optimizer, dataflow=dataflow, on_step=stopping_at(5))
+def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer, dataflow):
+    fit(small_text, tmp_path / "whole", optimizer=optimizer, dataflow=dataflow)
+    fit(small_text, tmp_path / "run", optimizer=optimizer, dataflow=dataflow, on_step=stopping_at(5))
     daskgpt.fit(resume=tmp_path / "run", dataflow={"batch_chunk": 1}, quiet=True)
     assert tensors_of(tmp_path / "run") == tensors_of(tmp_path / "whole")
 
@@ -135,12 +121,10 @@ def test_other_arithmetic_and_another_optimizer(text, tmp_path, optimizer, dataf
 def test_a_damaged_checkpoint_is_named_passed_over_and_kept(copy, whole, capfd, name, damage, said):
     folder = copy / "step-00000007"
     content = (folder / name).read_bytes()
+    (folder / name).unlink()
     if damage:
         (folder / name).write_bytes(damage(content))
-    else:
-        (folder / name).unlink()
-    result = daskgpt.fit(resume=copy, run={"save_every": 1, "keep": 1})
-    assert result.first == 5
+    assert daskgpt.fit(resume=copy, run={"save_every": 1, "keep": 1}).first == 5
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "is damaged" in line]
     assert folder.name in line
     assert said in line
@@ -195,26 +179,26 @@ def test_what_a_run_keeps_is_refused_with_a_list_of_what_may_change(copy, flag, 
         resume(copy, flag, value)
 
 
-def test_python_s_arguments_are_looked_at(copy, text):
+def test_python_s_arguments_are_looked_at(copy, small_text):
     with pytest.raises(ValueError, match="own parameters"):
         daskgpt.fit(resume=copy, parameters=daskgpt.initial_parameters(MODEL, 0))
     with pytest.raises(ValueError, match="config=None"):
         daskgpt.fit()
-    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
+    data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     result = daskgpt.fit(MODEL, data, OPTIMIZER, run=daskgpt.RunConfig(steps=STEPS), resume=copy, quiet=True)
     assert (result.first, len(result.losses)) == (7, STEPS)
 
 
-def test_what_is_given_as_it_was_is_no_change(copy, text, whole, monkeypatch):
+def test_what_is_given_as_it_was_is_no_change(copy, small_text, whole, monkeypatch):
     monkeypatch.chdir(copy.parent)
     same = ("--batch-size", 4, "--out", copy, "--encoding", "auto", "--precision", "auto", "--sample-tokens", 0)
-    assert resume("run", "--data", text, *same) == 0
+    assert resume("run", "--data", small_text, *same) == 0
     assert tensors_of(copy) == tensors_of(whole)
 
 
 def test_steps_and_learning_rate_may_change(copy, whole):
     daskgpt.fit(resume=copy, run={"steps": 15}, optimizer={"learning_rate": 1e-2}, quiet=True)
-    records = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(copy)
     assert losses_of(copy)[:8] == losses_of(whole)[:8]  # the eighth is that of the checkpoint's parameters
     assert losses_of(copy)[8] != losses_of(whole)[8]
     assert len(records) == 15
@@ -243,21 +227,21 @@ def test_metrics_beyond_the_checkpoint_are_not_counted_twice_and_missing_ones_ar
     assert result.first == 5
     assert "2 of 5 steps are missing" in capfd.readouterr().out
     assert [math.isnan(loss) for loss in result.losses] == [False, False, True, True] + [False] * 8
-    records = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(copy)
     assert [(record["step"], record["loss"]) for record in records[2:]] == list(enumerate(losses_of(whole)))[4:]
 
 
-def test_data_that_have_changed_are_refused(text, tmp_path):
-    other = shutil.copy(text, tmp_path / "text.txt")
+def test_data_that_have_changed_are_refused(small_text, tmp_path):
+    other = shutil.copy(small_text, tmp_path / "text.txt")
     fit(other, tmp_path / "run", on_step=stopping_at(3))
-    Path(other).write_text("L" + text.read_text()[1:])
+    Path(other).write_text("L" + small_text.read_text()[1:])
     with pytest.raises(ValueError, match=r"the data must be those .*sha256_of_ends"):
         daskgpt.fit(resume=tmp_path / "run", quiet=True)
-    shutil.copy(text, other)
+    shutil.copy(small_text, other)
     daskgpt.fit(resume=tmp_path / "run", quiet=True)
 
 
-def test_a_run_is_held_while_it_trains_and_by_the_process_that_is_named(text, tmp_path):
+def test_a_run_is_held_while_it_trains_and_by_the_process_that_is_named(small_text, tmp_path):
     refusals = []
 
     def on_step(step, metrics):
@@ -265,7 +249,7 @@ def test_a_run_is_held_while_it_trains_and_by_the_process_that_is_named(text, tm
             RunFolder(str(tmp_path / "run"), resumed=True)
         refusals.append(refusal)
 
-    fit(text, tmp_path / "run", steps=2, on_step=on_step)
+    fit(small_text, tmp_path / "run", steps=2, on_step=on_step)
     assert len(refusals) == 2
     RunFolder(str(tmp_path / "run"), resumed=True).close()
 
@@ -279,15 +263,3 @@ def test_what_killed_processes_have_left_is_removed(copy, whole):
     daskgpt.fit(resume=copy, quiet=True)
     assert not list(copy.glob(".*.tmp"))
     assert tensors_of(copy) == tensors_of(whole)
-
-
-def test_another_unit_is_told(text, tmp_path, monkeypatch, capfd):
-    out, dataflow = tmp_path / "run", {"precision": "bfloat16"}
-    fit(text, out, dataflow=dataflow, steps=4)
-    state = json.loads((out / "latest" / "state.json").read_text())
-    assert state["arithmetic"] == {"precision": "bfloat16", "unit": resuming.unit().name.lower()}
-    daskgpt.fit(resume=out, run={"steps": 5})
-    assert "arithmetic" not in capfd.readouterr().out
-    monkeypatch.setattr(resuming, "arithmetic", lambda job: {"precision": "bfloat16", "unit": "another"})
-    daskgpt.fit(resume=out, run={"steps": 6})
-    assert "-> bfloat16 by another" in capfd.readouterr().out

@@ -17,7 +17,7 @@ from daskgpt.instruments.timeline.strips import COLUMNS
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.training.result import Result
 
-SCREEN = (40, 120)  # lines and columns
+DATA = {"batch_size": 4, "sequence_length": 16}
 EMPTY = {"br", "rect", "polyline"}
 
 
@@ -47,51 +47,41 @@ def text_of(html):
     return " ".join(" ".join(parser.text).split())
 
 
-MADE = {
-    "model configuration": lambda: MODEL,
-    "run configuration": lambda: daskgpt.RunConfig(steps=5, out="<b>here</b>"),
-    "dataflow": lambda: daskgpt.DataflowConfig(grain="block"),
-    "plan": lambda: daskgpt.plan(MODEL, {"batch_size": 4, "sequence_length": 16}),
-    "result": lambda: Result(MODEL, lambda: initial_parameters(MODEL, 0), [5.5, float("nan"), 4.5, 3.5], 3.25, 1.5),
-    "model": lambda: read_model_file(GOLDEN / "gpt2_small.bin"),
-    "opened model": lambda: open_model_file(GOLDEN / "gpt2_small.bin"),
-}
-SAYS = {
-    "model configuration": ("GPT2Config", "blocks", "1 *", "transformer blocks", "padded_vocabulary"),
-    "run configuration": ("RunConfig", "steps", "5 *", "<b>here</b> *", "save_minutes"),
-    "dataflow": ("DataflowConfig", "grain", "block *", "batch_chunk auto"),
-    "plan": ("A step of", "parameters", "at the peak", "nothing was run"),
-    "result": ("Result of 4 steps", "loss 5.500 -> 3.500 nats a token", "validation 3.250"),
-    "timeline": ("attention", "linear", "critical path"),
-    "model": ("StoredModel of", "parameters", "wte.weight", "h.0 .. 2.attn.c_attn.weight"),
-    "opened model": ("OpenedModel of", "parameters", "3 blocks"),
-}
+RESULT = Result(MODEL, lambda: initial_parameters(MODEL, 0), [5.5, float("nan"), 4.5, 3.5], 3.25, 1.5)
+# Makes an object, and what its HTML says; the timeline is that of a watcher without a file.
+SHOWN = [
+    (lambda _: MODEL, ("GPT2Config", "blocks", "1 *", "transformer blocks", "padded_vocabulary")),
+    (lambda _: daskgpt.RunConfig(steps=5, out="<b>here</b>"), ("RunConfig", "steps", "5 *", "<b>here</b> *")),
+    (lambda _: daskgpt.DataflowConfig(grain="block"), ("DataflowConfig", "grain", "block *", "batch_chunk auto")),
+    (lambda _: daskgpt.plan(MODEL, DATA), ("A step of", "parameters", "at the peak", "nothing was run")),
+    (lambda _: RESULT, ("Result of 4 steps", "loss 5.500 -> 3.500 nats a token", "validation 3.250")),
+    (lambda timeline: timeline, ("attention", "linear", "critical path")),
+    (lambda _: read_model_file(GOLDEN / "gpt2_small.bin"), ("StoredModel of", "parameters", "h.0 .. 2.attn.c_attn.")),
+    (lambda _: open_model_file(GOLDEN / "gpt2_small.bin"), ("OpenedModel of", "parameters", "3 blocks")),
+]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """All of them; the timeline is that of a watcher without a file."""
+def timeline():
     watcher = daskgpt.TimelineWatcher(daskgpt.TimelineConfig(timeline_steps=2))
     assert watcher.timeline is None
-    data, run = {"data": __file__, "batch_size": 4, "sequence_length": 16}, {"steps": 5, "validation_batches": 1}
+    data, run = DATA | {"data": __file__}, {"steps": 5, "validation_batches": 1}
     daskgpt.fit(MODEL, data, dataflow={"scheduler": "threads"}, run=run, watchers=[watcher], quiet=True)
     assert watcher.timeline.steps == [3, 4]
-    return {"timeline": watcher.timeline} | {name: make() for name, make in MADE.items()}
+    return watcher.timeline
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_a_repr_fits_on_a_screen_and_html_says_the_same(name, made):
-    shown = repr(made[name])
-    lines, columns = SCREEN
-    assert len(shown.splitlines()) <= lines
-    assert "\n" not in shown or max(map(len, shown.splitlines())) <= columns
-    assert len(shown) < lines * columns / 2
+@pytest.mark.parametrize(("make", "parts"), SHOWN)
+def test_a_repr_fits_on_a_screen_and_html_says_the_same(make, parts, timeline):
+    made = make(timeline)
+    shown = repr(made)
+    assert len(shown.splitlines()) <= 40
+    assert "\n" not in shown or max(map(len, shown.splitlines())) <= 120
+    assert len(shown) < 2400
     assert "array(" not in shown
-    html = made[name]._repr_html_()
-    text = text_of(html)
-    for part in SAYS[name]:
-        assert part in text, text
-    assert len(html) < 200_000
+    text = text_of(made._repr_html_())
+    assert all(part in text for part in parts), text
+    assert len(made._repr_html_()) < 200_000
 
 
 def test_what_is_not_the_default_stands_first():
@@ -101,14 +91,12 @@ def test_what_is_not_the_default_stands_first():
 
 
 def test_a_plan_is_of_so_many_workers():
-    found = daskgpt.plan(MODEL, {"batch_size": 4, "sequence_length": 16}, dataflow={"batch_chunk": 2}, workers=2)
-    assert len(found.found.loads) == 2
+    assert len(daskgpt.plan(MODEL, DATA, dataflow={"batch_chunk": 2}, workers=2).found.loads) == 2
     with pytest.raises(ValueError, match="workers must come without local_steps"):
-        daskgpt.plan(MODEL, {"batch_size": 4, "sequence_length": 16}, local={"local_steps": 5}, workers=2)
+        daskgpt.plan(MODEL, DATA, local={"local_steps": 5}, workers=2)
 
 
-def test_a_timeline_is_drawn_with_a_bounded_number_of_strips(made):
-    timeline = made["timeline"]
+def test_a_timeline_is_drawn_with_a_bounded_number_of_strips(timeline):
     assert timeline._repr_html_().count("<rect") <= COLUMNS * len(timeline.lanes)
     assert timeline._repr_html_().count("<rect") > 10
     empty = replace(timeline, events=())

@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 
 import pytest
-from command_lines import SMALL, write_text
-from small_runs import fit
+from command_lines import SMALL
+from small_runs import config_of, fit
 
 from daskgpt import train
 from daskgpt.training import run_folder
 from daskgpt.training.run_folder import RunFolder
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-def config_of(folder):
-    return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-
-
-def test_a_folder_that_is_named_is_written_and_none_otherwise(text, tmp_path, monkeypatch):
+def test_a_folder_that_is_named_is_written_and_none_otherwise(small_text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert fit(text, "", steps=3).checkpoint is None
+    assert fit(small_text, "", steps=3).checkpoint is None
     assert list(tmp_path.iterdir()) == []
-    assert fit(text, "named", steps=3).checkpoint == Path("named/step-00000003")
+    assert fit(small_text, "named", steps=3).checkpoint == Path("named/step-00000003")
     before = {path: path.read_bytes() for path in Path("named").rglob("*") if path.is_file()}
     with pytest.raises(FileExistsError, match="must not hold a run already"):
-        fit(text, "named")
+        fit(small_text, "named")
     assert {path: path.read_bytes() for path in Path("named").rglob("*") if path.is_file()} == before
 
 
-def test_the_command_line_names_a_folder_itself(text, tmp_path, monkeypatch, capfd):
+def test_the_command_line_names_a_folder_itself(small_text, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_folder.time, "strftime", lambda pattern: "now")
     Path("runs/now").mkdir(parents=True)
     Path("runs/now-2").mkdir()
-    assert train.main(["--data", str(text), *SMALL, "--steps", "1", "--sample-tokens", "0"]) == 0
+    assert train.main(["--data", str(small_text), *SMALL, "--steps", "1", "--sample-tokens", "0"]) == 0
     assert "\nrun written to runs/now-3\n" in capfd.readouterr().out
     folder = tmp_path / "runs" / "now-3"
     assert config_of(folder)["run"]["out"] == str(folder.resolve())
 
 
-def test_the_configuration_is_what_was_used(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(text.parent)
+def test_the_configuration_is_what_was_used(small_text, tmp_path, monkeypatch):
+    monkeypatch.chdir(small_text.parent)
     folder = tmp_path / "run"
     fit("text.txt", os.path.relpath(folder), dataflow={"precision": "auto"}, steps=2)
     written = config_of(folder)
@@ -56,15 +46,15 @@ def test_the_configuration_is_what_was_used(text, tmp_path, monkeypatch):
     assert dataflow["threads"] == len(os.sched_getaffinity(0))
     assert (dataflow["batch_chunk"], dataflow["sequence_chunk"]) == (4, 16)
     assert dataflow["precision"] == "float32"  # too few channels for auto to choose bfloat16
-    assert (data["encoding"], data["data"]) == ("bytes", str(text.resolve()))
+    assert (data["encoding"], data["data"]) == ("bytes", str(small_text.resolve()))
     assert written["run"]["out"] == str(folder.resolve())
     assert written["model"]["padded_vocabulary"] == 257
 
 
-def test_the_configuration_of_a_run_on_a_cluster(text, tmp_path, cluster):
+def test_the_configuration_of_a_run_on_a_cluster(small_text, tmp_path, cluster):
     cluster.have(2)
     named = f"file:{cluster.folder / 'scheduler.json'}"
-    fit(text, tmp_path / "run", steps=2, dataflow={"scheduler": named, "threads": 7})
+    fit(small_text, tmp_path / "run", steps=2, dataflow={"scheduler": named, "threads": 7})
     dataflow = config_of(tmp_path / "run")["dataflow"]
     assert dataflow["scheduler"] == cluster.address
     assert (dataflow["threads"], dataflow["grain"]) == (2, "chunk")
@@ -87,17 +77,6 @@ def test_two_runs_into_one_folder(tmp_path):
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert config_of(tmp_path / "run") == {"run": {"seed": 1}}
-
-
-def test_a_folder_whose_configuration_has_no_room_is_free_again(tmp_path, monkeypatch):
-    def full(self, sections):
-        raise OSError(28, "No space left on device")
-
-    folder = RunFolder(str(tmp_path / "run"))
-    monkeypatch.setattr(RunFolder, "configure", full)
-    with pytest.raises(OSError, match="No space"):
-        folder.begin({})
-    assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize("below", ["file", "file/run", "file/a/b"])

@@ -1,16 +1,15 @@
 """Tests of files of named tensors: one or several, streamed, and refusals of those that are not whole."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 
 import numpy as np
 import pytest
-from llmc_samples import SMALL, small_parameters
+from llmc_samples import SMALL, assert_same_bits, small_parameters
 from safetensors import safe_open
 
+from daskgpt.formats import published
 from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
 from daskgpt.formats.safetensors_files import MOST_TEXT, NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
 
@@ -48,8 +47,8 @@ def hashes(folder):
 
 def test_one_file_as_the_library_reads_it(tmp_path):
     written = write_tensor_files(tmp_path, named(ARRAYS), {"for": "me"}, where="test")
-    assert written == hashes(tmp_path)
     assert list(written) == ["model.safetensors"]
+    assert written == hashes(tmp_path)
     files = TensorFiles(tmp_path / "model.safetensors", "test")
     assert files.metadata == {"for": "me"}
     assert_holds(files, ARRAYS)
@@ -64,11 +63,11 @@ def test_shards_and_their_index(tmp_path, most):
     assert written == hashes(tmp_path)
     index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": sum(array.nbytes for array in ARRAYS.values())}
-    assert index["weight_map"].keys() == ARRAYS.keys()
-    shards = sorted(set(index["weight_map"].values()))
+    shard_of = index["weight_map"]
+    shards = sorted(set(shard_of.values()))
     assert shards == [f"m-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     for shard in shards:
-        of = [name for name in ARRAYS if index["weight_map"][name] == shard]
+        of = [name for name in ARRAYS if shard_of[name] == shard]
         assert sum(ARRAYS[name].nbytes for name in of) <= most or sum(ARRAYS[name].nbytes > 0 for name in of) == 1
         with safe_open(tmp_path / shard, framework="numpy") as file:
             assert set(file.keys()) == set(of)
@@ -78,26 +77,20 @@ def test_shards_and_their_index(tmp_path, most):
 
 
 def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
-    from daskgpt.formats import published
-
     monkeypatch.setattr(published.pieces, "__defaults__", (16,))
     write_tensor_file(tmp_path / "a.safetensors", named(ARRAYS), {}, where="test")
     assert_holds(TensorFiles(tmp_path / "a.safetensors", "test"), ARRAYS)
 
 
-def announced(name, values):
-    return NamedTensor(name, (3, 4), "F32", lambda: values)
+NOT_WRITTEN = [
+    ([NamedTensor("a", (3, 4), "F32", lambda: np.zeros((4, 3), "f4"))], "a.safetensors", TypeError, "have shape"),
+    ([NamedTensor("a", (3, 4), "F32", lambda: np.zeros((3, 4)))], "a.safetensors", TypeError, "dtype float32"),
+    (named(ARRAYS) + named({"one": ARRAYS["one"]}), "a.safetensors", ValueError, "name of its own; got name=one"),
+    (named(ARRAYS), "no/a.safetensors", FileNotFoundError, "folder must exist"),
+]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "path", "error", "keyword"),
-    [
-        ([announced("a", np.zeros((4, 3), np.float32))], "a.safetensors", TypeError, "must have shape"),
-        ([announced("a", np.zeros((3, 4)))], "a.safetensors", TypeError, "dtype float32"),
-        (named(ARRAYS) + named({"one": ARRAYS["one"]}), "a.safetensors", ValueError, "name of its own; got name=one"),
-        (named(ARRAYS), "no/a.safetensors", FileNotFoundError, "folder must exist"),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "path", "error", "keyword"), NOT_WRITTEN)
 def test_what_is_not_written(tmp_path, tensors, path, error, keyword):
     with pytest.raises(error, match=keyword):
         write_tensor_file(tmp_path / path, tensors, {}, where="test")
@@ -119,10 +112,7 @@ def test_a_run_model_in_shards_is_the_model(tmp_path):
     assert len(written) > 3
     found = read_run_model(tmp_path / "model.safetensors.index.json")
     assert (found.config, found.encoding, found.sequence_length) == (SMALL, "bytes", 4)
-    for name, values in parameters.items():
-        assert found.parameters[name].tobytes() == values.tobytes()
-    (tmp_path / "whole").mkdir()
-    assert list(write_run_models(tmp_path / "whole", StoredModel(SMALL, parameters))) == ["model.safetensors"]
+    assert_same_bits(parameters, found.parameters)
 
 
 # What is refused
@@ -141,28 +131,17 @@ def refused(path, keyword, kind=ValueError):
     assert len(str(error.value)) < 400 + len(str(path))
 
 
-@pytest.mark.parametrize(
-    ("content", "keyword"),
-    [
-        (b"", "JSONDecodeError"),
-        (b"[" * 100_000, "RecursionError"),
-        (b"\xff\xfe{", "UnicodeDecodeError"),
-        (b"[1]", "kind=list"),
-        (b" " * (MOST_TEXT + 1), f"bytes={MOST_TEXT + 1}"),
-        *[(json.dumps({"weight_map": of}).encode(), "weight_map must say") for of in (None, 3, {}, {"one": 3}, ["a"])],
-        *[
-            (json.dumps({"weight_map": {"one": name}}).encode(), "files beside the index")
-            for name in (
-                "../s.safetensors",
-                "/etc/a.safetensors",
-                "a.bin",
-                "",
-                "a\nb.safetensors",
-                "9" * 90 + ".safetensors",
-            )
-        ],
-    ],
-)
+NO_INDEX = [
+    (b"", "JSONDecodeError"),
+    (b"[" * 100_000, "RecursionError"),
+    (b"[1]", "kind=list"),
+    (b" " * (MOST_TEXT + 1), f"bytes={MOST_TEXT + 1}"),
+    *[(json.dumps({"weight_map": of}).encode(), "weight_map must say") for of in (None, 3, {}, {"one": 3}, ["a"])],
+    *[(json.dumps({"weight_map": {"one": f}}).encode(), "files beside") for f in ("../s.safetensors", "a.bin", "a\nb")],
+]
+
+
+@pytest.mark.parametrize(("content", "keyword"), NO_INDEX)
 def test_an_index_that_is_none(index, content, keyword):
     index.write_bytes(content)
     refused(index, keyword)
@@ -180,10 +159,8 @@ def test_an_index_and_files_that_do_not_fit(index, tmp_path):
     ):
         index.write_text(json.dumps({"weight_map": changed}))
         refused(index, keyword, kind)
-
-
-def test_files_of_two_models(index, tmp_path):
-    of = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": of}))
+    # Files of two models.
     arrays = {name: ARRAYS[name] for name, file in of.items() if file == of["half"]}
     write_tensor_file(tmp_path / of["half"], named(arrays), {"for": "others"}, where="test")
     refused(index, "same metadata.*entry=for")
@@ -192,7 +169,6 @@ def test_files_of_two_models(index, tmp_path):
 @pytest.mark.parametrize(("size", "keyword"), [(MOST_TEXT, "whole safetensors"), (MOST_TEXT + 1, "header must have")])
 def test_a_header_of_absurd_size(tmp_path, size, keyword):
     path = tmp_path / "a.safetensors"
-    with open(path, "wb") as file:
-        file.write(size.to_bytes(8, "little") + b"{")
-        file.truncate(8 + size)
+    path.write_bytes(size.to_bytes(8, "little") + b"{")
+    os.truncate(path, 8 + size)
     refused(path, keyword)

@@ -1,7 +1,5 @@
 """Tests of tokens from a model: those of training's layers, whoever writes others; and the command that writes."""
 
-from __future__ import annotations
-
 import io
 import re
 
@@ -15,7 +13,7 @@ import daskgpt
 from daskgpt import generate
 from daskgpt.data.encodings import get_encoding
 from daskgpt.generation.choosing import Choice
-from daskgpt.generation.decoder import Decoder, Weights
+from daskgpt.generation.decoder import Weights
 from daskgpt.generation.ending import end_of_text, shown
 from daskgpt.generation.sampling import Texts, window
 from daskgpt.training.inference import Inference
@@ -31,15 +29,9 @@ def test_a_seed_gives_the_same_tokens_whatever_was_read_of_them(parameters):
     first = list(daskgpt.sample(SMALL, parameters, [1, 2], 30, seed=3))
     tokens = daskgpt.sample(SMALL, parameters, np.array([1, 2]), 30, seed=3)
     assert [next(tokens) for _ in range(5)] == first[:5]
-    tokens.close()
     assert list(daskgpt.sample(SMALL, parameters, [1, 2], 30, seed=4)) != first
     assert len(first) == 30  # longer than the positions
     assert all(type(token) is int and 0 <= token < SMALL.vocabulary for token in first)
-
-
-def test_no_more_is_kept_of_a_text_than_the_model_has_positions(parameters):
-    with pytest.raises(ValueError, match=f"capacity={SMALL.positions + 1}"):
-        Decoder(Weights(SMALL, parameters, "float32"), 1, SMALL.positions + 1)
 
 
 def test_one_likeliest_token_leaves_no_choice(parameters):
@@ -59,10 +51,9 @@ def logits_of(parameters, tokens, config=SMALL):
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_scores_are_those_of_training(norm, random):
+    rest = {"vocabulary": 37, "padded_vocabulary": 40, "positions": 90, "norm": norm}
     for heads, channels in ((3, 30), (2, 16), (1, 48), (5, 320)):
-        config = daskgpt.GPT2Config(
-            blocks=2, heads=heads, channels=channels, vocabulary=37, padded_vocabulary=40, positions=90, norm=norm
-        )
+        config = daskgpt.GPT2Config(blocks=2, heads=heads, channels=channels, **rest)
         parameters = random_parameters(config, random)
         tokens = random.integers(0, 37, 80).tolist()
         (found,) = Texts(Weights(config, parameters, "float32"), [tokens]).scores([0])
@@ -81,8 +72,7 @@ def test_what_is_kept_changes_no_bit_of_the_scores_also_beyond_the_context(param
         tokens = texts.tokens[0]
         recent = tokens[window(len(tokens), SMALL.positions) :]
         assert len(tokens) <= SMALL.positions or SMALL.positions // 2 < len(recent) <= SMALL.positions
-        anew = Texts(weights, [recent], threads=1).scores([0])
-        assert np.array_equal(texts.scores([0]), anew)
+        assert np.array_equal(texts.scores([0]), Texts(weights, [recent], threads=1).scores([0]))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -117,24 +107,21 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(random):
     logits = random.normal(size=11).astype(np.float32) * 2
     weights = np.exp(logits.astype(np.float64) / 0.7)
     order = np.argsort(-weights)
-    above, of_four = (
-        1 + np.searchsorted(np.cumsum(weights[own]) / weights[own].sum(), 0.8) for own in (order, order[:4])
-    )
-    cases = {
-        Choice(0.7): 11,
-        Choice(0.7, top_k=4): 4,
-        Choice(0.7, top_p=0.8): above,
-        Choice(0.7, top_k=4, top_p=0.8): of_four,
-        Choice(1e-60): 1,
-        Choice(1e-30): 1,
-    }
+    shares = (np.cumsum(weights[own]) / weights[own].sum() for own in (order, order[:4]))
+    above, of_four = (1 + np.searchsorted(own, 0.8) for own in shares)
+    cases = {Choice(0.7): 11, Choice(0.7, top_k=4): 4, Choice(1e-60): 1, Choice(1e-30): 1}
+    cases |= {Choice(0.7, top_p=0.8): above, Choice(0.7, top_k=4, top_p=0.8): of_four}
     for choice, count in cases.items():
-        kept = order[:count]
-        expected = np.zeros(11)
+        kept, expected = order[:count], np.zeros(11)
         expected[kept] = weights[kept] / weights[kept].sum()
         draws = np.bincount([choice(logits, random) for _ in range(4000)], minlength=11) / 4000
         assert not draws[expected == 0].any()
         assert np.abs(draws - expected).max() < 5 * 0.5 / np.sqrt(4000)  # five standard deviations
+
+
+def test_top_p_is_of_the_tokens_that_top_k_leaves(random):
+    logits = np.log(np.array([0.5, 0.3, 0.2], np.float32))
+    assert {Choice(top_k=2, top_p=0.9)(logits, random) for _ in range(100)} == {0, 1}
 
 
 def test_an_interrupted_answer_leaves_a_text_that_goes_on(parameters):
@@ -146,22 +133,14 @@ def test_an_interrupted_answer_leaves_a_text_that_goes_on(parameters):
     assert texts.tokens[0][1:] == list(daskgpt.sample(SMALL, parameters, [1], 20, seed=2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"prompt": []}, "prompt must have a token"),
-        ({"prompt": [1, 29]}, "largest=29, vocabulary=29"),
-        ({"prompt": [-1]}, "least=-1"),
-        ({"top_p": 0}, "top_p=0"),
-        ({"top_p": 1.1}, "top_p=1.1"),
-        ({"precision": "bfloat"}, "bfloat16?"),
-        ({"threads": -1}, "threads=-1"),
-        ({"temperature": -1}, "temperature=-1"),
-        ({"count": -1}, "count=-1"),
-        ({"prompt": "text"}, "prompt=str"),
-    ],
-    ids=str,
-)
+NO_ARGUMENTS = [({"prompt": []}, "prompt must have a token"), ({"prompt": [1, 29]}, "largest=29, vocabulary=29")]
+NO_ARGUMENTS += [({"prompt": [-1]}, "least=-1"), ({"top_p": 0}, "top_p=0"), ({"top_p": 1.1}, "top_p=1.1")]
+NO_ARGUMENTS += [({"precision": "bfloat"}, "bfloat16?"), ({"threads": -1}, "threads=-1")]
+NO_ARGUMENTS += [({"temperature": -1}, "temperature=-1"), ({"count": -1}, "count=-1")]
+NO_ARGUMENTS += [({"prompt": "text"}, "prompt=str")]
+
+
+@pytest.mark.parametrize(("arguments", "told"), NO_ARGUMENTS, ids=str)
 def test_what_cannot_be_sampled_is_refused_at_once(parameters, arguments, told):
     with pytest.raises((ValueError, TypeError), match=re.escape(told)):
         daskgpt.sample(SMALL, parameters, **{"prompt": [1], "count": 1} | arguments)
@@ -184,10 +163,8 @@ def model(tmp_path_factory):
     """A model that writes printable characters and lines."""
     parameters = random_parameters(CONFIG, np.random.default_rng(8))
     parameters["wte.weight"] *= np.float32(0.1)
-    likely = np.zeros(257, bool)
-    likely[[*range(97, 123), 10, 32]] = True
     parameters["ln_f.bias"] = np.ones(16, np.float32)
-    parameters["wte.weight"] += np.where(likely, np.float32(1), np.float32(-1))[:, None]
+    parameters["wte.weight"] += np.where(np.isin(np.arange(257), [*range(97, 123), 10, 32]), 1, -1)[:, None]
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     daskgpt.save(path, CONFIG, parameters, encoding="bytes", sequence_length=32)
     return path
@@ -226,11 +203,9 @@ def test_a_text_ends_at_words_that_are_waited_for(written):
 
 def test_end_of_text_is_not_shown_and_words_may_span_tokens():
     encoding = get_encoding("bytes")
-    end = end_of_text(encoding)
-    assert end == 256
-    assert list(shown(encoding, [97, 256, 98], end)) == [97]
+    assert (end := end_of_text(encoding)) == 256
+    assert list(shown(encoding, [97, 256, 98], end)) == list(shown(encoding, [97, None], end)) == [97]
     assert list(shown(encoding, [97, 256, 98])) == [97, 256, 98]
-    assert list(shown(encoding, [97, None], end)) == [97]
     assert bytes(shown(encoding, "a né new".encode(), until="né")).decode() == "a né"
 
 
@@ -250,17 +225,11 @@ def test_a_chat_is_one_text(model, written, monkeypatch):
     assert written(*chat).out == "\n"
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--top-p", 2], ValueError),
-        (["--samples", 0], ValueError),
-        (["--prompt", ""], ValueError),
-        (["--precision", "float16"], SystemExit),
-        (["--threads", -1], ValueError),
-    ],
-    ids=str,
-)
+NO_FLAGS = [(["--top-p", 2], ValueError), (["--samples", 0], ValueError), (["--prompt", ""], ValueError)]
+NO_FLAGS += [(["--precision", "float16"], SystemExit), (["--threads", -1], ValueError)]
+
+
+@pytest.mark.parametrize(("flags", "error"), NO_FLAGS, ids=str)
 def test_what_cannot_be_written_is_refused(written, flags, error, capsys):
     with pytest.raises(error) as told:
         written(*flags)

@@ -1,11 +1,8 @@
 """Tests of `bench --scaling`, in process, and of what a run takes besides its steps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from command_lines import write_text
 from small_runs import fit
 
 from daskgpt import bench
@@ -44,8 +41,8 @@ def test_the_dials_that_are_given_stay():
     assert all(order.study.warmup >= 3 for order in found), "chunks and grain are settled before anything is timed"
 
 
-def test_a_result_tells_what_was_no_step(tmp_path):
-    result = fit(write_text(tmp_path), tmp_path / "run", validate_every=4)
+def test_a_result_tells_what_was_no_step(small_text, tmp_path):
+    result = fit(small_text, tmp_path / "run", validate_every=4)
     assert list(result.besides) == list(PARTS)
     assert min(result.besides[part] for part in ("validation", "logs", "checkpoints")) > 0
     assert result.besides["samples"] == 0, "only the command line shows some"

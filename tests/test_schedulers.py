@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import pickle
 import socket
-import threading
-from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import dask
 import numpy as np
 import pytest
-from command_lines import write_text
-from conftest import SMALL
-from distributed import Client, LocalCluster, wait
-from distributed.client import ClosedClientError
+from distributed import Client, LocalCluster
 from distributed.core import Status
 from machines import wait_until
-from small_runs import MODEL, fit, losses_of, tensors_of
+from small_runs import MODEL, fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.program import calls_of
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import parameter_shapes
-from daskgpt.schedulers import addresses, admission, cluster, leaving, losses, security, usage
-from daskgpt.schedulers.durations import TYPICAL, TypicalDurations
-from daskgpt.schedulers.forgetting import span_annotation
-from daskgpt.schedulers.members import running
-from daskgpt.schedulers.sent_programs import SentPrograms
-from daskgpt.schedulers.silence import LeaveSilent
+from daskgpt.schedulers import addresses, admission, cluster, losses, security, usage
 from daskgpt.training import recovery
-from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.recovery_points import RecoveryPoints
 from daskgpt.training.step import TrainingStep, repacked_state
 
 OPTIONS = {"threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
-OVER = threading.Event()
-
-
-def waits(*_):
-    return OVER.wait()
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +38,6 @@ def threads():
 def client(threads):
     with Client(threads) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +75,10 @@ def test_addresses_at_which_no_scheduler_answers(address, kind, keyword, monkeyp
         pass
 
 
-def test_clients_that_no_run_can_borrow(threads, text, monkeypatch):
+def test_clients_that_no_run_can_borrow(threads, small_text, monkeypatch):
     monkeypatch.setattr(cluster, "WORKERS_TIMEOUT", 0.1)
     with pytest.raises(TypeError, match="distributed.Client"):
-        fit(text, client="tcp://127.0.0.1:8786")
+        fit(small_text, client="tcp://127.0.0.1:8786")
 
     async def give():
         async with Client(threads.scheduler_address, asynchronous=True) as client:
@@ -114,13 +89,10 @@ def test_clients_that_no_run_can_borrow(threads, text, monkeypatch):
     closed = Client(threads)
     closed.close()
     with pytest.raises(RuntimeError, match="client=closed"):
-        fit(text, client=closed)
-    with (
-        LocalCluster(n_workers=0, **OPTIONS) as empty,
-        Client(empty) as client,
-        pytest.raises(RuntimeError, match="must have a worker"),
-    ):
-        fit(text, client=client)
+        fit(small_text, client=closed)
+    refusal = pytest.raises(RuntimeError, match="must have a worker")
+    with LocalCluster(n_workers=0, **OPTIONS) as empty, Client(empty) as client, refusal:
+        fit(small_text, client=client)
 
 
 @pytest.mark.parametrize(
@@ -141,70 +113,13 @@ def test_why_a_scheduler_does_not_answer(said, reason, advice):
     assert advice in found[1]
 
 
-def stub(workers, status="running"):
-    """A client that knows workers: address -> status and metrics."""
-    known = {a: {"status": own[0], "metrics": dict.fromkeys(own[1:])} for a, own in workers.items()}
-    scheduler = SimpleNamespace(identity=lambda n_workers: {"workers": known} if n_workers == -1 else {})
-    asked = {"sync": lambda function, *_, **own: function(**own), "nthreads": lambda: dict.fromkeys(workers, 2)}
-    return SimpleNamespace(scheduler=scheduler, status=status, id="me", **asked)
-
-
-def test_who_is_running_and_ready():
-    client = stub({"a": ("running", "m"), "b": ("running",), "c": ("closing", "m")})
-    assert (running(client), running(client, "m")) == (["a", "b"], ["a"])
-    client.scheduler = None
-    with pytest.raises(ClosedClientError):
-        running(client)
-
-
-def test_a_number_keeps_its_worker_while_that_lives():
-    scheduler, found = cluster.ClusterScheduler(stub({}), ""), []
-    for names, count in (("ab", 2), ("abc", 2), ("ac", 2), ("a", 2), ("ab", 2), ("ab", 3), ("ab", 1), ("", 1)):
-        scheduler.client = stub(dict.fromkeys(names, ("running", usage.METRIC)))
-        found.append("".join(scheduler._addresses(count)))
-    assert found == ["ab", "ab", "ac", "aa", "ab", "aba", "a", "a"]
-    assert scheduler._addresses(0) == []
-
-
 def test_losses_are_told_as_one_error():
-    for status, kind, keyword in (
-        ("running", losses.LostResults, "worker"),
-        ("closed", losses.LostCluster, "scheduler"),
-    ):
+    kinds = ("running", losses.LostResults, "worker"), ("closed", losses.LostCluster, "scheduler")
+    for status, kind, keyword in kinds:
         for error in (*losses.SIGNS[:1], *losses.SIGNS[2:]):
-            with pytest.raises(kind, match=keyword) as caught, losses.telling_losses(stub({}, status)):
+            with pytest.raises(kind, match=keyword) as caught, losses.telling_losses(SimpleNamespace(status=status)):
                 raise error
             assert type(caught.value) is kind
-    empty = cluster.ClusterScheduler(stub({}), "")
-    empty.client.sync = lambda *_: False
-    with pytest.raises(losses.LostResults, match="no worker"):
-        empty.settle([1])
-
-
-def test_two_copies_are_never_on_one_worker_and_on_two_hosts_where_there_are_two():
-    workers = [f"tcp://10.0.0.{host}:{port}" for host in (1, 2) for port in (1, 2)]
-    results = [(100 - number, {workers[number % 4]}) for number in range(12)]
-    pairs = losses.places_apart(results, workers)
-    assert all(here in holders for (here, _), (_, holders) in zip(pairs, results))
-    assert all(here.split(":")[1] != there.split(":")[1] for here, there in pairs)
-    sums = [sum(size for (size, _), pair in zip(results, pairs) if worker in pair) for worker in workers]
-    assert max(sums) < 1.2 * min(sums)
-    assert losses.places_apart([(8, set(workers[:2]))], workers[:2]) == [(workers[0], workers[1])]
-
-
-def test_copies_are_on_both_workers_and_outlive_what_they_are_of(client):
-    futures = client.map(np.full, range(100, 106), range(6), pure=False)
-    wait(futures)
-    copies = losses.copies_apart(client, futures)
-    both = [copy for own in copies for copy in own]
-    assert [value[0] for value in client.gather(both)] == [number for number in range(6) for _ in range(2)]
-    holders = client.who_has(both)
-    for first, second in copies:
-        assert {*holders[first.key]} & {*client.nthreads()} != {*holders[second.key]} & {*client.nthreads()}
-    del futures
-    assert losses.present(client, both) == [True] * 12
-    both[0].cancel()
-    assert losses.present(client, [*both[:2], "here"]) == [False, True, True]
 
 
 def test_a_run_that_does_not_get_on_between_losses_ends():
@@ -224,7 +139,7 @@ def test_a_run_that_does_not_get_on_between_losses_ends():
     ("run", "again"),
     [({"snapshot_every": 3}, 1), ({"snapshot_every": 0, "save_every": 5}, 3), ({"snapshot_every": 0}, 8)],
 )
-def test_after_a_loss_the_newest_state_is_gone_on_with(client, text, run, again, tmp_path, monkeypatch):
+def test_after_a_loss_the_newest_state_is_gone_on_with(client, small_text, run, again, tmp_path, monkeypatch):
     lost, steps_run = [], JobSteps.run
 
     def losing(self, state, *rest):
@@ -233,11 +148,10 @@ def test_after_a_loss_the_newest_state_is_gone_on_with(client, text, run, again,
             raise losses.LostResults("here", "a worker must live", "nothing")
         return steps_run(self, state, *rest)
 
-    fit(text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
+    fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
     monkeypatch.setattr(JobSteps, "run", losing)
-    fit(text, tmp_path / "run", client=client, **run)
-    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert [record["lost_steps"] for record in records if "lost_steps" in record] == [again]
+    fit(small_text, tmp_path / "run", client=client, **run)
+    assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [again]
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
     assert tensors_of(tmp_path / "run") == tensors_of(tmp_path / "whole")
 
@@ -261,9 +175,8 @@ def test_who_comes_and_goes_is_said():
 
 
 def test_recovery_points_come_as_often_as_they_cost_a_hundredth_or_losses_ask_for(monkeypatch):
-    points = RecoveryPoints(
-        SimpleNamespace(run=SimpleNamespace(snapshot_every=-1)), SimpleNamespace(in_place=False), print
-    )
+    job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
+    points = RecoveryPoints(job, SimpleNamespace(in_place=False), print)
     points.cost = 2.0
     assert points.interval == 200
     points.begin, points.losses = -100, 4
@@ -298,8 +211,8 @@ def test_a_worker_of_another_arithmetic_is_refused_or_ends(other, there, outcome
     assert bool(closed) == (outcome == "closed") == (worker.status == Status.paused)
 
 
-def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, client, text):
-    wanted = fit(text, client=client)
+def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, client, small_text):
+    wanted = fit(small_text, client=client)
 
     def plugins():
         named = [*threads.scheduler.plugins, *threads.scheduler.worker_plugins]
@@ -309,61 +222,14 @@ def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, cli
     def run_another(step, metrics):
         if step == 0:
             before = plugins()
-            assert fit(text, client=other).losses == wanted.losses
+            assert fit(small_text, client=other).losses == wanted.losses
             wait_until(lambda: plugins() == before, "the other's plugins go")
             assert usage.METRIC in before
 
     with Client(threads) as other:
         wait_until(lambda: not plugins(), "all plugins go")
-        assert fit(text, client=client, on_step=run_another).losses == wanted.losses
+        assert fit(small_text, client=client, on_step=run_another).losses == wanted.losses
         wait_until(lambda: not plugins(), "all plugins go")
-
-
-USES = [usage.Use(1.0, 10.0, 2, 30, 8, 500, 100, 7, 3.0), usage.Use(1.0, 4.0, 2, 10, 4, 200, 100, 5, 2.0)]
-
-
-def test_tasks_of_a_new_name_have_a_typical_duration_and_others_are_left_alone():
-    def known(name, average=-1.0, longest=-1.0, span=True):
-        prefix = SimpleNamespace(duration_average=average, max_exec_time=longest)
-        return SimpleNamespace(prefix=prefix, annotations=span_annotation() if span else None)
-
-    tasks = {"new": known("new"), "ran": known("ran", 3.0), "runs": known("runs", -1.0, 2.0)}
-    tasks["theirs"] = known("theirs", span=False)
-    plugin = TypicalDurations(SimpleNamespace(id="me"))
-    plugin.update_graph(SimpleNamespace(tasks=tasks), tasks=list(tasks))
-    found = {name: own.prefix.duration_average for name, own in tasks.items()}
-    assert found == {"new": TYPICAL, "ran": 3.0, "runs": -1.0, "theirs": -1.0}
-
-
-def test_a_long_task_is_waited_for_and_one_that_fails_is_a_loss(client, monkeypatch):
-    monkeypatch.setattr(cluster, "LOOKING", 0.02)
-    scheduler = cluster.ClusterScheduler(client, "")
-    OVER.clear()
-    held = client.submit(waits, pure=False)
-    assert not scheduler.settled([held])
-    threading.Timer(0.1, OVER.set).start()
-    assert scheduler.fetch([held]) == [True]
-    assert scheduler.settled([held])
-    failed = client.submit(partial(int, "x"), pure=False)
-    wait(failed)
-    with pytest.raises(losses.LostResults, match="a result"):
-        scheduler.settled([held, failed])
-
-
-def test_items_are_called_on_workers_and_taken_in_order(client):
-    scheduler, taken = cluster.ClusterScheduler(client, ""), []
-    for _ in range(2):
-        scheduler.each("double", lambda item: 2 * item, iter(range(20)), taken.append)
-    assert taken == [*range(0, 40, 2)] * 2
-
-
-def test_a_program_is_sent_with_the_number_of_its_run():
-    step = TrainingStep(SMALL, (4, 12), (2, 12), daskgpt.OptimizerConfig())
-    programs = SentPrograms()
-    node = next(node for node in step.runnable.graph.values() if calls_of(node))
-    first, second = (pickle.loads(pickle.dumps(programs.in_run(node, run).func)) for run in (3, 4))
-    assert first.pickled == second.pickled
-    assert (first.run, second.run) == (3, 4)
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
@@ -416,21 +282,6 @@ def test_what_other_machines_can_reach_without_tls_is_warned_of_once(host, monke
     assert capsys.readouterr().err.count(f"no TLS: whoever reaches {host} ") == (host in REACHED)
 
 
-@pytest.mark.parametrize(("failures", "status", "tries"), [(9, "running", 10), (99, "running", 10), (99, "closed", 1)])
-def test_a_plugin_is_given_again_where_a_worker_leaves_meanwhile(failures, status, tries, monkeypatch):
-    monkeypatch.setattr(leaving, "PAUSE", 0)
-    tried = []
-
-    def register(plugin):
-        tried.append(plugin)
-        if len(tried) <= failures:
-            raise OSError
-
-    with nullcontext() if failures < tries else pytest.raises(OSError):
-        leaving.give(SimpleNamespace(register_plugin=register, status=status), "plugin")
-    assert len(tried) == tries
-
-
 def test_every_source_file_counts_for_the_identity(tmp_path, monkeypatch):
     monkeypatch.setattr(daskgpt, "__file__", str(tmp_path / "__init__.py"))
     found = []
@@ -439,34 +290,6 @@ def test_every_source_file_counts_for_the_identity(tmp_path, monkeypatch):
         found.append(admission._sources.__wrapped__())
     assert found[0] == found[1]
     assert len(set(found)) == 3
-
-
-def test_a_worker_is_left_that_holds_something_of_ours_and_says_nothing():
-    ours = SimpleNamespace(annotations=span_annotation())
-    known = {"talks": ("daskgpt", ours), "silent": ("daskgpt", ours), "begins": ("", ours), "idle": ("daskgpt",)}
-    gone, events = [], []
-
-    async def remove(address, stimulus_id):
-        gone.append(address)
-        del workers[address]
-
-    async def looks(count, plugin):
-        await plugin.start(scheduler)
-        for workers["talks"].last_seen in range(1, count + 1):
-            await plugin._look()
-        return list(gone)
-
-    for count in (8, 9, 12):
-        gone.clear()
-        workers = {
-            name: SimpleNamespace(address=name, last_seen=0, nanny=None, metrics=metric, processing=[], has_what=tasks)
-            for name, (metric, *tasks) in known.items()
-        }
-        plugin = LeaveSilent(SimpleNamespace(id="me"), 2.0)
-        scheduler = SimpleNamespace(workers=workers, plugins={plugin.name: plugin}, remove_worker=remove)
-        scheduler.log_event = lambda *event: events.append(event)
-        assert asyncio.run(looks(count, plugin)) == ["silent"] * (count > 8)
-    assert events[-1] == ("daskgpt-silent", {"worker": "silent", "seconds": 2.0})
 
 
 def test_a_worker_is_waited_for_until_the_end_of_patience():
@@ -480,24 +303,8 @@ def test_a_worker_is_waited_for_until_the_end_of_patience():
         assert len(said) == words
 
 
-def test_steps_for_a_number_of_workers_are_recorded_once(client):
-    data = daskgpt.DataConfig(batch_size=4, sequence_length=16, groups=4)
-    dataflow = daskgpt.DataflowConfig(grain="block", batch_chunk=1, sequence_chunk=16)
-    job, said, found = Job(MODEL, data, daskgpt.OptimizerConfig(), dataflow, daskgpt.RunConfig()), [], []
-    steps = JobSteps(job, cluster.ClusterScheduler(client, ""), said.append)
-    for workers in (4, 4, 2, 2, 4, 4, 2, 2, 3, 3):  # once they have stayed
-        steps.look(workers)
-        found.append(steps.step)
-    assert [step.spread_over for step in found[1:]] == [4, 4, 2, 2, 4, 4, 2, 2, 3]
-    assert found[6] is found[2]
-    assert len(said) == 5
-
-
 def test_what_workers_did_is_told_between_looks_and_at_the_end():
-    later, before = (
-        usage.Use(1.0, 10.0, 2, 30, 8, 500, 100, 7, 3.0),
-        usage.Use(1.0, 4.0, 2, 10, 4, 200, 100, 5, 2.0),
-    )
+    later, before = usage.Use(1.0, 10.0, 2, 30, 8, 500, 100, 7, 3.0), usage.Use(1.0, 4.0, 2, 10, 4, 200, 100, 5, 2.0)
     assert later.since(before) == usage.Use(1.0, 6.0, 2, 20, 4, 300, 0, 7, 3.0)
     assert later.since(None) == later.since(usage.Use(2.0, 4.0, 2)) == later
     assert before.and_then(later) == usage.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
@@ -535,9 +342,6 @@ def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatc
         for key in (("execute", "a", "kernel x", "s"), ("execute", "a", "disk", "s"), ("get", "thread-cpu", "s")):
             sums[key] = sums.get(key, 0.0) + 2.0
         found.append(usage.Use(**count(worker)))
-    assert [(own.tasks, own.busy, own.received, own.sent) for own in found] == [
-        (1, 2, 23, 6),
-        (2, 4, 23, 12),
-        (3, 6, 27, 18),
-    ]
+    counted = [(own.tasks, own.busy, own.received, own.sent) for own in found]
+    assert counted == [(1, 2, 23, 6), (2, 4, 23, 12), (3, 6, 27, 18)]
     assert (found[0].threads, found[0].memory, found[0].products) == (2, 11, 5.0)

@@ -24,15 +24,12 @@ CONFIGS = list(dict.fromkeys([*PUBLIC, GenerateConfig, BenchConfig, StudyConfig,
 @pytest.mark.parametrize(
     ("config", "values", "error", "said"),
     [
-        (daskgpt.RunConfig, {"steps": "5"}, TypeError, "whole number; got steps='5'"),
         (daskgpt.RunConfig, {"steps": 1.5}, TypeError, "whole number; got steps=1.5"),
         (daskgpt.RunConfig, {"steps": True}, TypeError, "whole number; got steps=True"),
         (daskgpt.RunConfig, {"steps": 0}, ValueError, "at least 1"),
-        (daskgpt.RunConfig, {"out": None}, TypeError, "out must be a text"),
         (daskgpt.RunConfig, {"seed": -1}, ValueError, "must not be negative"),
         (daskgpt.RunConfig, {"tokens": "many"}, ValueError, "tokens"),
         (daskgpt.GPT2Config, {"blocks": 0}, ValueError, "at least 1"),
-        (daskgpt.OptimizerConfig, {"learning_rate": "1e-3"}, TypeError, "must be a number"),
         (daskgpt.OptimizerConfig, {"learning_rate": True}, TypeError, "must be a number"),
         (daskgpt.OptimizerConfig, {"eps": math.nan}, ValueError, "Try 1e-08"),
         (daskgpt.OptimizerConfig, {"beta1": -math.inf}, ValueError, "finite"),
@@ -44,7 +41,6 @@ CONFIGS = list(dict.fromkeys([*PUBLIC, GenerateConfig, BenchConfig, StudyConfig,
         (GenerateConfig, {"temperature": -1}, ValueError, "must not be negative"),
         (BenchConfig, {"batch_size": 0}, ValueError, "at least 1"),
         (StudyConfig, {"minutes": math.inf}, ValueError, "finite"),
-        (TimelineConfig, {"timeline_steps": 2.0}, TypeError, "whole number"),
     ],
 )
 def test_a_value_that_a_field_does_not_allow_is_refused(config, values, error, said):

@@ -1,7 +1,5 @@
 """Tests of a step that is spread over workers: the same bits, and nothing but weights, totals and losses on the way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle, pairwise
 
@@ -27,11 +25,11 @@ def spread_step(batch=(6, 12), chunk=(1, 12), parts=2, config=SMALL, **options):
     return TrainingStep(config, batch, chunk, OptimizerConfig(), parts=parts, **options)
 
 
+SPREAD = [("odd", "float32", 10**9), ("odd in 2 groups", "float32", 1), ("odd in 2 groups", "bfloat16", 10**9)]
+
+
 @needs_own_product
-@pytest.mark.parametrize(
-    ("name", "precision", "large"),
-    [("odd", "float32", 10**9), ("odd in 2 groups", "float32", 1), ("odd in 2 groups", "bfloat16", 10**9)],
-)
+@pytest.mark.parametrize(("name", "precision", "large"), SPREAD)
 def test_no_number_of_workers_changes_a_bit(name, precision, large, monkeypatch):
     """Nor whether tokens are looked up by the tables' owner."""
     monkeypatch.setattr("daskgpt.training.step.LARGE_TABLE", large)
@@ -46,12 +44,8 @@ def sent(step):
     """Bytes that pass between workers in a step, each result once to each worker that reads it, without the weights."""
     sizes = Trial(step).results
     graph, homes = step.runnable.graph, step.runnable.homes
-    sent = {
-        (dependency, homes[key])
-        for key, node in graph.items()
-        for dependency in node.dependencies
-        if not is_leaf(node) and dependency in graph and not is_leaf(graph[dependency])
-    }
+    inner = {key: node.dependencies for key, node in graph.items() if not is_leaf(node)}
+    sent = {(dependency, homes[key]) for key, needs in inner.items() for dependency in needs if dependency in inner}
     return sum(sizes.get(key, 0) for key, home in sent if homes[key] != home)
 
 
@@ -72,10 +66,10 @@ def test_with_few_tokens_activations_pass_and_with_many_totals():
     assert grown == 64 * 12 * 4 / 2, "twice the sequences are twice the losses, and nothing else"
 
 
-@pytest.mark.parametrize(
-    ("parts", "groups", "joined"),
-    [(2, 1, False), (2, 2, True), (2, 4, True), (3, 2, False), (4, 2, False), (4, 4, True)],
-)
+PARTS = [(2, 1, False), (2, 2, True), (2, 4, True), (3, 2, False), (4, 2, False), (4, 4, True)]
+
+
+@pytest.mark.parametrize(("parts", "groups", "joined"), PARTS)
 def test_parts_of_whole_groups_sum_at_the_same_time(parts, groups, joined):
     step = spread_step((24, 12), (2, 12), parts=parts, groups=groups)
     assert bool(functions(step, Join)) == bool(functions(step, PartTotal)) == joined
@@ -118,9 +112,8 @@ def test_the_last_updates_are_shared_out():
     """With two workers the tables are one's, and so would all blocks of the beginning be the other's, whose gradients
     come last: the first blocks are in turns.
     """
-    step = spread_step(
-        config=replace(SMALL, blocks=12, vocabulary=72 * SMALL.channels, padded_vocabulary=0), batch=(2, 12), parts=2
-    )
+    config = replace(SMALL, blocks=12, vocabulary=72 * SMALL.channels, padded_vocabulary=0)
+    step = spread_step((2, 12), parts=2, config=config)
     homes = {key: home for key, home in step.runnable.homes.items() if str(key[0]).startswith("adamw-h.")}
     owners = [{home for key, home in homes.items() if f"-h.{block}." in str(key[0])} for block in range(12)]
     assert all(len(own) == 1 for own in owners), owners
@@ -129,10 +122,8 @@ def test_the_last_updates_are_shared_out():
 
 @pytest.mark.parametrize(("parts", "accumulate"), [(2, 1), (3, 1), (2, 3)])
 def test_where_a_chunk_is_one_task_more_blocks_are_no_more_tasks(parts, accumulate):
-    few, many = (
-        spread_step((24, 12), (2, 12), parts, replace(SMALL, blocks=blocks), grain="chunk", accumulate=accumulate)
-        for blocks in (parts, 2 * parts)
-    )
+    configs, options = (replace(SMALL, blocks=n * parts) for n in (1, 2)), {"grain": "chunk", "accumulate": accumulate}
+    few, many = (spread_step((24, 12), (2, 12), parts, config, **options) for config in configs)
     assert few.runnable.tasks == many.runnable.tasks
     assert len(many.runnable.layout.packs) == 2 * parts, "weights and moments of each owner"
 
@@ -140,9 +131,7 @@ def test_where_a_chunk_is_one_task_more_blocks_are_no_more_tasks(parts, accumula
 def test_sums_follow_the_sequences():
     step = spread_step((48, 12), (16, 12), parts=3)
     graph = step.recorded.unmerged
-    assert {(function.share.part, function.first_piece) for function in functions(step, PartSum)} == {
-        *((0, 0), (1, 1), (2, 2))
-    }
+    assert {(own.share.part, own.first_piece) for own in functions(step, PartSum)} == {(0, 0), (1, 1), (2, 2)}
     sizes = dict.fromkeys(random_parameters(SMALL, np.random.default_rng(0)), 1)
     home_of = homes_of(graph, Ownership(graph, 3, sizes, one_task=False), 3, tables_stay=False)
     sums = {key: node.func for key, node in graph.items() if isinstance(getattr(node, "func", None), PartSum)}
@@ -157,15 +146,11 @@ def test_parts_are_consecutive_and_as_equal_as_can_be():
 @needs_own_product
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("batch", "chunk", "groups"), [((2, 1), (1, 1), 1), ((16, 20), (2, 20), 4)])
-def test_gradients_are_summed_where_they_are_used_a_band_of_rows_at_a_time(
-    batch, chunk, groups, precision, monkeypatch
-):
+def test_gradients_are_summed_where_they_are_used_a_band_at_a_time(batch, chunk, groups, precision, monkeypatch):
     """Whether inputs are gathered or totals joined; but for the tied table's, of which one sum can be made early."""
     monkeypatch.setattr("daskgpt.graph.calls.ROWS_ELEMENTS", 64)  # several bands of 64 rows
     model = replace(MODELS["odd"], batch=batch, groups=groups)
-    step = TrainingStep(
-        model.config, batch, chunk, OptimizerConfig(), parts=2, groups=groups, precision=precision_of(precision)
-    )
+    step = spread_step(batch, chunk, config=model.config, groups=groups, precision=precision_of(precision))
     updates = functions(step, BandedUpdate)
     assert len(updates) == len(tensors(model.config)) - 1
     assert any(each.others for each in updates) == (batch != (2, 1))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import tomllib
 
 import numpy as np
 import pytest
-from command_lines import write_text
-from small_runs import losses_of
+from small_runs import config_of, losses_of
 
 import daskgpt
 from daskgpt import generate, train
@@ -20,28 +18,19 @@ NOWHERE = "DASKGPT_VOCABULARY must name a folder"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory, text):
+def first(tmp_path_factory, small_text):
     """A run that was given a relative path, from another folder than those that follow."""
     out = tmp_path_factory.mktemp("run") / "first"
     flags = "--blocks 1 --heads 2 --channels 16 --sequence-length 32 --validation-fraction 0.2 --batch-size 4"
     flags += " --steps 40 --validation-batches 1 --warmup 5 --sample-tokens 0"
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(text.parent)
-        assert begin("--data", text.name, flags, "--out", out) == 0
+        patch.chdir(small_text.parent)
+        assert begin("--data", small_text.name, flags, "--out", out) == 0
     return out
 
 
 def begin(*arguments):
     return train.main([word for argument in arguments for word in str(argument).split()])
-
-
-def config_of(folder):
-    return tomllib.loads((folder / "config.toml").read_text())
 
 
 def model_of(path, **numbers):
@@ -60,11 +49,11 @@ def test_a_run_that_goes_on_takes_everything_from_the_first(first, tmp_path, pat
     assert losses_of(out)[0] < np.mean(losses_of(first)[-3:]) + 0.3 < losses_of(first)[0]
 
 
-def test_a_model_file_alone_knows_its_encoding_and_length(first, text, tmp_path):
+def test_a_model_file_alone_knows_its_encoding_and_length(first, small_text, tmp_path):
     alone = shutil.copy(first / "latest" / "model.safetensors", tmp_path / "alone.safetensors")
     with pytest.raises(ValueError, match="encoding=gpt2, init="):
-        begin("--init", alone, "--data", text, "--encoding gpt2 --out", tmp_path / "out")
-    assert begin("--init", alone, "--data", text, SHORT, "--out", tmp_path / "second") == 0
+        begin("--init", alone, "--data", small_text, "--encoding gpt2 --out", tmp_path / "out")
+    assert begin("--init", alone, "--data", small_text, SHORT, "--out", tmp_path / "second") == 0
     data = config_of(tmp_path / "second")["data"]
     assert (data["encoding"], data["sequence_length"]) == ("bytes", 32)
     assert losses_of(tmp_path / "second")[0] < losses_of(first)[0] - 0.3
@@ -75,9 +64,6 @@ def test_a_run_folder_of_an_older_version_still_loads(first, tmp_path, capsys):
     daskgpt.save(copy / "model.bin", *daskgpt.load(first))
     for path in copy.glob("step-*"):
         shutil.rmtree(path)
-    (config, parameters), (other, same) = daskgpt.load(first), daskgpt.load(copy)
-    assert config == other
-    assert all(values.tobytes() == same[name].tobytes() for name, values in parameters.items())
     with pytest.raises(FileExistsError, match="must not hold a run"):
         begin("--out", copy)
     written = set()
@@ -85,11 +71,8 @@ def test_a_run_folder_of_an_older_version_still_loads(first, tmp_path, capsys):
         assert generate.main([str(path), "--prompt", "line 1", "--tokens", "20"]) == 0
         written.add(capsys.readouterr().out)
     assert len(written) == 1
-    other = tmp_path / "other.txt"
-    other.write_text("to be, or not to be, that is the question\n" * 300)
-    assert begin("--init", copy, "--data", other, "--sequence-length 16", SHORT, "--out", tmp_path / "second") == 0
-    changed = {"data": str(other.resolve()), "sequence_length": 16}
-    assert config_of(tmp_path / "second")["data"] == config_of(first)["data"] | changed
+    assert begin("--init", copy, "--sequence-length 16", SHORT, "--out", tmp_path / "second") == 0
+    assert config_of(tmp_path / "second")["data"] == config_of(first)["data"] | {"sequence_length": 16}
 
 
 @pytest.mark.parametrize(
@@ -107,15 +90,15 @@ def test_a_flag_that_does_not_fit_the_first_run_is_refused(first, tmp_path, flag
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_file_alone_says_its_encoding_by_its_vocabulary(text, tmp_path, monkeypatch):
+def test_a_model_file_alone_says_its_encoding_by_its_vocabulary(small_text, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    assert begin("--init", model_of(tmp_path / "bytes.bin"), "--data", text, SHORT, "--out", out) == 0
+    assert begin("--init", model_of(tmp_path / "bytes.bin"), "--data", small_text, SHORT, "--out", out) == 0
     assert (config_of(out)["data"]["encoding"], config_of(out)["data"]["sequence_length"]) == ("bytes", 32)
     monkeypatch.setenv("DASKGPT_VOCABULARY", str(tmp_path))
     for vocabulary, error, said in ((50257, FileNotFoundError, NOWHERE), (200, ValueError, "encoding=bytes, ids=257")):
         path = model_of(tmp_path / f"{vocabulary}.bin", vocabulary=vocabulary, channels=2)
         with pytest.raises(error, match=said):
-            begin("--init", path, "--data", text, SHORT, "--out", tmp_path / "other")
+            begin("--init", path, "--data", small_text, SHORT, "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -132,8 +115,8 @@ def test_a_run_folder_whose_configuration_cannot_be_read(first, tmp_path, conten
     assert generate.main([str(alone), "--tokens", "2"]) == 0
 
 
-def test_from_python_the_configuration_must_be_that_of_the_model(first, text):
-    data = daskgpt.DataConfig(data=str(text), sequence_length=32, batch_size=4)
+def test_from_python_the_configuration_must_be_that_of_the_model(first, small_text):
+    data = daskgpt.DataConfig(data=str(small_text), sequence_length=32, batch_size=4)
     settings = daskgpt.RunConfig(steps=1, validation_batches=1, init=str(first))
     config, parameters = daskgpt.load(first)
     assert daskgpt.fit(config, data, run=settings, quiet=True).losses[0] < losses_of(first)[0] - 0.3
@@ -144,12 +127,12 @@ def test_from_python_the_configuration_must_be_that_of_the_model(first, text):
         daskgpt.fit(other, data, run=daskgpt.RunConfig(steps=1), parameters=parameters)
 
 
-def test_gpt2_means_its_encoding(text, tmp_path, monkeypatch):
+def test_gpt2_means_its_encoding(small_text, tmp_path, monkeypatch):
     monkeypatch.setenv("DASKGPT_VOCABULARY", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=NOWHERE):
-        begin("--data", text, GPT2, "--out", tmp_path / "out")
+        begin("--data", small_text, GPT2, "--out", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match=NOWHERE):
-        daskgpt.fit(daskgpt.preset("gpt2", blocks=1), daskgpt.DataConfig(data=str(text)))
+        daskgpt.fit(daskgpt.preset("gpt2", blocks=1), daskgpt.DataConfig(data=str(small_text)))
     out = tmp_path / "bytes"
-    assert begin("--data", text, GPT2, "--encoding bytes", SHORT, "--out", out) == 0
+    assert begin("--data", small_text, GPT2, "--encoding bytes", SHORT, "--out", out) == 0
     assert (config_of(out)["model"]["vocabulary"], config_of(out)["data"]["encoding"]) == (257, "bytes")

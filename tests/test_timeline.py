@@ -1,7 +1,5 @@
 """Tests of timelines: what is recorded, what is computed from it, and the files."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -11,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from command_lines import write_text
 from conftest import SMALL, random_batch, random_parameters
 
 from daskgpt import train
@@ -19,26 +16,14 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.spans import RECORDER, bytes_of, recorded_spans
-from daskgpt.instruments.timeline import (
-    Event,
-    StepRecorder,
-    Timeline,
-    TimelineConfig,
-    Window,
-    check_timeline_path,
-    describe_summary,
-    summarise,
-    timeline_paths,
-    write_side_by_side,
-    write_timeline,
-)
+from daskgpt.instruments.timeline import StepRecorder, TimelineConfig, writing
 from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
-from daskgpt.instruments.timeline.events import TaskGraph, Transfer, different_at_once
+from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Transfer, Window, different_at_once
 from daskgpt.instruments.timeline.page import _means, lanes_of, time_axis
 from daskgpt.instruments.timeline.side_by_side import in_brief
 from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
+from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.instruments.timeline.worker_time import WorkerTime, worker_time
-from daskgpt.instruments.timeline.writing import is_bare
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.step import TrainingStep
 
@@ -99,10 +84,8 @@ def test_nothing_is_recorded_unless_asked_for():
 
 @pytest.mark.parametrize(("barrier", "steps", "layers"), [("none", 2, 2), ("step", 1, 2), ("layer", 1, 1)])
 def test_what_runs_at_the_same_time(barrier, steps, layers):
-    windows, grain = (
-        ([(0, 1, 2, 3)] if barrier == "none" else [(1,), (2,)]),
-        "kernel" if barrier == "layer" else "segment",
-    )
+    windows = [(0, 1, 2, 3)] if barrier == "none" else [(1,), (2,)]
+    grain = "kernel" if barrier == "layer" else "segment"
     for _ in range(20):  # on a busy machine two threads may take turns
         _, timeline = recorded(barrier, windows, LARGER, SHAPE, (2, 64), grain=grain)
         found = summarise(timeline)
@@ -150,23 +133,16 @@ ONE_STEP = (Window((0,), 0.0, 10.0),)
 
 def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc", transfers=()):
     """Steps of three tasks on two lanes: a 1 .. 3, then b 4 .. 8 and c 3 .. 5, which both need a."""
-    a, b, c = keys = [(f"{name}.forward-{name}-token",) for name in "abc"]
+    a, b, c = keys = tuple((f"{name}.forward-{name}-token",) for name in "abc")
     calls = [("a", a, 0, 1, 3, 100), ("c", c, 1, 3, 5, 10), ("b", b, 0, 4, 8, 1000)]
-    events = [
-        Event(
-            step, name, "forward", name, name, None, None, lane, zero + start, zero + end, size, (step, key), name, key
-        )
-        for step, zero in enumerate(starts)
-        for name, key, lane, start, end, size in calls
-    ]
-    tasks = TaskGraph(
-        order=(a, b, c),
-        needs={a: set(), b: {a}, c: {a}},
-        earlier={
-            keys["abc".index(key)]: {keys["abc".index(need)] for need in own} for key, own in dict(earlier).items()
-        },
-        awaited=frozenset(keys["abc".index(name)] for name in awaited),
-    )
+    events = []
+    for step, zero in enumerate(starts):
+        for name, key, lane, start, end, size in calls:
+            own = name, "forward", name, name, None, None, lane, zero + start, zero + end, size, (step, key), name, key
+            events.append(Event(step, *own))
+    named = dict(zip("abc", keys))
+    before = {named[key]: {named[need] for need in own} for key, own in dict(earlier).items()}
+    tasks = TaskGraph(keys, {a: set(), b: {a}, c: {a}}, before, frozenset(named[name] for name in awaited))
     lanes = ("thread 1", "thread 2")
     return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks, {a: [b, c]}, tuple(transfers))
 
@@ -186,24 +162,21 @@ def test_a_summary_worked_out_by_hand():
     text = describe_summary(found)
     for part in ("10000.00 ms a step, 1 step\n", "60.0% busy, 40.0% idle", "60% of the wall time: b.forward 67%, a."):
         assert part in text
-    assert [line.split() for line in text.splitlines()[-4:]] == [
-        ["b", "4000.000", "4000.000", "1"],
-        ["a", "2000.000", "2000.000", "1"],
-        ["c", "2000.000", "2000.000", "1"],
-        ["all", "8000.000", "0.000", "0.000", "8000.000", "3"],
-    ]
+    rows = ["b 4000.000 4000.000 1", "a 2000.000 2000.000 1", "c 2000.000 2000.000 1"]
+    rows.append("all 8000.000 0.000 0.000 8000.000 3")
+    assert [" ".join(line.split()) for line in text.splitlines()[-4:]] == rows
 
 
-@pytest.mark.parametrize(
-    ("windows", "earlier", "awaited", "path"),
-    [
-        ([(0,), (1,)], {}, "abc", 12),  # everything of the first step, then the second
-        ([(0,), (1,)], {}, "c", 4 + 6),  # on a cluster only what is awaited
-        ([(0, 1)], {"a": "c"}, "abc", 4 + 6),  # steps that overlap wait for what they need
-        ([(0, 1)], {"a": "b"}, "abc", 12),
-        ([(0, 1)], {}, "abc", 6),
-    ],
-)
+PATHS = [
+    ([(0,), (1,)], {}, "abc", 12),  # everything of the first step, then the second
+    ([(0,), (1,)], {}, "c", 4 + 6),  # on a cluster only what is awaited
+    ([(0, 1)], {"a": "c"}, "abc", 4 + 6),  # steps that overlap wait for what they need
+    ([(0, 1)], {"a": "b"}, "abc", 12),
+    ([(0, 1)], {}, "abc", 6),
+]
+
+
+@pytest.mark.parametrize(("windows", "earlier", "awaited", "path"), PATHS)
 def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
     own = [Window(steps, 10.0 * steps[0], 10.0 * steps[-1] + 10) for steps in windows]
     assert summarise(hand_made(own, earlier, (0.0, 10.0), awaited)).critical_path == pytest.approx(path)
@@ -241,9 +214,8 @@ def test_lanes_of_a_page():
     plot = lanes_of(timeline, axis)
     bars = [own.data_source.data for own in plot.renderers if "task" in own.data_source.data]
     bars.sort(key=lambda own: own["task"])
-    assert [(own["left"][0], own["right"][0], own["ms"][0]) for own in bars] == [
-        *[(1000, 3000, "2,000.000"), (4000, 8000, "4,000.000"), (3000, 5000, "2,000.000")],
-    ]
+    expected = [(1000, 3000, "2,000.000"), (4000, 8000, "4,000.000"), (3000, 5000, "2,000.000")]
+    assert [(own["left"][0], own["right"][0], own["ms"][0]) for own in bars] == expected
     assert [own["lane"][0] for own in bars] == ["thread 1", "thread 1", "thread 2"]
     assert [own["bytes"][0] for own in bars] == ["100 B", "1.0 kB", "10 B"]
     assert bars[0]["bottom"][0] > 0.5 > bars[2]["top"][0], "the first lane is on top"
@@ -265,12 +237,9 @@ def test_strips_of_colour():
 # Files.
 
 
-@pytest.mark.parametrize(("given", "base"), [("x", "x"), ("x.json", "x"), ("x.html", "x"), ("v1.2", "v1.2")])
-def test_names_of_the_files(tmp_path, given, base):
-    assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
-
-
-def test_what_is_refused(tmp_path):
+def test_names_of_the_files_and_what_is_refused(tmp_path):
+    for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
+        assert writing.timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
     with pytest.raises(ValueError, match="events=0"):
         summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset()), {}))
     with pytest.raises(ValueError, match="timeline_steps=0"):
@@ -279,24 +248,21 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "folder.html").mkdir()
     for path in (tmp_path, tmp_path / "file" / "x", tmp_path / "folder"):
         with pytest.raises(ValueError, match="that of a file in a folder"):
-            check_timeline_path(path)
-    check_timeline_path(tmp_path / "new" / "folder" / "x")
+            writing.check_timeline_path(path)
+    writing.check_timeline_path(tmp_path / "new" / "folder" / "x")
     names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}
-    assert {path: is_bare(path) for path in names} == names
+    assert {path: writing.is_bare(path) for path in names} == names
 
 
 def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothing(tmp_path):
     timeline = hand_made(transfers=[Transfer(1, "thread 1", 2.0, 2.5, 50, 3)])
-    trace, page = write_timeline(timeline, tmp_path / "deep" / "run")
+    trace, page = writing.write_timeline(timeline, tmp_path / "deep" / "run")
     found = json.loads(trace.read_text())["traceEvents"]
     own = [event for event in found if event["ph"] == "X"]
-    assert [(event["tid"], event["ts"], event["dur"]) for event in own] == [
-        *[(0, 1e6, 2e6), (1, 3e6, 2e6), (0, 4e6, 4e6), (3, 2e6, 5e5)],
-    ]
-    assert own[0]["args"] == {
-        **{"layer": "a", "pass": "forward", "where": "a", "block": None},
-        **{"chunk": None, "step": 0, "bytes": 100, "task": "a"},
-    }
+    times = [(event["tid"], event["ts"], event["dur"]) for event in own]
+    assert times == [(0, 1e6, 2e6), (1, 3e6, 2e6), (0, 4e6, 4e6), (3, 2e6, 5e5)]
+    told = {"layer": "a", "pass": "forward", "where": "a", "block": None}
+    assert own[0]["args"] == told | {"chunk": None, "step": 0, "bytes": 100, "task": "a"}
     assert own[3]["args"] == {"bytes": 50, "results": 3, "sender": "thread 1"}
     names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert names == {0: "thread 1", 1: "thread 2", 3: "thread 2, transfers"}
@@ -304,7 +270,8 @@ def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothi
     assert counters == {"memory of activations and gradients": 2, "layers at once": 5}
     assert in_brief(timeline).startswith("10,000.00 ms a step; kernels run 40% of the threads' time;")
     assert in_brief(timeline).endswith("at once 10%, steps 0%")
-    for path in (page, write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)):
+    other = writing.write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
+    for path in (page, other):
         text = path.read_text()
         assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
         assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
@@ -314,23 +281,21 @@ MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16 
 MODEL += " --validation-batches 1 --sample-tokens 0"
 
 
-def trained(tmp_path, *arguments, name="run"):
-    """Train in a folder of its own; return the run's folder."""
-    data = write_text(tmp_path)
-    assert train.main([*MODEL.split(), "--data", str(data), "--out", str(tmp_path / name), *map(str, arguments)]) == 0
-    return tmp_path / name
+def test_training_writes_the_timeline_of_its_last_steps(small_text, tmp_path, capsys):
+    def trained(flags, name):
+        common = [*MODEL.split(), "--data", str(small_text), "--out", str(tmp_path / name)]
+        assert train.main([*common, *flags.split()]) == 0
+        return tmp_path / name
 
-
-def test_training_writes_the_timeline_of_its_last_steps(tmp_path, capsys):
-    run = trained(tmp_path, "--steps", 6, "--barrier", "none", "--timeline", "last.html", "--timeline-steps", 3)
+    run = trained("--steps 6 --barrier none --timeline last.html --timeline-steps 3", "run")
     trace = json.loads((run / "last.json").read_text())
     assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {3, 4, 5}
     assert "<title>Steps 3 to 5: barrier none, grain " in (run / "last.html").read_text()
     out = capsys.readouterr().out
     assert "critical path" in out
     assert f"timeline written to {run / 'last.html'} and {run / 'last.json'}" in out
-    trained(tmp_path, "--steps", 1, "--timeline", "x", name="short")
+    trained("--steps 1 --timeline x", "short")
     assert "no step was recorded" in capsys.readouterr().out
-    for flags, keyword in ((["--local-steps", "2", "--replicas", "2"], "local"), (["--minutes", "1"], "minutes")):
+    for flags, keyword in (("--local-steps 2 --replicas 2", "local"), ("--minutes 1", "minutes")):
         with pytest.raises(ValueError, match=keyword):
-            trained(tmp_path, *flags, "--timeline", "x", name="refused")
+            trained(f"{flags} --timeline x", "refused")

@@ -1,18 +1,12 @@
 """Tests of the arithmetic of three programs in turns: ours on a cluster, ours on threads, PyTorch's processes."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
-from daskgpt import bench
-from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments.compare.apart import Apart
-from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_ddp import Programs
-from daskgpt.instruments.compare.torch_process import Place, TorchSide
 from daskgpt.instruments.compare.turns import Turn, take_turns
 from daskgpt.instruments.timeline.worker_time import WorkerTime
 
@@ -82,10 +76,3 @@ def test_of_programs_apart_one_is_open_at_a_time():
     assert order[:3] == [(1, 3), "peaks count from here", (1, 4)]
     assert [turn.seconds for turn in turns] == [((1, 1, 1, 3), (2, 2, 2, 6))] * 2
     assert (sides[0].losses, sides[0].peak(), len(sides[0].cpu())) == ([float(n) for n in range(7)], 7, 2)
-
-
-def test_a_batch_without_equal_parts_is_refused():
-    asked = bench.BenchConfig(batch_size=4, sequence_length=16)
-    job = bench.job_of(bench.preset("tiny"), asked, DataflowConfig())
-    with pytest.raises(ValueError, match="batch_size=4, processes=3"):
-        TorchSide(job, 0, 1, TorchOptions(), [Place()] * 3)

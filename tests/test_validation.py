@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pytest
-from command_lines import write_text
-from small_runs import FLAGS, MODEL, OPTIMIZER, fit
+from small_runs import FLAGS, MODEL, OPTIMIZER, fit, metrics_of
 
 from daskgpt import train
 from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
@@ -23,18 +21,9 @@ from daskgpt.training.start import open_dataset
 from daskgpt.training.validation import TOGETHER, Validation
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-def metrics_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_bits_a_byte_count_the_bytes_that_were_predicted(text, tmp_path):
+def test_bits_a_byte_count_the_bytes_that_were_predicted(small_text, tmp_path):
     out = tmp_path / "run"
-    fit(text, out, validate_every=4, save_every=4)
+    fit(small_text, out, validate_every=4, save_every=4)
     validated = [record for record in metrics_of(out) if "validation_loss" in record]
     assert [record["step"] for record in validated] == [3, 7, 11]
     resumed = Resumed(str(out), {"run": {"steps": 20}})
@@ -46,17 +35,11 @@ def test_bits_a_byte_count_the_bytes_that_were_predicted(text, tmp_path):
         assert record["validation_bits_a_byte"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_batches_that_are_validated_together_give_the_loss_of_each_alone(text):
+def test_batches_that_are_validated_together_give_the_loss_of_each_alone(small_text):
     """More of them than one graph has."""
-    data = DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    job = Job(
-        MODEL,
-        data,
-        OPTIMIZER,
-        DataflowConfig(),
-        RunConfig(validation_batches=TOGETHER + 2),
-        open_dataset(data, MODEL.vocabulary),
-    )
+    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
+    run, tokens = RunConfig(validation_batches=TOGETHER + 2), open_dataset(data, MODEL.vocabulary)
+    job = Job(MODEL, data, OPTIMIZER, DataflowConfig(), run, tokens)
     with open_scheduler("threads", 2) as scheduler:
         step = training_step(job, (2, 8), "block", in_place=True)
         state = step.initial(initial_parameters(MODEL, seed=1))
@@ -68,8 +51,8 @@ def test_batches_that_are_validated_together_give_the_loss_of_each_alone(text):
 
 
 @pytest.mark.parametrize("barrier", ["step", "none"])
-def test_samples_are_shown_while_a_run_goes_on(text, tmp_path, barrier, capfd):
-    flags = [*FLAGS.split(), "--data", text, "--steps", 7, "--barrier", barrier, "--out", tmp_path / "run"]
+def test_samples_are_shown_while_a_run_goes_on(small_text, tmp_path, barrier, capfd):
+    flags = [*FLAGS.split(), "--data", small_text, "--steps", 7, "--barrier", barrier, "--out", tmp_path / "run"]
     assert train.main([*map(str, flags), "--sample-tokens", "5", "--sample-every", "3"]) == 0
     heads = [line for line in capfd.readouterr().out.splitlines() if line.startswith("--- sample")]
     assert [head.strip("- ") for head in heads] == [f"sample after {steps} steps" for steps in (3, 6, 7)]

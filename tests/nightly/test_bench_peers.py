@@ -1,7 +1,5 @@
 """Tests of `bench` beside PyTorch, its DistributedDataParallel, and transformers: one model, and none stays behind."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -41,6 +39,8 @@ def test_processes_together_train_what_threads_train(processes, bf16):
 
 def test_what_ends_while_others_wait_for_it_is_said():
     """The others give up, and are ended: the error names the first that did not answer."""
+    with pytest.raises(ValueError, match="batch_size=4, processes=3"):
+        TorchSide(JOB, 0, 1, TorchOptions(), [Place()] * 3)
     torch = TorchSide(JOB, 0, 1, TorchOptions(), [Place()] * 2)
     with torch:
         torch.run(1)

@@ -1,12 +1,9 @@
 """Tests of pages in a browser: timelines, curves of runs, and the page "daskgpt" on Dask's dashboard of a real run."""
 
-from __future__ import annotations
-
 import urllib.request
 
 import pytest
 from chromium import PATH, visit
-from command_lines import write_text
 from distributed import Client
 from machines import wait_until
 from small_runs import MODEL, OPTIMIZER
@@ -51,8 +48,8 @@ def test_curves_of_runs(tmp_path):
     assert seen(tmp_path / "curves.html", tmp_path, NAMED)[0] > 0
 
 
-def test_the_dashboard_of_a_run(tmp_path):
-    data = daskgpt.DataConfig(data=str(write_text(tmp_path)), batch_size=4, sequence_length=16)
+def test_the_dashboard_of_a_run(small_text, tmp_path):
+    data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     run = daskgpt.RunConfig(steps=12, validate_every=5, validation_batches=1)
     with daskgpt.open_scheduler("local", 2) as scheduler, Client(scheduler.client.cluster) as client:
         daskgpt.fit(MODEL, data, OPTIMIZER, run=run, client=client, quiet=True)

@@ -12,10 +12,9 @@ import subprocess
 
 import dask
 import pytest
-from command_lines import PATIENCE, run, write_text
+from command_lines import PATIENCE, run
 from distributed import Client
 from machines import ROOT, session_of, started, terminal, wait_until
-from namespaces import Hosts, missing
 from small_runs import FLAGS, tensors_of
 
 from daskgpt.schedulers.allocator import ENVIRONMENT
@@ -24,11 +23,6 @@ from daskgpt.schedulers.cluster import BETWEEN_TASKS
 FOLDER = ROOT / "cluster"
 START, CERTIFICATES = FOLDER / "start.sh", FOLDER / "certificates.sh"
 needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +51,13 @@ def train(text, scheduler, out, **environment):
     )
 
 
-def test_script_starts_a_cluster_that_trains_and_leaves_nothing(text, tmp_path):
+def test_script_starts_a_cluster_that_trains_and_leaves_nothing(small_text, tmp_path):
     file, folder = tmp_path / "scheduler.json", tmp_path / "temporary"
     folder.mkdir()
     command = [START, "--workers", "2", "--port", "0", "--scheduler-file", file]
     with started(command, terminal(TMPDIR=str(folder)), stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: "Ctrl-C" in process.stdout.readline(), "the cluster")
-        runs = [train(text, where, tmp_path / where[:4]) for where in ("threads", f"file:{file}")]
+        runs = [train(small_text, where, tmp_path / where[:4]) for where in ("threads", f"file:{file}")]
         assert [done.returncode for done in runs] == [0, 0], runs
         assert tensors_of(tmp_path / "thre") == tensors_of(tmp_path / "file")
         with Client(scheduler_file=str(file)) as client:
@@ -122,17 +116,17 @@ def test_scripts_refuse_flags(script, flags, keyword, tmp_path):
 
 
 @needs_openssl
-def test_the_same_model_over_tls_on_a_cluster_and_a_local_one(tls, certified, text, tmp_path):
+def test_the_same_model_over_tls_on_a_cluster_and_a_local_one(tls, certified, small_text, tmp_path):
     assert tls.startswith("tls://127.0.0.1:")
     for number, (scheduler, own) in enumerate([("threads", {}), (tls, certified[0]), ("local", certified[0])]):
-        done = train(text, scheduler, tmp_path / str(number), **own)
+        done = train(small_text, scheduler, tmp_path / str(number), **own)
         assert done.returncode == 0, done.stderr
         assert "warning" not in done.stderr
     assert len({tensors_of(tmp_path / str(number)) for number in range(3)}) == 1
 
 
 @needs_openssl
-def test_who_has_no_certificate_is_refused(tls, certified, text, tmp_path):
+def test_who_has_no_certificate_is_refused(tls, certified, small_text, tmp_path):
     plain = tls.replace("tls://", "tcp://")
     for scheduler, own, keyword in (
         (tls, {}, "no certificate"),
@@ -140,7 +134,7 @@ def test_who_has_no_certificate_is_refused(tls, certified, text, tmp_path):
         (plain, {}, "closed the connection"),
         (plain, certified[0], "asks for TLS"),
     ):
-        done = train(text, scheduler, tmp_path / "run", **own)
+        done = train(small_text, scheduler, tmp_path / "run", **own)
         assert done.returncode == 2
         assert keyword in done.stderr
         assert not (tmp_path / "run").exists()
@@ -150,16 +144,3 @@ def test_who_has_no_certificate_is_refused(tls, certified, text, tmp_path):
             done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
             assert done.returncode != 0
             assert "Registered to" not in done.stderr
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_cluster_that_others_can_reach_is_warned_of_once(text, tmp_path):
-    with Hosts(1) as hosts:
-        file, host = tmp_path / "scheduler.json", hosts.addresses[0]
-        command = [START, "--workers", "1", "--port", "0", "--host", host, "--scheduler-file", str(file)]
-        with started(hosts.command(0, list(map(str, command)))) as process:
-            wait_until(lambda: "Ctrl-C" in process.stdout.readline(), "the cluster")
-            done = train(text, f"file:{file}", tmp_path / "run")
-            process.terminate()
-            assert process.communicate(timeout=PATIENCE)[1].count(f"no TLS: whoever reaches {host}") == 1
-    assert (done.returncode, done.stderr.count(f"no TLS: whoever reaches tcp://{host}:")) == (0, 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import doctest
-import json
 import re
 import subprocess
 import sys
 
 import pytest
 from documents import ROOT, code, tables
+from small_runs import metrics_of
 
 import daskgpt
 from daskgpt.config.model import preset
@@ -37,8 +37,7 @@ def test_the_metrics_of_a_run_are_those_of_the_table(tmp_path):
     data = {"data": str(ROOT / "daskgpt/config/*.py"), "sequence_length": 32, "batch_size": 4}
     run = {"steps": 3, "validation_batches": 1, "out": str(tmp_path / "run"), "sample_tokens": 0}
     daskgpt.fit(model, data, {"clip": 1.0, "skip_outliers": 1e-9}, run=run, quiet=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    written = {name for line in lines for name in line}
+    written = {name for record in metrics_of(tmp_path / "run") for name in record}
     assert {"loss", "norm", "validation_loss"} <= written <= known
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_lines import PATIENCE, run, write_text
+from command_lines import PATIENCE, run
 
 from daskgpt.kernels.compilation import compile_all
 
@@ -25,84 +25,61 @@ def kernels():
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def expected(text, tmp_path_factory):
+def expected(small_text, tmp_path_factory):
     """The model that a run ends with."""
     out = tmp_path_factory.mktemp("expected") / "run"
-    result = run("train", "--data", text, *LITTLE, "--out", out)
+    result = run("train", "--data", small_text, *LITTLE, "--out", out)
     assert result.returncode == 0, result.stderr
     return (out / MODEL).read_bytes()
 
 
-def in_shell(script, *arguments, **environment):
-    """What a shell makes of a script, in which $RUN is a command line of the package, with its exit code."""
-    command = shlex.join([sys.executable, "-m", f"daskgpt.{arguments[0]}", *map(str, arguments[1:])])
-    return subprocess.run(
-        ["bash", "-c", script.replace("$RUN", command)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=os.environ | {"COLUMNS": "200"} | environment,
-    )
-
-
-def last_line(result):
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr.splitlines()[-1]
+def training(small_text, out):
+    """The words of a training's command line."""
+    return [sys.executable, "-m", "daskgpt.train", "--data", str(small_text), *LITTLE, "--out", str(out)]
 
 
 @pytest.mark.parametrize(
     "script",
     ["$RUN | head -1", "$RUN 2>&1 | head -1", "$RUN >&-", "$RUN >&- 2>&-", "$RUN <&- >/dev/null", "$RUN >/dev/full"],
 )
-def test_a_run_that_nobody_watches_goes_on_to_its_end(script, text, tmp_path, expected):
+def test_a_run_that_nobody_watches_goes_on_to_its_end(script, small_text, tmp_path, expected):
     if "full" in script and not FULL.exists():
         pytest.skip("the system has no device that is always full")
     out = tmp_path / "run"
-    result = in_shell(script, "train", "--data", text, *LITTLE, "--out", out)
+    command = ["bash", "-c", script.replace("$RUN", shlex.join(training(small_text, out)))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (out / MODEL).read_bytes() == expected, result.stderr
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 20
     assert "Traceback" not in result.stderr
     assert "Exception" not in result.stderr
     assert "Errno 32" not in result.stderr
     if "full" in script:
-        assert "stdout: " in last_line(result)
+        assert result.returncode == 2
+        assert "stdout: " in result.stderr.splitlines()[-1]
 
 
-def test_of_three_runs_into_one_folder_one_has_it(text, tmp_path, expected):
+def test_of_three_runs_into_one_folder_one_has_it(small_text, tmp_path, expected):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "daskgpt.train", "--data", str(text), *LITTLE, "--out", str(out)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(3)]
+    processes = [subprocess.Popen(training(small_text, out), **pipes) for _ in range(3)]
     ended = [(process.communicate(timeout=PATIENCE)[1], process.returncode) for process in processes]
     assert sorted(code for _, code in ended) == [0, 2, 2]
     assert all("must not hold a run already" in stderr for stderr, code in ended if code)
     assert (out / MODEL).read_bytes() == expected
 
 
-SETTINGS = {
-    "DASK_SCHEDULER": "processes",
-    "DASK_ARRAY__CHUNK_SIZE": "1KiB",
-    "DASK_OPTIMIZATION__FUSE__ACTIVE": "False",
-    "DASK_NUM_WORKERS": "1",
-    "DASK_TEMPORARY_DIRECTORY": "/nowhere",
-    "DASK_TOKENIZE__ENSURE_DETERMINISTIC": "True",
-}
+SETTINGS = {"DASK_SCHEDULER": "processes", "DASK_OPTIMIZATION__FUSE__ACTIVE": "False", "DASK_NUM_WORKERS": "1"}
+SETTINGS |= {"DASK_TEMPORARY_DIRECTORY": "/nowhere", "DASK_TOKENIZE__ENSURE_DETERMINISTIC": "True"}
 
 
-def test_a_run_on_one_core_under_other_settings_of_dask_has_the_same_bits(text, tmp_path, expected, monkeypatch):
+def test_a_run_on_one_core_under_other_settings_of_dask_has_the_same_bits(small_text, tmp_path, expected, monkeypatch):
     out = tmp_path / "run"
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    command = [sys.executable, "-m", "daskgpt.train", "--data", str(text), *LITTLE, "--out", str(out)]
     core = min(os.sched_getaffinity(0))
     pinned = f"import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execv(sys.executable, sys.argv[1:])"
-    result = subprocess.run([sys.executable, "-c", pinned, *command], capture_output=True, text=True, timeout=PATIENCE)
+    command = [sys.executable, "-c", pinned, *training(small_text, out)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     assert "1 threads" in result.stdout
     assert (out / MODEL).read_bytes() == expected

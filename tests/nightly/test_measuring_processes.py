@@ -1,7 +1,5 @@
 """Tests of instruments that measure real processes: threads by number, what workers send, and the tools for records."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from statistics import median
 
@@ -10,7 +8,6 @@ import numpy as np
 import overheads
 import prepare_rate
 import pytest
-from command_lines import write_text
 from conftest import random_batch, random_parameters
 from machines import wait_until
 from test_traffic import CONFIG, loads, spread
@@ -32,10 +29,10 @@ def sending(dask_worker):
     return dask_worker.transfer_outgoing_count
 
 
-@pytest.mark.parametrize(
-    ("workers", "batch", "groups", "precision"),
-    [(2, 64, 2, "float32"), (3, 48, 1, "float32"), (2, 64, 1, "bfloat16"), (4, 64, 4, "bfloat16")],
-)
+WORKERS = [(2, 64, 2, "float32"), (3, 48, 1, "float32"), (2, 64, 1, "bfloat16"), (4, 64, 4, "bfloat16")]
+
+
+@pytest.mark.parametrize(("workers", "batch", "groups", "precision"), WORKERS)
 def test_what_workers_send_is_what_was_predicted(workers, batch, groups, precision):
     """In the median step: now and then a result is fetched twice."""
     step = spread((batch, 12), (batch // workers, 12), workers, CONFIG, precision, groups=groups)
@@ -48,10 +45,9 @@ def test_what_workers_send_is_what_was_predicted(workers, batch, groups, precisi
             wait_until(lambda: not any(scheduler.client.run(sending).values()), "transfers that end")
             looks.append(scheduler.client.run(written))
         numbered = scheduler.numbered
-    steps = [
-        [(sender, who, size) for sender in numbered for who, size in after[sender][len(before[sender]) :]]
-        for before, after in pairwise(looks)
-    ]
+    steps = []
+    for before, after in pairwise(looks):
+        steps.append([(own, who, size) for own in numbered for who, size in after[own][len(before[own]) :]])
     for address, own in zip(numbered, loads(step)):
         sent = median(sum(size for sender, _, size in passed if sender == address) for passed in steps)
         received = median(sum(size for _, who, size in passed if who == address) for passed in steps)
@@ -59,18 +55,19 @@ def test_what_workers_send_is_what_was_predicted(workers, batch, groups, precisi
         assert received == pytest.approx(own.received.total(), **TOLERANCES["bytes on the way"])
 
 
+TOOLS = [
+    (overheads, f"{SHORT} --turns 2 --data", {"validation", "logs", "samples", overheads.AT_THE_END}, "turn 1: "),
+    (prepare_rate, "--encoding bytes --turns 1 --check --text", {"prepare", "tiktoken", "ratio"}, "same bytes"),
+    (dashboard_cost, f"{MODEL} --pairs 2 --window 4 --data", {"a step with the page / without"}, "2 pairs of 4"),
+]
+
+
 @pytest.mark.parametrize(
-    ("tool", "flags", "figures", "shown"),
-    [
-        (overheads, f"{SHORT} --turns 2 --data", {"validation", "logs", "samples", overheads.AT_THE_END}, "turn 1: "),
-        (prepare_rate, "--encoding bytes --turns 1 --check --text", {"prepare", "tiktoken", "ratio"}, "same bytes"),
-        (dashboard_cost, f"{MODEL} --pairs 2 --window 4 --data", {"a step with the page / without"}, "2 pairs of 4"),
-    ],
-    ids=["overheads", "prepare_rate", "dashboard_cost"],
+    ("tool", "flags", "figures", "shown"), TOOLS, ids=["overheads", "prepare_rate", "dashboard_cost"]
 )
-def test_tools_measure_and_record(tmp_path, capsys, tool, flags, figures, shown):
+def test_tools_measure_and_record(small_text, tmp_path, capsys, tool, flags, figures, shown):
     path = tmp_path / "records.jsonl"
-    tool.main([*flags.split(), str(write_text(tmp_path)), "--record", str(path)])
+    tool.main([*flags.split(), str(small_text), "--record", str(path)])
     (found,) = read_records(path)
     assert figures <= found.figures.keys()
     assert "--record" not in found.command

@@ -1,7 +1,5 @@
 """Tests of the one number that take longer: for older processors, of larger models, of the campaign as a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

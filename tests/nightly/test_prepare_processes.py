@@ -1,7 +1,5 @@
 """Tests of preparing tokens in processes: killed ones, two at once, workers, and threads of other libraries."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -20,11 +18,6 @@ from daskgpt.formats.vocabulary_file import read_vocabulary
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
-
-
-@pytest.fixture(scope="module")
-def learned(corpus, tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("learned"), corpus, "--learn-vocabulary", "600") / VOCABULARY_FILE
 
 
 def _written(folder: Path) -> int:
@@ -46,9 +39,10 @@ def test_the_bytes_are_the_same_with_workers_and_a_learned_vocabulary(workers, c
     assert len(files_of(one)) > 4
 
 
-def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(corpus, learned, tmp_path):
+def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(corpus, tmp_path):
     """Killed whenever the files have grown by some, until one process comes to the end."""
-    many = [corpus, corpus, corpus, corpus, corpus, "--encoding", learned, "--shard-tokens", "700k"]
+    learned = prepared(tmp_path, corpus, "--learn-vocabulary", "600", out="learned") / VOCABULARY_FILE
+    many = [*[corpus] * 5, "--encoding", learned, "--shard-tokens", "700k"]
     whole, out = prepared(tmp_path, *many, out="whole"), tmp_path / "out"
     kills = 0
     for wanted in (1, 1_500_000, 3_000_000, 6_000_000):

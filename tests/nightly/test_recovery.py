@@ -10,10 +10,9 @@ import threading
 import time
 from contextlib import nullcontext
 
-import numpy as np
 import psutil
 import pytest
-from command_lines import PATIENCE, write_text
+from command_lines import PATIENCE
 from distributed import Client
 from faults import HOST_KINDS, KINDS, disturb
 from machines import KillAsItSends, KillItself, Machines, wait_until
@@ -24,31 +23,17 @@ from watched_run import WatchedRun
 
 import daskgpt
 from daskgpt.config.stopping import STOPPED
-from daskgpt.kernels.compilation import compile_all
 
-STEPS, AT, LATER = 30, 12, 20
+STEPS, AT = 30, 12
 MATTERS = 0.6  # seconds that steps take around a change, so that it is seen before the next one
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    compile_all(np.float32)  # once, before many processes would do it at the same time
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
+def whole(small_text, tmp_path_factory):
     """The folder of a run that nobody disturbs, with threads."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(text, out, "threads")
+    train(small_text, out, "threads")
     return out
-
-
-@pytest.fixture(scope="module")
-def machines(tmp_path_factory):
-    """A cluster that tests kill parts of, and make whole with `have`."""
-    with Machines(tmp_path_factory.mktemp("machines"), 2) as found:
-        yield found
 
 
 def train(text, out, scheduler, on_step=None, grain="auto", **run):
@@ -75,35 +60,21 @@ def acting(actions):
     return act
 
 
-def test_workers_that_stay_join_and_die_give_one_result(machines, text, whole, tmp_path, capsys):
-    for workers in (1, 2, 3, 4):
-        machines.have(workers)
-        train(text, tmp_path / str(workers), machines.address)
-        assert same(tmp_path / str(workers), whole), workers
-    machines.have(2)
-    actions = {AT: lambda: machines.have(3), LATER: lambda: machines.kill(machines.alive()[0])}
-    train(text, tmp_path / "run", machines.address, acting(actions))
-    assert same(tmp_path / "run", whole)
-    said = capsys.readouterr().out
-    joined = said.rindex("workers    3 take part from now on", said.rindex("workers    new: "))
-    assert "workers    2 take part from now on: " in said[joined:]
-
-
-def test_the_last_worker_is_waited_for(machines, text, whole, tmp_path, capsys):
-    machines.have(1)
+def test_the_last_worker_is_waited_for(cluster, small_text, whole, tmp_path, capsys):
+    cluster.have(1)
 
     def kill():
-        machines.kill(machines.alive()[0])
-        machines.start_worker()
+        cluster.kill(cluster.alive()[0])
+        cluster.start_worker()
 
-    train(text, tmp_path / "run", machines.address, acting({AT: kill}), snapshot_every=0, save_every=5)
+    train(small_text, tmp_path / "run", cluster.address, acting({AT: kill}), snapshot_every=0, save_every=5)
     assert same(tmp_path / "run", whole)
     said = capsys.readouterr().out
     assert "workers    all are gone: the run ends unless one comes in 10 minutes" in said
     assert re.search(rf"from step {AT} back to \d+, the last checkpoint \(", said)
 
 
-def test_a_worker_of_another_arithmetic_comes_only_when_the_run_is_over(text, whole, tmp_path):
+def test_a_worker_of_another_arithmetic_comes_only_when_the_run_is_over(small_text, whole, tmp_path):
     with Machines(tmp_path, 1) as machines:
         machines.have(1)
 
@@ -112,7 +83,7 @@ def test_a_worker_of_another_arithmetic_comes_only_when_the_run_is_over(text, wh
             name = machines.start_worker()
             wait_until(lambda: name in machines.ended(), "the worker's end")
 
-        train(text, tmp_path / "run", machines.address, acting({AT: join}))
+        train(small_text, tmp_path / "run", machines.address, acting({AT: join}))
         assert same(tmp_path / "run", whole)
         assert "float32 products=library (the run: fused)." in machines.said()
         with Client(machines.address) as client:
@@ -131,24 +102,24 @@ def plugins_on(dask_scheduler):
         *((kind, "auto") for kind in ("recovery.copy", "parameters.finite", "sending")),
     ],
 )
-def test_kill_matrix(kind, grain, machines, text, whole, tmp_path):
+def test_kill_matrix(kind, grain, cluster, small_text, whole, tmp_path):
     """In forward, backward, update, as a recovery point is made, and as a checkpoint is made."""
-    machines.have(3)
+    cluster.have(3)
     once, after = tmp_path / "killed", 3 if kind in ("parameters.finite", "sending") else AT
     plugin = KillAsItSends(2, once) if kind == "sending" else KillItself(kind, after, once)
-    with Client(machines.address) as client:
+    with Client(cluster.address) as client:
         client.register_plugin(plugin)
         try:
-            train(text, tmp_path / "run", machines.address, grain=grain, save_every=3)
+            train(small_text, tmp_path / "run", cluster.address, grain=grain, save_every=3)
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert once.exists(), "nobody was killed"
-    assert len(machines.alive()) == 2
+    assert len(cluster.alive()) == 2
     assert same(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("way", ["no worker", "asked to stop", "no scheduler"])
-def test_what_ends_a_run_that_can_be_gone_on_with(way, text, tmp_path):
+def test_what_ends_a_run_that_can_be_gone_on_with(way, whole, tmp_path):
     with Machines(tmp_path, 1) as machines:
         run, lines = WatchedRun(tmp_path, FLAGS), []
         flags = ["--save-every", 5, *(["--worker-minutes", 0.03] * (way == "no worker"))]
@@ -167,44 +138,39 @@ def test_what_ends_a_run_that_can_be_gone_on_with(way, text, tmp_path):
     assert len(losses_of(run.out)) == len(done.losses) == steps
 
 
-def test_a_client_that_is_killed_leaves_nothing_on_the_cluster(machines, tmp_path):
-    machines.have(2)
+def test_a_client_that_is_killed_leaves_nothing_on_the_cluster(cluster, tmp_path):
+    cluster.have(2)
     run = WatchedRun(tmp_path, FLAGS)
-    with run.start(machines.address, "--snapshot-every", 2):
+    with run.start(cluster.address, "--snapshot-every", 2):
         wait_until(lambda: run.step > AT, "steps")
-    with Client(machines.address) as client:
+    with Client(cluster.address) as client:
         wait_until(lambda: not client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)), "tasks")
         wait_until(lambda: not any(client.run(lambda dask_worker: len(dask_worker.data)).values()), "results")
 
 
-@pytest.mark.parametrize("way", ["stops for seconds", "silent", "silent, with a nanny"])
-def test_a_worker_that_stands_still_costs_no_bit(way, machines, text, whole, tmp_path, capsys):
-    machines.have(2)
-    name = machines.start_worker(nanny="nanny" in way)
-    machines.have(3)
-    worker = psutil.Process(machines.processes[name].pid)
-    worker = worker.children(recursive=True)[-1] if "nanny" in way else worker
+@pytest.mark.parametrize("way", ["stops for seconds", "silent"])
+def test_a_worker_that_stands_still_costs_no_bit(way, cluster, small_text, whole, tmp_path, capsys):
+    cluster.have(2)
+    name = cluster.start_worker()
+    cluster.have(3)
+    worker = psutil.Process(cluster.processes[name].pid)
 
     def stop():
         worker.suspend()
-        if "silent" not in way:
+        if way != "silent":
             threading.Timer(4, worker.resume).start()
 
-    more = {"worker_seconds": 2 if "silent" in way else 60}
-    train(text, tmp_path / "run", machines.address, acting({AT: stop}), **more)
+    train(
+        small_text, tmp_path / "run", cluster.address, acting({AT: stop}), worker_seconds=2 if way == "silent" else 60
+    )
     assert same(tmp_path / "run", whole)
-    assert (", which said nothing" in capsys.readouterr().out) == ("silent" in way)
+    assert (", which said nothing" in capsys.readouterr().out) == (way == "silent")
     if way == "silent":
         worker.resume()
-        wait_until(lambda: name in machines.ended(), "the end of a worker that comes back too late")
-    if "nanny" in way:
-        machines.have(3)
-        assert not worker.is_running()
-        machines.send(name, signal.SIGTERM)
-        machines.processes.pop(name).wait()
+        wait_until(lambda: name in cluster.ended(), "the end of a worker that comes back too late")
 
 
-def test_a_local_cluster_starts_a_worker_again(text, whole, tmp_path):
+def test_a_local_cluster_starts_a_worker_again(small_text, whole, tmp_path):
     killed = []
 
     def kill():
@@ -212,7 +178,7 @@ def test_a_local_cluster_starts_a_worker_again(text, whole, tmp_path):
         killed.append(next(child for child in children if "spawn_main" in " ".join(child.cmdline())))
         killed[0].kill()
 
-    train(text, tmp_path / "run", "local", acting({AT: kill}))
+    train(small_text, tmp_path / "run", "local", acting({AT: kill}))
     assert killed
     assert same(tmp_path / "run", whole)
 
