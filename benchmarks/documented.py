@@ -36,7 +36,7 @@ NOT_RUN = {
     r"python -m daskgpt\.\w+ .*--against torch\b": "needs PyTorch: tests of bench run it where that is installed",
 }
 
-TEXT = "--data shakespeare.txt"
+TEXT = "--data my-text.txt"
 MODEL = "--blocks 1 --heads 2 --channels 16 --positions 32 --encoding bytes --vocabulary 257"
 BATCH = "--batch-size 4 --sequence-length 16"
 SHORT = "--validation-batches 1 --sample-tokens 4 --save-minutes 0"

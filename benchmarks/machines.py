@@ -154,10 +154,14 @@ class Machines:
         """Start as many as are missing, end those that are too many, and wait until all of them take tasks."""
         for name in self.alive()[workers:]:
             self.kill(name)
-        for _ in range(workers - len(self.alive())):
-            self.start_worker()
         with Client(self.address) as client:
-            wait_until(lambda: len(running(client)) == workers, "workers")
+
+            def there() -> bool:
+                for _ in range(workers - len(self.alive())):  # also for one that ended before it was connected
+                    self.start_worker()
+                return len(running(client)) == workers
+
+            wait_until(there, "workers")
 
     def ended(self) -> list[str]:
         """The workers whose processes have ended by themselves, each told once."""

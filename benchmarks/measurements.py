@@ -31,7 +31,7 @@ SENT = "tasks a worker, the most that one sends and gets, all together"  # what 
 
 def pages() -> list[Path]:
     """Every page that may have places."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cluster" / "README.md"]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "cluster" / "README.md"]
 
 
 def records(file: str) -> list[Record]:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, run_command
-from daskgpt.data.encodings import encoding_of, ranks_of, vocabulary_size
+from daskgpt.data.encodings import encoding_of, ranks_of, specials_of, vocabulary_size
 from daskgpt.formats.gpt2_tokenizer import tokenizer_files
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, stream_model
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.published import padded
 from daskgpt.formats.run_model import stream_run_model
+from daskgpt.model.layers import require_own_layers
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.run_folder import open_model_of
 
@@ -71,6 +72,8 @@ def main(arguments: list[str]) -> int:
     rule, advice = "what is written must be new", "Nothing is written over: name another."
     require(not taken, "convert", rule, {"path": target}, advice)
     model = open_model_of(values.source)
+    if kind != "daskgpt":
+        require_own_layers("convert")
     for line in _read(model):
         print(line, flush=True)
     for line in WRITERS[kind](target, model):
@@ -94,10 +97,12 @@ def guessed(target: Path) -> str:
 def _to_huggingface(target: Path, model: OpenedModel) -> list[str]:
     encoding = model.encoding or encoding_of(model.config.vocabulary)
     files, end, note = {}, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
-    if model.config.vocabulary == vocabulary_size(encoding):
-        end = model.config.vocabulary - 1
+    spare = model.config.vocabulary - vocabulary_size(encoding)  # a model may have more ids than its own encoding
+    if spare == 0 or (model.encoding and spare > 0):
+        specials = specials_of(encoding)
+        end = next(iter(specials.values()))
         try:
-            files, note = tokenizer_files(ranks_of(encoding), model.config.positions), ""
+            files, note = tokenizer_files(ranks_of(encoding), model.config.positions, specials), ""
         except FileNotFoundError as error:  # the model is of use without
             note = f"no tokenizer: {error}"
     write_huggingface(target, model, files, end_of_text=end)

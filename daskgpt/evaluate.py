@@ -51,7 +51,7 @@ class EvaluateConfig(Checked):
     sequence_length: int = setting(0, "of a text's sequences; 0 = the model's own", unit="tokens", least=0)
     encoding: str = setting("", "bytes or gpt2; empty = the model's own")
     precision: str = setting("float32", "of weights, keys and values", choices=PRECISIONS)
-    threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0)
+    threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0, most=2**12)
 
 
 def main(arguments: list[str]) -> int:
@@ -64,8 +64,8 @@ def main(arguments: list[str]) -> int:
     options: EvaluateConfig = from_flags(EvaluateConfig, values)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, say.")
     model = read_model_of(values.model)
-    encoding_name, length = trained_with(values.model, model)
-    encoding = get_encoding(options.encoding or encoding_name)
+    encoding_name, length = trained_with(values.model, model, options.encoding)
+    encoding = get_encoding(encoding_name)
     weights = Weights(model.config, model.parameters, options.precision)
     if questions := questions_of(options.data, encoding):
         found = multiple_choice(weights, questions[: options.limit or None], options.threads)

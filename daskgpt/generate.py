@@ -11,7 +11,7 @@ from tiktoken import Encoding
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.encodings import encode, encoding_named, get_encoding
+from daskgpt.data.encodings import encode, get_encoding
 from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.ending import end_of_text, shown
@@ -40,8 +40,8 @@ has never seen one answered: --until "\\n" has it write a line.
 class GenerateConfig(Checked):
     """What to write."""
 
-    samples: int = setting(1, "texts after each prompt", least=1)
-    tokens: int = setting(200, "length of the text", unit="tokens", least=0)
+    samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
+    tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)
     temperature: float = setting(0.8, "0 takes the likeliest token, 1 the model's own probabilities", least=0)
     top_k: int = setting(0, "choose among so many likeliest tokens, 0 = all", least=0)
     top_p: float = setting(1.0, "choose among the fewest likeliest tokens with so much probability, 1 = all", least=0)
@@ -50,7 +50,7 @@ class GenerateConfig(Checked):
     end: str = setting("stop", "what end-of-text does to a text", choices=("stop", "ignore"))
     encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary; empty = the model's own")
     precision: str = setting("float32", "of weights, keys and values", choices=PRECISIONS)
-    threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0)
+    threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0, most=2**12)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     options: GenerateConfig = from_flags(GenerateConfig, values)
     model = read_model_of(values.model)
-    encoding_name, context = trained_with(values.model, model)
-    encoding = get_encoding(encoding_named(options.encoding or encoding_name))
+    encoding_name, context = trained_with(values.model, model, options.encoding)
+    encoding = get_encoding(encoding_name)
     prompts = values.prompt or ["\n"]
     for prompt in prompts:
         check_prompt(model.config, encode(encoding, prompt).tolist())

@@ -31,7 +31,7 @@ class WorkersConfig(Checked):
         "sync, threads, local, tcp://host:port, tls://host:port or file:scheduler.json; auto = the address in "
         "DASK_SCHEDULER_ADDRESS, else threads",
     )
-    threads: int = setting(0, "threads, or worker processes of local; 0 = one a core", least=0)
+    threads: int = setting(0, "threads, or worker processes of local; 0 = one a core", least=0, most=2**12)
 
 
 def main(arguments: list[str]) -> int:

@@ -42,7 +42,7 @@ A study that was stopped goes on with --out FOLDER; what is in its table is not 
 machine, versions, and the time of every run.
 """
 QUICK_MODEL = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
-QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "warmup": 1, "recorded": 1}
+QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "warmup": 1}
 
 
 def parser() -> Parser:

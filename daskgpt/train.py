@@ -27,7 +27,7 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.asked import asked
 from daskgpt.training.checkpoints import BEST, step_of
 from daskgpt.training.horizon import one_horizon
-from daskgpt.training.job import Job, compile_kernels
+from daskgpt.training.job import Job, compile_kernels, require_memory
 from daskgpt.training.loop import run_job
 from daskgpt.training.result import Result
 from daskgpt.training.resuming import SECTIONS, Beginning, Resumed, changeable, may_not_change
@@ -38,9 +38,10 @@ from daskgpt.training.watching import Watcher
 
 DEFAULT = "tiny"  # the preset
 EPILOG = (
-    f"Exit codes: 0 all steps are done; {STOPPED} Ctrl-C or SIGTERM has ended it after a step and a checkpoint, or a "
-    "cluster has gone and there is a checkpoint: --resume goes on; 130 a second Ctrl-C has ended it at once; 2 it "
-    "could not run, or not to its end."
+    f"Exit codes: 0 all steps are done; {STOPPED} Ctrl-C, SIGTERM or SIGHUP has ended it after a step and a "
+    "checkpoint, or a cluster has gone and there is a checkpoint: --resume goes on; 130 a second Ctrl-C, or one "
+    "before the first step, has ended it at once; 141 nobody reads what it prints (`| head`); "
+    "2 it could not run, or not to its end."
 )
 
 
@@ -114,6 +115,7 @@ def main(arguments: list[str]) -> int:
     if values.plan:
         print(planned(job, values.workers))
         return 0
+    require_memory(job)
     first = resumed.beginning() if resumed else Beginning(start_values(job, start))
     watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []
     watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []

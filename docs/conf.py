@@ -21,7 +21,7 @@ from docstrings import structured  # noqa: E402
 
 project, author, copyright = "daskgpt", "the authors of daskgpt", "the authors of daskgpt, MIT licence"
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "*.md", "cluster/*.md"]
+include_patterns = ["docs/*.md", "docs/measurements/*.md", "*.md", "cluster/*.md"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 
 myst_enable_extensions = ["dollarmath"]

@@ -54,7 +54,7 @@ def test_two_workers_give_the_bits_of_threads(cluster, small_text, whole, tmp_pa
     fit(small_text, tmp_path / "run", cluster.address)
     said = capsys.readouterr().out
     assert same(tmp_path / "run", whole)
-    assert f"cluster at {cluster.address}, 2 workers, dashboard " in said
+    assert f"cluster at {cluster.address}, 2 workers" in said
     assert {line.split()[-1] for line in said.split("sent/s\n")[1].splitlines()[:2]} == set(cluster.alive())
 
 
@@ -174,13 +174,14 @@ def test_steps_leave_nothing_behind(cluster, small_text):
     with Client(cluster.address) as client:
 
         def look(step, metrics):
-            if step in (7, 23):
+            if step in (7, 63):
                 tasks = sum(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
                 found.append((*client.run_on_scheduler(held_by), tasks))
 
-        fit(small_text, "", "", client=client, on_step=look, steps=24, snapshot_every=1, validate_every=0)
+        fit(small_text, "", "", client=client, on_step=look, steps=64, snapshot_every=1, validate_every=0)
     early, late = found
-    assert all(after <= 2 * before for before, after in zip(early, late)), found
+    # What is in flight at a moment varies by some steps; of 56 steps that leave all of theirs there would be 1,000.
+    assert all(after < before + 200 for before, after in zip(early, late)), found
 
 
 def test_a_cluster_is_found_by_its_file_and_by_the_environment(cluster):
@@ -189,7 +190,7 @@ def test_a_cluster_is_found_by_its_file_and_by_the_environment(cluster):
     with dask.config.set({"scheduler-address": cluster.address.removeprefix("tcp://")}):
         for address, shown in ((file, file), ("auto", f"{cluster.address} (DASK_SCHEDULER_ADDRESS)")):
             with daskgpt.open_scheduler(address) as scheduler:
-                assert scheduler.description.startswith(f"cluster at {shown}, 2 workers, dashboard ")
+                assert scheduler.description.startswith(f"cluster at {shown}, 2 workers")
                 assert scheduler.threads == len(scheduler.addresses()) == 2
                 assert scheduler.everywhere(sum, [1, 2], here=True) == [3, 3, 3]
     with Client(cluster.address) as client:

@@ -134,7 +134,7 @@ REFUSED = [
     ("model", {4: 0}, None, "blocks must be at least 1"),
     ("model", {7: 508}, None, "padded_vocabulary must be at least"),
     *[("state", {2: B, 3: T}, None, "B must be at least 1") for B, T in ((0, 32), (-4, 32), (4, 0), (4, 65))],
-    *[("model", {at: value, 7: MOST}, None, "truncated") for at, value in ((4, MOST), (6, MOST - 3), (3, MOST))],
+    *[("model", {at: value, 7: MOST}, None, "at most") for at, value in ((4, MOST), (6, MOST - 3), (3, MOST))],
 ]
 
 

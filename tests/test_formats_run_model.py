@@ -88,7 +88,7 @@ def test_the_metadata_says_what_the_model_is_and_the_same_bits_come_back(path):
 def test_padding_that_is_not_zero_is_kept(tmp_path, value):
     parameters = unpadded()
     parameters["wte.weight"][-1, 1] = value
-    daskgpt.save(tmp_path / "model.safetensors", SMALL, parameters)
+    write_run_model(tmp_path / "model.safetensors", StoredModel(SMALL, parameters))
     assert parts(tmp_path / "model.safetensors")[0]["wte.weight"]["shape"] == [8, 4]
     assert_same_bits(parameters, daskgpt.load(tmp_path / "model.safetensors")[1])
 
@@ -104,7 +104,7 @@ NOT_WRITTEN = [
 @pytest.mark.parametrize(("name", "change", "error", "keyword"), NOT_WRITTEN)
 def test_what_is_wrong_is_not_written(tmp_path, name, change, error, keyword):
     (tmp_path / "model.safetensors").write_bytes(b"the model of yesterday")
-    parameters = {key: values for key, values in (unpadded() | change).items() if values is not None}
+    parameters = {key: values for key, values in (small_parameters() | change).items() if values is not None}
     with pytest.raises(error, match=keyword):
         daskgpt.save(tmp_path / name, SMALL, parameters)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"the model of yesterday"]
@@ -186,7 +186,7 @@ def test_metadata_that_is_missing_or_no_configuration(path, metadata, keyword):
 WRONG_CONFIGURATIONS = [
     ({"version": 2}, "version must be 1"),
     ({"rotations": 3, "turns": 1}, "model=rotations, turns"),
-    ({"blocks": 10**12}, "every block must have its tensors"),
+    ({"blocks": 10**4}, "every block must have its tensors"),
     ({"blocks": 10**400}, "blocks=10{36}"),
     ({"heads": 3}, "multiple of heads"),
     ({"norm": "batchnorm"}, "norm must be known"),
@@ -195,7 +195,7 @@ WRONG_CONFIGURATIONS = [
     ({"sequence_length": -1}, "sequence length must lie between"),
     ({"blocks": 3}, "missing=h.2.attn.c_attn.bias .12 in all"),
     ({"blocks": 1}, "unknown=h.1.attn.c_attn.bias .12 in all"),
-    ({"positions": 2**50}, "wpe.weight must have shape"),
+    ({"positions": 2**24}, "wpe.weight must have shape"),
     ({"padded_vocabulary": 7, "vocabulary": 6}, r"wte.weight must have shape \(6, 4\) or \(7, 4\)"),
     ({"encoding": "runes"}, "encoding must be one of"),
     ({"vocabulary": 3, "encoding": "bytes"}, "vocabulary=3"),

@@ -137,7 +137,7 @@ NO_ARGUMENTS = [({"prompt": []}, "prompt must have a token"), ({"prompt": [1, 29
 NO_ARGUMENTS += [({"prompt": [-1]}, "least=-1"), ({"top_p": 0}, "top_p=0"), ({"top_p": 1.1}, "top_p=1.1")]
 NO_ARGUMENTS += [({"precision": "bfloat"}, "bfloat16?"), ({"threads": -1}, "threads=-1")]
 NO_ARGUMENTS += [({"temperature": -1}, "temperature=-1"), ({"count": -1}, "count=-1")]
-NO_ARGUMENTS += [({"prompt": "text"}, "prompt=str")]
+NO_ARGUMENTS += [({"prompt": "text"}, "prompt='text'")]
 
 
 @pytest.mark.parametrize(("arguments", "told"), NO_ARGUMENTS, ids=str)

@@ -102,7 +102,7 @@ def test_minutes_end_a_run_and_its_rates_with_it(small_text, tmp_path, barrier):
 
 def test_what_a_run_of_minutes_was_told_is_told_again(small_text, tmp_path):
     """A checkpoint knows the estimates: steps that are made again have the learning rates that they had."""
-    out, changes = tmp_path / "run", {"save_every": 40, "keep": 100, "minutes": 0.05, "steps": 100}
+    out, changes = tmp_path / "run", {"save_every": 1, "keep": 100, "minutes": 0.05, "steps": 100}
     fit(small_text, out, **changes)
     early, *_, late = (json.loads((folder / "state.json").read_text()) for folder in sorted(out.glob("step-*")))
     first, *others = early["horizon"]["changes"]

@@ -95,7 +95,7 @@ def test_a_model_file_alone_says_its_encoding_by_its_vocabulary(small_text, tmp_
     assert begin("--init", model_of(tmp_path / "bytes.bin"), "--data", small_text, SHORT, "--out", out) == 0
     assert (config_of(out)["data"]["encoding"], config_of(out)["data"]["sequence_length"]) == ("bytes", 32)
     monkeypatch.setenv("DASKGPT_VOCABULARY", str(tmp_path))
-    for vocabulary, error, said in ((50257, FileNotFoundError, NOWHERE), (200, ValueError, "encoding=bytes, ids=257")):
+    for vocabulary, error, said in ((50257, FileNotFoundError, NOWHERE), (200, ValueError, "vocabulary=200")):
         path = model_of(tmp_path / f"{vocabulary}.bin", vocabulary=vocabulary, channels=2)
         with pytest.raises(error, match=said):
             begin("--init", path, "--data", small_text, SHORT, "--out", tmp_path / "other")

@@ -1,5 +1,6 @@
 """Files that are there whole or not at all."""
 
+import errno
 import hashlib
 import os
 import secrets
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from daskgpt.config.errors import refusal, require
 
@@ -64,6 +65,34 @@ def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
                 os.posix_fadvise(file.fileno(), position, part.nbytes, os.POSIX_FADV_DONTNEED)
             position += part.nbytes
     return digest.hexdigest()
+
+
+def open_no_link(path: Path, mode: str) -> BinaryIO:
+    """Open a file, unbuffered, unless its name is a symbolic link, which could mean any file of the user's.
+
+    Errors   ValueError for a link
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    try:
+        return cast(BinaryIO, open(path, mode, 0, opener=opener))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        rule = "a file that is written into a run's folder must not be a symbolic link"
+        raise refusal(ValueError, "RunFolder", rule, {"path": path}, "Remove the link.") from None
+
+
+def set_aside(path: Path, what: str) -> None:
+    """Give what is where something new comes another name, such as `metrics.jsonl.damaged-1`: it is never deleted."""
+    number = 0
+    while path.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.{what}-{number}")
+        if not aside.exists():
+            os.rename(path, aside)
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

@@ -90,7 +90,7 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
         except SystemExit as ended:  # of --help, and of flags that are wrong
             code = ended.code
         _flush(sys.stdout)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
         if os.environ.get("DASKGPT_DEBUG"):
             raise
         code = _failed(error)
@@ -110,6 +110,9 @@ def _failed(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         advice = "Make room where it goes, or send it elsewhere."
         error = refusal(OSError, "stdout", "what is printed must have somewhere to go", str(error.strerror), advice)
+    if isinstance(error, MemoryError):
+        rule, advice = "what is computed must fit into memory", "Make the model, the batch or the text smaller."
+        error = refusal(MemoryError, "daskgpt", rule, str(error) or "no memory left", advice)
     _tell(error)
     return STOPPED if isinstance(error, CanGoOn) else 2
 

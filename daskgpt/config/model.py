@@ -19,14 +19,14 @@ class GPT2Config(Checked):
     Source   Radford et al. 2019, table 2 (names of the published sizes)
     """
 
-    blocks: int = setting(4, "transformer blocks", least=1)
-    heads: int = setting(4, "attention heads", least=1)
-    channels: int = setting(128, "channels of an activation", least=1)
-    vocabulary: int = setting(257, "token ids that can occur", least=1)
+    blocks: int = setting(4, "transformer blocks", least=1, most=10_000)
+    heads: int = setting(4, "attention heads", least=1, most=1_000_000)
+    channels: int = setting(128, "channels of an activation", least=1, most=1_000_000)
+    vocabulary: int = setting(257, "token ids that can occur", least=1, most=2**24)
     padded_vocabulary: int = setting(
-        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", least=0
+        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", least=0, most=2**25
     )
-    positions: int = setting(64, "longest sequence", unit="tokens", least=1)
+    positions: int = setting(64, "longest sequence", unit="tokens", least=1, most=2**24)
     norm: str = setting("layernorm", "normalisation of a block's inputs", choices=("layernorm", "rmsnorm"))
 
     def __post_init__(self) -> None:

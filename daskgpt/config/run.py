@@ -38,14 +38,15 @@ class DataConfig(Checked):
         "which share that is: spans that are spread over the text, or its end, as others take it",
         choices=("spans", "end"),
     )
-    batch_size: int = setting(12, "B, sequences a step; of a micro-batch, where there are several", least=1)
+    batch_size: int = setting(12, "B, sequences a step; of a micro-batch, where there are several", least=1, most=2**20)
     accumulate: int = setting(
         1,
         "N, micro-batches of B sequences a step, one after the other: the step of one batch of N x B sequences, in the "
         "memory of one of B and the gradients",
         least=1,
+        most=2**20,
     )
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
 
     def __post_init__(self) -> None:
@@ -135,7 +136,7 @@ class LocalConfig(Checked):
         least=0,
     )
     replicas: int = setting(
-        1, "R, replicas to which the sequences of each step are dealt; divides the batch size", least=1
+        1, "R, replicas to which the sequences of each step are dealt; divides the batch size", least=1, most=2**12
     )
     outer_learning_rate: float = setting(
         0.7, "learning rate of the step that is made where they meet, along the mean change of their weights", least=0
@@ -185,13 +186,13 @@ class DataflowConfig(Checked):
         "where everybody waits; layer = fork-join, none = steps overlap",
         choices=("layer", "phase", "step", "none"),
     )
-    window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1)
+    window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**12)
     precision: str = setting(
         "float32",
         "operands of matrix products; bfloat16 rounds them; auto = bfloat16 where it is faster; float64 to verify only",
         choices=("float32", "bfloat16", "auto", "float64"),
     )
-    threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one a core", least=0)
+    threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one a core", least=0, most=2**12)
 
 
 @documented
@@ -214,7 +215,7 @@ class RunConfig(Checked):
     validate_every: int = setting(
         500, "measure the validation loss each so many steps, 0 = at the end only", unit="steps", least=0
     )
-    validation_batches: int = setting(16, "batches of a validation loss", least=1)
+    validation_batches: int = setting(16, "batches of a validation loss", least=1, most=2**16)
     save_every: int = setting(0, "write a checkpoint each so many steps, 0 = by time only", unit="steps", least=0)
     save_minutes: float = setting(
         10.0, "write a checkpoint each so many minutes, and at the end; 0 = at the end only", unit="minutes", least=0
@@ -250,7 +251,7 @@ class RunConfig(Checked):
     log: str = setting(
         "", "what the metrics go to besides metrics.jsonl in the run's folder: tensorboard (needs its extra)"
     )
-    sample_tokens: int = setting(200, "length of a text sample, 0 = none", unit="tokens", least=0)
+    sample_tokens: int = setting(200, "length of a text sample, 0 = none", unit="tokens", least=0, most=2**20)
     sample_every: int = setting(
         0, "on the command line, show a text sample each so many steps, 0 = at the end only", unit="steps", least=0
     )

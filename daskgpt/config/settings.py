@@ -16,28 +16,33 @@ from daskgpt.config.rich import html_table
 
 DOC_WIDTH = 67  # with the indentation and what `help` puts before it, 80 columns
 FIELDS = "Fields   "
+# Of a whole number that says nothing else: what is longer would fit neither a file nor a day.
+MOST = 2**48
 
 Config = TypeVar("Config", bound=type)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be: `least` itself and more, above `above`, below `below`; None where nothing bounds it."""
+    """What a number may be: `least` to `most`, above `above`, below `below`; None where nothing bounds it."""
 
     least: float | None = None
     above: float | None = None
     below: float | None = None
+    most: float | None = None
 
     def hold(self, value: float) -> bool:
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
+            and (self.most is None or value <= self.most)
         )
 
-    @property
-    def rule(self) -> str:
-        """What must hold, after the name of the number."""
+    def rule(self, value: float) -> str:
+        """What must hold, after the name of the number, where a value does not."""
+        if self.most is not None and value > self.most:
+            return f"must be at most {self.most:,}"
         if self.below is not None:
             return (
                 f"must lie between {self.above} and {self.below}"
@@ -46,7 +51,9 @@ class Bounds:
             )
         return "must not be negative" if self.least == 0 else f"must be at least {self.least}"
 
-    def advice(self, default: Any) -> str:
+    def advice(self, value: float, default: Any) -> str:
+        if self.most is not None and value > self.most:
+            return "Give a smaller one."
         return f"Try {default}." if self.least is None or self.below is not None else f"Give {self.least} or more."
 
 
@@ -59,6 +66,7 @@ def setting(
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    most: int = MOST,
     zero: str = "",
     negative: str = "",
     parse: Callable[[str], Any] | None = None,
@@ -67,12 +75,14 @@ def setting(
 
     choices                the texts that are allowed, all if none is named
     least, above, below    the numbers that are allowed, see Bounds
+    most                   the largest whole number that is allowed
     zero, negative         a word that may be given for the number 0, or for -1
     parse                  what a text means that may be given for the number (see `config.amounts`); its name says what
                            that is
     """
     words = {word: number for word, number in {zero: 0, negative: -1}.items() if word}
-    known = {"help": help, "unit": unit, "choices": choices, "bounds": Bounds(least, above, below), "words": words}
+    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words}
+    known["bounds"] = Bounds(least, above, below, None if isinstance(default, float) else most)
     return field(default=default, metadata=known | {"parse": parse})
 
 
@@ -140,7 +150,7 @@ def _check(where: str, f: Field[Any], value: Any) -> None:
     bounds: Bounds = f.metadata["bounds"]
     # A whole number is finite, and may be too large for a float.
     require(isinstance(value, int) or math.isfinite(value), where, f"{f.name} must be finite", got, f"Try {f.default}.")
-    require(bounds.hold(value), where, f"{f.name} {bounds.rule}", got, bounds.advice(f.default))
+    require(bounds.hold(value), where, f"{f.name} {bounds.rule(value)}", got, bounds.advice(value, f.default))
 
 
 def help_of(f: Field[Any], default: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what is asked to stop stops where nothing is lost, and is never overheard."""
+"""Ctrl-C, SIGTERM and SIGHUP: what is asked to stop stops where nothing is lost, and is never overheard."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 # With what a command ends that was stopped and can be gone on with: sysexits.h's EX_TEMPFAIL. The second signal is 130.
 STOPPED = 75
+HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # a closed terminal; Windows has none
 
 
 class CanGoOn(RuntimeError):
@@ -45,7 +46,9 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[Callable[[], bool]]:
-    """Ctrl-C or SIGTERM inside asks to stop; yields whether somebody has asked. The second one interrupts at once.
+    """Ctrl-C, SIGTERM or SIGHUP (a closed terminal) inside asks to stop; yields whether somebody has asked.
+
+    The second Ctrl-C or SIGTERM interrupts at once. A second SIGHUP does not: shells send it together with others.
 
     say    prints a line, for the one who waits
     what   is finished first
@@ -55,36 +58,37 @@ def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         if asked:
+            if number in HANGUP:
+                return
             raise KeyboardInterrupt
         asked = True
-        with suppress(RuntimeError):  # the signal came in the middle of a line to the same stream
+        with suppress(RuntimeError, OSError):  # in the middle of a line to the same stream, or the terminal is gone
             say(f"stopping after this {what}, and saving; once more stops at once and saves nothing more")
 
-    with _handled(ask, signal.SIGINT, signal.SIGTERM):
+    with _handled(ask, signal.SIGINT, signal.SIGTERM, *HANGUP):
         yield lambda: asked
 
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Ctrl-C comes when this is over, and never to threads and processes that are started inside.
+    """Ctrl-C and SIGHUP come when this is over, and never to threads and processes that are started inside.
 
     They inherit that it is blocked. Threads that were there before take it, and Python then interrupts the main one:
     so it is kept until the end as well.
     """
-    heard = False
+    heard = set()
 
     def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal heard
-        heard = True
+        heard.add(number)
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *HANGUP})
     try:
-        with _handled(remember, signal.SIGINT):
+        with _handled(remember, signal.SIGINT, *HANGUP):
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if heard:
-            signal.raise_signal(signal.SIGINT)
+        for number in heard:
+            signal.raise_signal(number)
 
 
 @contextmanager

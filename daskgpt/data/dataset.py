@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import require
-from daskgpt.data.encodings import encode, get_encoding, vocabulary_size
+from daskgpt.data.encodings import encode, get_encoding, specials_of, vocabulary_size
 from daskgpt.data.order import shuffled
 from daskgpt.data.own_vocabulary import check_wanted, is_to_be_learned, learned_encoding
 from daskgpt.data.split import SPANS, split_text, split_tokens
@@ -20,13 +22,15 @@ from daskgpt.formats.llmc_tokens import read_tokens
 
 Batch = tuple[np.ndarray, np.ndarray]
 RANDOM, EPOCHS = "random", "epochs"
+HASHED_TOKENS = 2**22  # at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Two rows of tokens that share none.
 
-    order   in which steps take sequences, where nobody asks for another: see `batch`
+    order    in which steps take sequences, where nobody asks for another: see `batch`
+    shards   SHA-256 of the files that the tokens are in, where these are known
 
     Shapes   training (N,), validation (M,)
     Dtype    uint16
@@ -38,6 +42,19 @@ class Dataset:
     encoding_name: str
     description: str
     order: str = RANDOM
+    shards: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 by which these tokens are told from others: of all of them, or of the digests of their files.
+
+        Cost     reads all tokens once, unless the digests of their files are known
+        """
+        found = hashlib.sha256("".join(self.shards).encode())
+        for tokens in () if self.shards else (self.training, self.validation):
+            for first in range(0, tokens.size, HASHED_TOKENS):
+                found.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], "<u2").data)
+        return found.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +139,7 @@ def _load(source: str, name: str, fraction: float = 0.0, held_out: str = SPANS) 
         check_tokens(tokens, vocabulary_size(name))
         if fraction == 0:
             return _Part(tokens, tokens[:0], source, name)
-        end_of_text = vocabulary_size(name) - 1
+        end_of_text = next(iter(specials_of(name).values()))
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
         return _Part(training, validation, source, name)
     documents = read_text(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import file_digest
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
     encoding   that is expected, "" = whatever its own is
 
     Shapes   each part at least (T + 1,), and the training part B sequences of T tokens and their targets
-    Cost     nothing is read but headers
+    Cost     headers are read, and the whole of a shard that was written to after the manifest
     Errors   FileNotFoundError where it is not whole; ValueError for another encoding, shards that are not as they were
              written, and too few tokens
     """
@@ -40,7 +41,8 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
     encoding = encoding_named(encoding) if encoding else own
     rule, advice = "the encoding must be the one that the tokens were made with", "Leave --encoding out."
     require(encoding == own, WHERE, rule, {"encoding": encoding, "folder": f"{folder} ({own})"}, advice)
-    training, validation = (_mapped(path, part) for part in (manifest.train, manifest.val))
+    finished = (path / MANIFEST).stat().st_mtime_ns
+    training, validation = (_mapped(path, part, finished) for part in (manifest.train, manifest.val))
     for kind, tokens, sequences in (("training", training, batch_size), ("validation", validation, 1)):
         least = sequences * sequence_length + 1
         what = f"a batch, {sequences} x {sequence_length}" if sequences > 1 else f"a sequence of {sequence_length}"
@@ -48,8 +50,9 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
         got = {"folder": folder, "tokens": tokens.size}
         require(tokens.size >= least, WHERE, rule, got, "Prepare more text, or give a smaller batch or sequence.")
     sizes = f"{training.size:,} training and {validation.size:,} validation tokens"
-    files = len(manifest.train.shards) + len(manifest.val.shards)
-    return Dataset(training, validation, manifest.ids, own, f"{folder} ({files} shards): {sizes} ({own})", EPOCHS)
+    shards = tuple(shard.sha256 for shard in manifest.train.shards + manifest.val.shards)
+    described = f"{folder} ({len(shards)} shards): {sizes} ({own})"
+    return Dataset(training, validation, manifest.ids, own, described, EPOCHS, shards)
 
 
 def _check_vocabulary(folder: Path, manifest: Manifest) -> None:
@@ -61,11 +64,20 @@ def _check_vocabulary(folder: Path, manifest: Manifest) -> None:
     require(vocabulary_size(manifest.encoding) == manifest.ids, WHERE, rule, got, "Prepare it again.")
 
 
-def _mapped(folder: Path, part: Part) -> MappedTokens:
+def _mapped(folder: Path, part: Part, finished: int) -> MappedTokens:
+    """Map the shards of a part.
+
+    finished   when the manifest was written, in nanoseconds: a shard of a later time is compared with its SHA-256
+    """
     rows: list[np.ndarray] = []
     for shard in part.shards:
-        tokens = read_tokens(folder / shard.file)
-        rule, got = "a shard must be as it was written", {"path": folder / shard.file, "tokens": tokens.size}
+        path = folder / shard.file
+        tokens = read_tokens(path)
+        rule, got = "a shard must be as it was written", {"path": path, "tokens": tokens.size}
         require(tokens.size == shard.tokens, WHERE, rule, got, "Prepare it again.")
+        if path.stat().st_mtime_ns > finished:
+            with path.open("rb") as file:
+                digest = file_digest(file, "sha256").hexdigest()
+            require(digest == shard.sha256, WHERE, rule, {"path": path, "sha256": digest[:12]}, "Prepare it again.")
         rows.append(np.asarray(tokens))
     return MappedTokens(rows)

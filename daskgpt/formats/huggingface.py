@@ -16,6 +16,7 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
+from daskgpt.formats.gpt2_tokenizer import read_tokenizer
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.published import READABLE, published_shapes, same_bits, view_published
 from daskgpt.formats.run_model import ENTRY, metadata_of, named_tensors, said_of
@@ -28,6 +29,7 @@ from daskgpt.formats.safetensors_files import (
     short,
     write_tensor_files,
 )
+from daskgpt.formats.vocabulary_file import know_vocabulary, written_vocabulary
 from daskgpt.model.parameters import Tensor, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -85,6 +87,7 @@ def open_huggingface(path: str | os.PathLike[str]) -> OpenedModel:
     config = _config_of(folder / CONFIG)
     files = TensorFiles(_model_in(folder), READ)
     encoding, length = _said(files, config)
+    encoding = encoding or encoding_in(folder)
     stored = _names(files, config)
     for name, tensor in tensors(config).items():
         _check(files, stored[name], published_shapes(config, tensor)[0])
@@ -98,6 +101,15 @@ def open_huggingface(path: str | os.PathLike[str]) -> OpenedModel:
 
     listed = [folder / CONFIG, *([files.path] if files.path.name == INDEX else []), *files.files]
     return OpenedModel(config, listed, "Hugging Face", ", ".join(dtypes), read, encoding, length)
+
+
+def encoding_in(folder: Path) -> str:
+    """Return the name of the encoding that a folder's tokenizer is, known from here on; "" where there is none.
+
+    Errors   ValueError for a tokenizer of another kind than GPT-2's
+    """
+    found = read_tokenizer(folder)
+    return know_vocabulary(written_vocabulary(*found), str(folder)) if found else ""
 
 
 def _model_in(folder: Path) -> Path:

@@ -16,6 +16,8 @@ from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.pickles import refuse_pickle
 from daskgpt.formats.run_model import StoredModel, open_run_model, write_run_model
 from daskgpt.formats.safetensors_files import INDEX_ENDING
+from daskgpt.model.layers import require_own_layers
+from daskgpt.model.parameters import check_dtypes, check_parameters
 
 WHERE = "read_model_file"
 OWN, LLMC = ".safetensors", ".bin"
@@ -78,7 +80,8 @@ def save(
 
     Dtype    float32
     Errors   ValueError for another ending, missing or unknown names, wrong shapes, a configuration that llm.c's file
-             cannot express; TypeError unless float32; FileNotFoundError where the folder is missing
+             cannot express, or a layer that was replaced; TypeError unless float32; FileNotFoundError where the folder
+             is missing
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
@@ -91,9 +94,16 @@ def save(
     ending = Path(path).suffix
     rule, advice = "the ending must be .safetensors or .bin (llm.c)", "Name the file so: its ending says the format."
     require(ending in (OWN, LLMC), "save", rule, {"path": path}, advice)
+    check_parameters(config, parameters)
+    check_dtypes("save", parameters, np.float32)
+    for name, values in parameters.items():
+        rule, advice = f"every number of {name} must be finite", "Training has diverged: take an earlier model."
+        got = {"not finite": int(np.count_nonzero(~np.isfinite(values)))}
+        require(bool(np.isfinite(values).all()), "save", rule, got, advice)
     if ending == OWN:
         write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
     else:
+        require_own_layers("save")
         write_model(path, config, parameters)
 
 

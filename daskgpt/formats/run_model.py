@@ -28,10 +28,12 @@ from daskgpt.formats.safetensors_files import (
 )
 from daskgpt.formats.shown_models import model_html, model_text
 from daskgpt.formats.vocabulary_file import is_learned, know_vocabulary, learned_content
+from daskgpt.model.layers import replaced_rows
 from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, tensors
 
 ENTRY = "daskgpt"  # of the metadata, a JSON object
 CHECK = "check"  # among its parts
+LAYERS = "layers"  # among its parts, where rows of the layer table were replaced: which, and by what
 VOCABULARY = "vocabulary"  # among its parts, where it was learned: the content of its file
 VERSION = 1
 # The numbers that every file has. A field of GPT2Config that came later means its default where a file lacks it.
@@ -129,6 +131,8 @@ def metadata_of(config: GPT2Config, encoding: str, sequence_length: int) -> dict
         "encoding": encoding,
         "sequence_length": sequence_length,
     }
+    if replaced := replaced_rows():
+        known[LAYERS] = replaced
     if is_learned(encoding):  # nobody else has it
         known[VOCABULARY] = learned_content(encoding)
     known |= {CHECK: _check_of(known)}
@@ -178,6 +182,11 @@ def said_of(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, i
     """
     known = _known(path, metadata)
     config, encoding = _config_of(path, known), known["encoding"]
+    rule, own = "the layers must be those that the model was trained with", "GPT-2's own"
+    layers = f"path={path} ({short(known.get(LAYERS, own), 200)}), here {replaced_rows() or own}"
+    require(
+        known.get(LAYERS, "") == replaced_rows(), READ, rule, layers, "Put the same rows into daskgpt.model.layers."
+    )
     if VOCABULARY in known:
         _require_kinds(path, ENTRY, known, {VOCABULARY: str})
         own = know_vocabulary(known[VOCABULARY], str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ class Choice:
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("top_k", self.top_k)):
             require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+            require(math.isfinite(value), "sample", f"{name} must be finite", {name: value}, "Give 0 or more.")
         rule = "top_p must lie above 0 and be at most 1"
         require(0 < self.top_p <= 1, "sample", rule, {"top_p": self.top_p}, "Give 1 for all.")
 

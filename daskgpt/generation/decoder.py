@@ -17,6 +17,7 @@ from daskgpt.kernels.decoding.kept import GROUP
 from daskgpt.kernels.decoding.meeting import APART
 from daskgpt.kernels.decoding.token_step import OUTSIDE, TENSORS, stages, token_step
 from daskgpt.kernels.vectors.lanes import LANES
+from daskgpt.model.layers import require_own_layers
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.local import at_once, usable_cores
 
@@ -28,9 +29,12 @@ class Weights:
     """A model's weights as they are read: in float32 the caller's arrays, in bfloat16 rounded copies of matrices.
 
     bytes   of the weights that a token reads: all but the table of positions
+
+    Errors  ValueError where a layer was replaced: the decoding kernels compute GPT-2's own
     """
 
     def __init__(self, config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: str) -> None:
+        require_own_layers("generate")
         self.config, self.halves = config, precision == "bfloat16"
         self.arrays: dict[str, np.ndarray] = {}
         for name, tensor in tensors(config).items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Decoder, Weights
-from daskgpt.model.parameters import check_parameters
+from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -46,7 +47,7 @@ def sample(
 
     Dtype        parameters float32
     Errors       at once: ValueError for an empty prompt, a token outside the vocabulary, a number out of its bounds, an
-                 unknown precision, parameters that are not of this configuration; TypeError for a prompt that is text
+                 unknown precision, parameters that are not of this configuration; TypeError for values of other kinds
     Cost         a token reads every weight once, and the keys and values of the tokens that the model looks back at,
                  which are kept. Where a text outgrows the context, its newer half is read again (`Texts`).
 
@@ -57,16 +58,17 @@ def sample(
     >>> len(text), text == list(daskgpt.sample(config, parameters, list(b"def "), 10, temperature=0.8, seed=1))
     (10, True)
     """
-    text, advice = isinstance(prompt, str | bytes), "Encode it: list(b'text') for bytes."
-    require(not text, "sample", "the prompt must be token ids", {"prompt": type(prompt).__name__}, advice, TypeError)
-    ids = [int(token) for token in prompt]
-    check_prompt(config, ids)
+    ids = token_ids(prompt)
+    check_prompt(check_config("sample", config), ids)
     for name, value in {"count": count, "context": context, "seed": seed, "threads": threads}.items():
+        whole = isinstance(value, Integral)
+        require(whole, "sample", f"{name} must be a whole number", {name: value}, "Give an int.", TypeError)
         require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
     choice = Choice(temperature, top_k, top_p)
     rule = "the precision must be known"
     require(precision in PRECISIONS, "sample", rule, {"precision": precision}, nearest(precision, list(PRECISIONS)))
     check_parameters(config, parameters)
+    check_dtypes("sample", parameters, np.float32)
     return _tokens(config, parameters, ids, count, context, choice, seed, precision, threads, end)
 
 
@@ -96,6 +98,18 @@ def _tokens(
     for (token,) in texts.write(count, choice, seed, end):
         assert token is not None  # of one text the last token ends the iteration
         yield token
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Return a prompt as a list of whole numbers.
+
+    Errors   TypeError for what is no sequence of them, such as text, numbers with a fraction, or several rows
+    """
+    tokens = prompt if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) else [None]
+    ids = [int(token) if isinstance(token, Integral) else None for token in tokens]
+    rule, advice = "the prompt must be whole numbers, the ids of tokens", "Encode it: list(b'text') for bytes."
+    require(None not in ids, "sample", rule, {"prompt": " ".join(repr(prompt).split())[:40]}, advice, TypeError)
+    return [token for token in ids if token is not None]
 
 
 def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
+from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.plan import plan
 from daskgpt.instruments.statistics import Spread
@@ -57,10 +58,13 @@ class Execution:
 
 
 class Executions(Mapping[str, Execution]):
-    """Name -> execution. The first one is what the others' speedup is measured by."""
+    """Name -> execution. The first one is what the others' speedup is measured by.
 
-    def __init__(self, found: Mapping[str, Execution]) -> None:
-        self.found = dict(found)
+    others   cores that other programs kept busy before; None where the system does not say
+    """
+
+    def __init__(self, found: Mapping[str, Execution], others: float | None = None) -> None:
+        self.found, self.others = dict(found), others
 
     def __getitem__(self, name: str) -> Execution:
         return self.found[name]
@@ -98,10 +102,18 @@ class Executions(Mapping[str, Execution]):
     def __repr__(self) -> str:
         table = [list(HEAD), *self.rows()]
         wide = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
-        return "\n".join(
+        lines = [
             row[0].ljust(wide[0]) + "".join(f"  {cell:>{size}}" for cell, size in zip(row[1:], wide[1:]))
             for row in table
-        )
+        ]
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+    @property
+    def note(self) -> str:
+        """Say that the machine was busy, "" where it was not."""
+        if self.others is None or self.others <= machine.BUSY:
+            return ""
+        return f"note: other programs kept {self.others:.1f} cores busy; these are times of a share of the machine"
 
     def _repr_html_(self) -> str:
         """The table, and the timelines one below the other on one time scale: a strip a thread."""
@@ -117,7 +129,7 @@ class Executions(Mapping[str, Execution]):
         longest = max(runs, key=lambda run: len({event.layer for event in run.timeline.events}))
         legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(longest.timeline)}</div>'
         rows = [[row[0], row[1].partition(" ")[0], *row[2:]] for row in self.rows()]
-        return html_table(title, rows, head=NARROW, numbers=True) + lanes + legend
+        return html_table(title, rows, head=NARROW, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
 
 
 def _milliseconds(seconds: Spread) -> str:
@@ -156,6 +168,7 @@ def measure(
     jobs = {name: _job(config, data, own, seed) for name, own in known.items()}
     for job in jobs.values():
         compile_kernels(job.precision)
+    others = machine.busy_cores()
     with ExitStack() as stack:
         runs: dict[str, Steps] = {}
         for name, job in jobs.items():
@@ -167,7 +180,7 @@ def measure(
             for name, own in runs.items():
                 taken = own.run(steps)
                 seconds[name].append(sum(taken) / len(taken))
-        return Executions({name: _execution(own, seconds[name], steps) for name, own in runs.items()})
+        return Executions({name: _execution(own, seconds[name], steps) for name, own in runs.items()}, others)
 
 
 def _job(

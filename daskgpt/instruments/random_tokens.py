@@ -18,11 +18,13 @@ from daskgpt.training.job import Job
 class BenchConfig(Checked):
     """What is timed."""
 
-    steps: int = setting(10, "timed steps; with --against, turns", unit="steps", least=1)
-    warmup: int = setting(3, "steps before them", unit="steps", least=1)
-    recorded: int = setting(3, "steps after them in which every kernel call is recorded", unit="steps", least=1)
-    batch_size: int = setting(12, "B, sequences a step", least=1)
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
+    steps: int = setting(10, "timed steps; with --against, turns", unit="steps", least=1, most=2**20)
+    warmup: int = setting(3, "steps before them", unit="steps", least=1, most=2**20)
+    recorded: int = setting(
+        3, "steps after them in which every kernel call is recorded", unit="steps", least=1, most=2**10
+    )
+    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
     seed: int = setting(0, "seed of initial values and tokens", least=0)
 

@@ -62,7 +62,6 @@ def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
         window=dataflow.window,
         steps=asked.steps,
         warmup=max(asked.warmup, SETTLING),
-        recorded=asked.recorded,
         seed=asked.seed,
     )
     known = {

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from daskgpt.config.errors import require
 from daskgpt.kernels import (
     add,
     attention,
@@ -213,3 +214,26 @@ LAYERS: tuple[Layer, ...] = (
 
 # The values of the configuration's `norm`.
 NORMS: Mapping[str, Layer] = {layer.name: layer for layer in (LAYERNORM, RMSNORM)}
+
+# What files of other programs mean, and what decoding has kernels for.
+OWN_KERNELS = {name: row.forward.kernel for name, row in globals().items() if isinstance(row, Layer)}
+
+
+def replaced_rows() -> str:
+    """Name the layers that somebody has replaced, with their kernels (`GELU=mine.relu`); empty where none is."""
+    rows = {name: globals()[name] for name in OWN_KERNELS}
+    found = {name: row.forward.kernel for name, row in rows.items() if row.forward.kernel is not OWN_KERNELS[name]}
+    found |= {f"NORMS[{name!r}]": row.forward.kernel for name, row in NORMS.items() if row not in rows.values()}
+    return ", ".join(f"{name}={kernel.__module__}.{kernel.__qualname__}" for name, kernel in sorted(found.items()))
+
+
+def require_own_layers(where: str) -> None:
+    """Refuse a model with a replaced layer, where another model than the one that was trained would come out.
+
+    Errors   ValueError naming the layers
+    """
+    rule, advice = (
+        "the layers must be GPT-2's own",
+        "Put the rows of daskgpt.model.layers back, or use daskgpt.fit alone.",
+    )
+    require(not replaced_rows(), where, rule, replaced_rows(), advice)

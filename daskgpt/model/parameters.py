@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -205,15 +206,32 @@ def digest(parameters: Mapping[str, np.ndarray]) -> str:
 def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:
     """Names and shapes must be those of the table.
 
-    Errors   ValueError naming the first tensor that is missing, unknown or of another shape
+    Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError for what is no
+             configuration, no mapping, or no array
     """
-    where, shapes = "check_parameters", parameter_shapes(config)
+    where, shapes = "check_parameters", parameter_shapes(check_config("check_parameters", config))
+    rule, advice = "parameters must be NumPy arrays by name", "Take them from daskgpt.load or a run's result."
+    kind = {"parameters": type(parameters).__name__}
+    require(isinstance(parameters, Mapping), where, rule, kind, advice, TypeError)
     for name in [*shapes, *parameters]:
         if name not in parameters or name not in shapes:
             got = f"{name}, which is {'missing' if name not in parameters else 'unknown'}"
             raise refusal(ValueError, where, "names must be the table's", got, "Compare PARAMETERS.")
-        rule, shape = f"{name} must have shape {shapes[name]}", tuple(parameters[name].shape)
-        require(shape == shapes[name], where, rule, {"shape": shape}, "Compare the config.")
+        value = parameters[name]  # once: it may be read from a file, or fetched
+        require(isinstance(value, np.ndarray), where, rule, {name: type(value).__name__}, advice, TypeError)
+        shaped, shape = f"{name} must have shape {shapes[name]}", tuple(value.shape)
+        require(shape == shapes[name], where, shaped, {"shape": shape}, "Compare the config.")
+
+
+def check_config(where: str, config: Any) -> GPT2Config:
+    """Return a model's configuration.
+
+    Errors   TypeError for what is none, such as the name of a preset
+    """
+    rule, got = "the configuration must be a GPT2Config", {"config": repr(config)[:40]}
+    require(isinstance(config, GPT2Config), where, rule, got, "Give daskgpt.preset(name).", TypeError)
+    found: GPT2Config = config
+    return found
 
 
 def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:

@@ -18,6 +18,7 @@ from daskgpt.schedulers.cluster import borrowed_cluster, connected_cluster, loca
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.schedulers.protocol import Scheduler
 
+LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
 SETTING = "DASK_SCHEDULER_ADDRESS"
 
 
@@ -77,7 +78,7 @@ def check_address(address: str) -> None:
 
     Errors   ValueError for an unknown name
     """
-    known = address in ("auto", "sync", "threads", "local") or address.startswith(("tcp://", "tls://", "file:"))
+    known = address in LOCAL_SCHEDULERS or address.startswith(("tcp://", "tls://", "file:"))
     rule, got = "the scheduler must be known", {"scheduler": address}
     advice = "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json."
     require(known, "open_scheduler", rule, got, advice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -327,7 +328,15 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
     found = identity(client)
     warn_of_open([found["address"], *found["workers"]])
     at = f"{address} ({named})" if named else address
-    return f"{kind} at {at}, {len(found['workers'])} workers, dashboard {client.dashboard_link}"
+    count = len(found["workers"])
+    workers = f"{count} worker{'s' * (count != 1)} (more take part as they come)"
+    page = "" if client.run_on_scheduler(has_page) else f" (a page for runs: dask scheduler --preload {PAGE})"
+    return f"{kind} at {at}, {workers}, dashboard {client.dashboard_link}{page}"
+
+
+def has_page() -> bool:
+    """Whether the scheduler that this runs on has the dashboard's page for runs."""
+    return PAGE in sys.modules
 
 
 @contextmanager

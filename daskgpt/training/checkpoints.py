@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing, sync_folder
+from daskgpt.config.files import replacing, set_aside, sync_folder
 from daskgpt.formats.published import in_memory
 from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
 from daskgpt.formats.safetensors_files import (
@@ -117,7 +117,7 @@ def write_checkpoint(
             file.write(json.dumps(state | {DIGEST: _digest_of(state)}, indent=1).encode() + b"\n")
         sync_folder(temporary)
         before()
-        _set_aside(target, "damaged")
+        set_aside(target, "damaged")
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -140,22 +140,12 @@ def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     return write_tensor_files(folder, named, metadata, where="write_checkpoint", name=OPTIMIZER)
 
 
-def _set_aside(target: Path, what: str) -> None:
-    """Give another name to what is where something new comes: a checkpoint of somebody's is never deleted."""
-    number = 0
-    while target.exists():
-        number += 1
-        aside = target.with_name(f"{target.name}.{what}-{number}")
-        if not aside.exists():
-            os.rename(target, aside)
-
-
 def point(link: Path, name: str) -> None:
     """Let a link in a run folder mean a checkpoint from now on: at any moment it means this one or the one before."""
     temporary = link.with_name(f".{link.name}.{_unique()}.tmp")
     os.symlink(name, temporary)
     if link.is_dir() and not link.is_symlink():  # the run folder was copied by what follows links
-        _set_aside(link, "copy")
+        set_aside(link, "copy")
     os.replace(temporary, link)
     sync_folder(link.parent)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.model.parameters import check_config
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.cluster import client_address
-from daskgpt.training.job import Job, compile_kernels
+from daskgpt.training.job import Job, compile_kernels, require_memory
 from daskgpt.training.loop import run_job
 from daskgpt.training.result import Result
 from daskgpt.training.resuming import Beginning, Resumed
@@ -43,7 +44,7 @@ def fit(
     """Train a model; what `python -m daskgpt.train` does, from Python. A run is written where `run.out` names a folder.
 
     local        replicas that make steps on their own, None for one model that makes all of them
-    parameters   initial values, None for those of `run.init` or random ones
+    parameters   initial values, float32, None for those of `run.init` or random ones
     resume       a run folder to go on with, from its newest good checkpoint. Everything is the run's own then, but for
                  what is given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
     client       the `distributed.Client` of a cluster that runs the tasks, in place of `dataflow.scheduler`; it stays
@@ -75,8 +76,7 @@ def fit(
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
-        assert config is not None
-        job, beginning = _new_job(config, parameters, given)
+        job, beginning = _new_job(check_config("fit", config), parameters, given)
         folder = RunFolder(job.run.out) if job.run.out else None
     try:
         compile_kernels(job.precision)
@@ -101,12 +101,24 @@ def _new_job(
         rule = "the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
     job = Job(config, data, optimizer, dataflow, run, open_dataset(data, config.vocabulary, origin), local)
+    require_memory(job)
     return job, Beginning(start_values(job, origin, parameters))
 
 
 def _configuration(kind: Any, given: Any) -> Any:
-    """A whole configuration from one, from some of its fields, or from nothing."""
-    return kind(**given) if isinstance(given, Mapping) else given or kind()
+    """A whole configuration from one, from some of its fields, or from nothing.
+
+    Errors   TypeError for another kind of object, ValueError for an unknown field
+    """
+    if given is None or isinstance(given, kind):
+        return kind() if given is None else given
+    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(given)[:40]}
+    require(isinstance(given, Mapping), "fit", rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
+    known = [f.name for f in fields(kind)]
+    for name in given:
+        rule = f"every field must be one of {kind.__name__}'s"
+        require(name in known, "fit", rule, {"field": name}, nearest(str(name), known))
+    return kind(**given)
 
 
 def _on(client: Any, dataflow: DataflowConfig | Changes | None) -> DataflowConfig | Changes | None:

@@ -24,9 +24,10 @@ from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.model.optimizer import OPTIMIZERS
-from daskgpt.model.parameters import Tensor, parameter_count, tensors
+from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
-from daskgpt.schedulers.addresses import chosen_address, resolved_address
+from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address, resolved_address
+from daskgpt.schedulers.machine_memory import memory_limit
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.horizon import Horizon
 from daskgpt.training.logs import chosen_sinks
@@ -205,6 +206,25 @@ class Job:
     def meets(self, done: int) -> bool:
         """Whether after so many steps there is one state of the run: not while replicas are on their own."""
         return self.round_end(max(done - 1, 0)) == done
+
+
+def require_memory(job: Job) -> None:
+    """Refuse what cannot fit into the memory of this machine, before anything is built.
+
+    Only what is certain counts: weights and moments, and one activation a block of a micro-batch. `--plan` knows more.
+    A cluster has memory of its own.
+
+    Errors   ValueError
+    """
+    limit, whose = memory_limit()
+    if job.scheduler not in LOCAL_SCHEDULERS or not limit:
+        return
+    kinds = 1 + len({name.partition(".")[0] for name in job.moments})
+    held = 4 * kinds * value_count(job.config)
+    kept = 4 * math.prod(job.micro_shape) * job.config.channels * (job.config.blocks + 1)
+    rule = f"weights, moments and activations must fit into the {limit / 1e9:,.1f} GB of {whose}"
+    got = f"at least {held / 1e9:,.1f} GB of weights and moments, {kept / 1e9:,.1f} GB of activations"
+    require(held + kept <= limit, "train", rule, got, "Make the model or the batch smaller; --plan says by how much.")
 
 
 def from_root(path: str) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.loading import BatchLoader
 from daskgpt.model.schedules import learning_rate
@@ -39,6 +40,7 @@ from daskgpt.training.watching import Watcher
 
 Steps = JobSteps | LocalSteps
 Sampler = Callable[[Scheduler, State], str]  # what is shown of a state
+RUNNING = RLock()  # held by the thread whose run trains; its callbacks may train as well
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
 
 
@@ -54,8 +56,29 @@ def run_job(
 ) -> Result:
     """The loop itself. Ctrl-C or SIGTERM ends it after a step, and it keeps what it has learnt.
 
-    Errors   KeyboardInterrupt at the second of them: nothing more is saved then
+    Errors   KeyboardInterrupt at the second of them: nothing more is saved then; RuntimeError where another thread of
+             this process trains, under a scheduler of this process
     """
+    # What kernels take is recorded for the process, not for a run.
+    alone = RUNNING if scheduler.in_place else RLock()
+    rule, got = "one run at a time may train in a process", "another thread's run"
+    require(alone.acquire(blocking=False), "fit", rule, got, "Wait for its end, or start a process.", RuntimeError)
+    try:
+        return _run_job(job, scheduler, beginning, folder, on_step, watchers, quiet, sampler)
+    finally:
+        alone.release()
+
+
+def _run_job(
+    job: Job,
+    scheduler: Scheduler,
+    beginning: Beginning,
+    folder: RunFolder | None,
+    on_step: Any,
+    watchers: Sequence[Watcher],
+    quiet: bool,
+    sampler: Sampler | None,
+) -> Result:
     scheduler.admit(job.precision.packed)
     scheduler.leave_silent(job.run.worker_seconds)
     progress = Progress(job.steps, done=beginning.step, quiet=quiet)
@@ -213,8 +236,9 @@ class _Loop:
         """
         job, steps, known, settled = self.job, self.steps, len(self.losses), not self.steps.open
         besides = self.told.besides.of
+        validation = Validation(job, self.scheduler, asked_to_stop)
         for latest, metrics in _steps(
-            job, self.scheduler, steps, state, watching, self.saver, known, self.told, self.outliers, self.loader
+            job, steps, state, watching, self.saver, known, self.told, self.outliers, self.loader, validation
         ):
             state = latest
             if metrics["step"] >= known:
@@ -293,7 +317,6 @@ def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:
 
 def _steps(
     job: Job,
-    scheduler: Scheduler,
     steps: Steps,
     state: State,
     watching: Watching,
@@ -302,12 +325,12 @@ def _steps(
     told: StepMetrics,
     outliers: Outliers,
     loader: BatchLoader,
+    validation: Validation,
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """State and metrics after each step.
 
     known   how many steps were made before: those that are made again are not looked at or validated again
     """
-    validation = Validation(job, scheduler)
     number = state.step
     while number < job.steps:
         start = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from textwrap import fill
 from typing import Any, TextIO
 
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from tqdm.std import EMA
 
 SMOOTHING = 0.1  # share of the newest step in what is shown: a mean over about ten
+OUTLIER = 5  # times the mean, more than which no step counts for in the time that is left
 PLAIN_EVERY = 30  # seconds between the lines in a file
 LEAST_BAR = 6  # columns; a shorter one says nothing
 MOST_COLUMNS = 120  # of the line, in however wide a window
@@ -75,7 +76,8 @@ class Progress:
         self.done += 1
         self.loss(metrics["loss"])
         self.rate(metrics["tokens_per_s"])
-        self.seconds(now - self.last_step)
+        known = self.seconds()  # a step that waited for workers says nothing of those to come
+        self.seconds(min(now - self.last_step, OUTLIER * known) if known else now - self.last_step)
         self.last_step = now
         validated = "validation_loss" in metrics
         if validated:
@@ -85,7 +87,7 @@ class Progress:
             room = columns(self.stream) - 1 if self.stream.isatty() else sys.maxsize
             self._keep(self.kept(validated, room, best=metrics.get("best", False)), self.stream)
         if self.line is not None:
-            self.line.update()
+            self._unless_gone(self.line.update)
 
     def expect(self, steps: int) -> None:
         """Another number of steps in all."""
@@ -96,7 +98,15 @@ class Progress:
     def close(self) -> None:
         """Take the line away; what was kept stays."""
         if self.line is not None:
-            self.line.close()
+            self._unless_gone(self.line.close)
+
+    def _unless_gone(self, show: Callable[[], object]) -> None:
+        """Write to the live line, until its terminal is closed: the run goes on without."""
+        try:
+            show()
+        except OSError:
+            self.gone.add(self.stream)
+            self.line = None
 
     def kept(self, validated: bool, room: int, *, best: bool = False) -> str:
         """The line of a step that stays: with the time since the start after a validation, else with what is left.

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from daskgpt.config.files import not_written
+from daskgpt.config.files import not_written, open_no_link
 
 Encode = Callable[[Mapping[str, Any]], bytes]
 
@@ -28,7 +28,7 @@ class RecordFile:
         Errors   FileExistsError where it must be new and is not
         """
         self.path, self.encode = path, encode
-        self.file = path.open("xb" if new else "ab", buffering=0)
+        self.file = open_no_link(path, "x+b" if new else "a+b")
         self.unwritten = [header] if header else []
         self.writing = Lock()  # a record on its way is not one without room
 
@@ -73,6 +73,11 @@ class RecordFile:
             waits = bool(self.unwritten)
         if waits:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def copy_to(self, path: Path) -> None:
+        """Copy what is written so far, also where the file itself was moved away or removed."""
+        self.file.seek(0)
+        path.write_bytes(self.file.read())
 
     def close(self) -> None:
         self.file.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
@@ -22,12 +22,13 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors_files import short
 from daskgpt.kernels.bfloat16 import unit
 from daskgpt.kernels.float32.blas import one_order
+from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.best_checkpoint import NONE, Best, best_of
 from daskgpt.training.checkpoints import Checkpoint, checkpoints, is_checkpoint, newest_good, read_checkpoint, step_of
 from daskgpt.training.horizon import HORIZONS, one_horizon
 from daskgpt.training.job import Job, from_root
-from daskgpt.training.run_folder import MODELS, RunFolder
+from daskgpt.training.run_folder import CONFIG, MODELS, RunFolder
 from daskgpt.training.start import open_dataset
 
 SECTIONS: Mapping[str, type] = {
@@ -52,7 +53,6 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
 OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
-SAMPLED_BYTES = 2**23  # at each end of the training tokens, by which they are told from others
 PACKAGES = ("numpy", "numba", "dask")
 
 
@@ -114,14 +114,11 @@ def arithmetic(job: Job) -> dict[str, str]:
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
-    """What tells these tokens from others: how many there are, and a digest of the first and last ones to train on."""
-    count, digest = SAMPLED_BYTES // dataset.training.itemsize, hashlib.sha256()
-    for part in (dataset.training[:count], dataset.training[-count:]):
-        digest.update(np.ascontiguousarray(part, "<u2").data)
+    """What tells these tokens from others: how many there are, and a digest of all of them."""
     return {
         "training_tokens": int(dataset.training.size),
         "validation_tokens": int(dataset.validation.size),
-        "sha256_of_ends": digest.hexdigest(),
+        "sha256": dataset.digest,
     }
 
 
@@ -159,6 +156,7 @@ class Resumed:
                 advice = "An older version wrote it: start a new run from its model with --init."
             raise refusal(FileNotFoundError, "train", rule, "; ".join([got, *self.said]), advice)
         folder, self.state = found
+        self._require_same_run(folder)
         self.spared = frozenset(path for path in checkpoints(folder.parent) if step_of(path) > step_of(folder))
         self.configuration = self._changed(self.state["configuration"], changes)
         open_model_file(folder)  # a learned vocabulary is in it, and known from here on
@@ -187,6 +185,7 @@ class Resumed:
                 # Asked for again, so that another machine resolves them for itself; not where chunks change bits.
                 fixed = () if one_order(np.dtype(np.float32)) else CHUNKS
                 values |= {dial: value for dial, value in self.state["asked"].items() if dial not in fixed}
+                values["scheduler"] = self._scheduler(str(values["scheduler"]), changes.get(name, {}))
             if name == "run":
                 values["out"] = from_root(self.path)
             given = changes.get(name, {})
@@ -197,6 +196,33 @@ class Resumed:
                 values |= dict.fromkeys(("tokens", "minutes"), 0) if any(map(given.get, HORIZONS)) else {}
             found[name] = kind(**values | {n: v for n, v in given.items() if n in MAY_CHANGE.get(name, ())})
         return found
+
+    def _scheduler(self, known: str, given: Mapping[str, Any]) -> str:
+        """The scheduler to ask for where nobody names one: never an address that stands in the folder.
+
+        Who sends a run folder could name a scheduler of their own, and what a scheduler sends is unpickled.
+
+        Errors   ValueError for an address that is given neither by a flag nor by the environment
+        """
+        if "scheduler" in given or known in LOCAL_SCHEDULERS or chosen_address("auto") != "threads":
+            return known if known in LOCAL_SCHEDULERS else "auto"
+        rule, got = "the address of a scheduler must be given anew", {"resume": self.path, "scheduler": known}
+        advice = f"Add --scheduler {known} where you trust it, or --scheduler threads."
+        raise refusal(ValueError, "train", rule, got, advice)
+
+    def _require_same_run(self, folder: Path) -> None:
+        """The configuration beside a checkpoint must be that of the same run.
+
+        Errors   ValueError naming a setting that a run keeps and that is another one in either
+        """
+        written = tomllib.loads((self.folder.path / CONFIG).read_text(encoding="utf-8"))
+        for section, known in self.state["configuration"].items():
+            kept = known.keys() & written.get(section, {}).keys() - set(MAY_CHANGE.get(section, ())) - {"out"}
+            for name in sorted(kept):
+                rule, own = f"checkpoint and {CONFIG} must be of one run", written[section][name]
+                got = f"resume={self.path}, {section}.{name}={short(own)} ({folder.name}: {short(known[name])})"
+                advice = "Another run has written into this folder: name a folder that only one has."
+                require(known[name] == own, "train", rule, got, advice)
 
     def _require_changeable(self, section: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         for name, value in given.items():
@@ -209,7 +235,7 @@ class Resumed:
         c = self.configuration
         dataset = open_dataset(c["data"], c["model"].vocabulary)
         then, now = self.state["data"], fingerprint(dataset)
-        other = [f"{name}={now[name]} (was {then[name]})" for name in now if now[name] != then[name]]
+        other = [f"{name}={now[name]} (was {then.get(name)})" for name in now if now[name] != then.get(name)]
         if other:
             rule = "the data must be those that the run was trained on"
             got = f"data={c['data'].data}, {short(other[0], 100)}"

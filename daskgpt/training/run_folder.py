@@ -18,11 +18,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing
+from daskgpt.config.files import open_no_link, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.dataset import RANDOM
-from daskgpt.data.encodings import VOCABULARY, encoding_of, vocabulary_size
+from daskgpt.data.encodings import VOCABULARY, encoding_named, encoding_of_model, vocabulary_size
 from daskgpt.formats.huggingface import is_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
@@ -52,6 +52,10 @@ def new_folder() -> str:
     return str(next(path for path in chain([name], numbered) if not path.exists()))
 
 
+class FolderLost(RuntimeError):
+    """The folder of a run was moved, removed or taken by another run while it trained."""
+
+
 class RunFolder:
     """Writes a run. Nothing of a new run exists on disk before `begin`; one that is gone on with is held from here on.
 
@@ -65,6 +69,7 @@ class RunFolder:
         self.path, self.resumed = Path(path), resumed
         self.logs = Logs()
         self.lock: BinaryIO | None = None
+        self.sections: Mapping[str, Any] = {}
         if resumed:
             rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
             holds = (self.path / CONFIG).is_file() and (self.path / METRICS).is_file()
@@ -111,7 +116,7 @@ class RunFolder:
 
     def _hold(self) -> None:
         """Keep other processes from going on with this run; the system lets go of it when this process ends."""
-        self.lock = (self.path / LOCK).open("a+b", buffering=0)
+        self.lock = open_no_link(self.path / LOCK, "a+b")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -127,13 +132,47 @@ class RunFolder:
             self.lock.truncate(0)
             self.lock.write(f"{os.getpid()}\n".encode())
 
+    def is_held(self) -> bool:
+        """Whether the folder at this path is still this run's: it holds the lock file that this process has locked."""
+        if self.lock is None:
+            return True
+        own = os.fstat(self.lock.fileno())
+        try:
+            there = os.stat(self.path / LOCK, follow_symlinks=False)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+
+    def require_held(self) -> None:
+        """Errors   FolderLost where another run has the folder by now, or nobody"""
+        if not self.is_held():
+            raise FolderLost
+
+    def leave(self) -> tuple[Path, Path]:
+        """Go on in a new folder beside, because the former one is lost; return both. The former is not touched."""
+        former, lock = self.path, self.lock
+        numbered = (former.with_name(f"{former.name}.kept-{number}") for number in count(1))
+        self.path = next(path for path in numbered if not path.exists())
+        self.path.mkdir(parents=True)
+        self._hold()
+        if lock is not None:
+            lock.close()
+        for file in self.logs.files:
+            file.copy_to(self.path / file.path.name)
+        self.configure(self.sections)
+        return former, self.path
+
     def known_metrics(self, steps: int) -> list[dict[str, Any]]:
         """What the metrics say of the first so many steps; a step may be missing."""
         return [record for record, _ in metrics_lines(self.path / METRICS, steps)]
 
     def configure(self, sections: Mapping[str, Any]) -> None:
-        """Write the resolved configuration, or write it again: a TOML table a dataclass or mapping."""
-        lines = []
+        """Write the resolved configuration, or write it again: a TOML table a dataclass or mapping.
+
+        Errors   FolderLost where the folder is not this run's any more
+        """
+        self.require_held()
+        self.sections, lines = sections, list[str]()
         for title, section in sections.items():
             values = section if isinstance(section, Mapping) else asdict(section)
             lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
@@ -207,6 +246,9 @@ def _model_of(path: Path) -> Path:
             rule, advice = "the checkpoint must be as it was written", "Name its run: the newest good one is taken."
             raise refusal(ValueError, "load", rule, f"path={path} ({error})", advice) from error
         return path
+    if path.is_file() and is_checkpoint(path.parent):
+        _model_of(path.parent)  # its checksum is beside it
+        return path
     if checkpoints(path):
         return require_checkpoint(newest_good(path, _warn, model_only=True), path)[0]
     if not path.is_dir() or is_huggingface(path):
@@ -224,11 +266,17 @@ def _warn(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def trained_with(path: str | Path, model: StoredModel) -> tuple[str, int]:
-    """Encoding and sequence length of a model: what its run folder says, else its file, else what its sizes tell."""
+def trained_with(path: str | Path, model: StoredModel, encoding: str = "") -> tuple[str, int]:
+    """Encoding and sequence length of a model: what its run folder says, else its file, else what its sizes tell.
+
+    encoding   in place of its own
+
+    Errors     ValueError where nothing tells the encoding
+    """
     data = data_of(path)
     known = (data.encoding, data.sequence_length) if data else (model.encoding, model.sequence_length)
-    return known[0] or encoding_of(model.config.vocabulary), known[1] or model.config.positions
+    name = encoding_named(encoding) if encoding else known[0] or encoding_of_model(model.config.vocabulary)
+    return name, known[1] or model.config.positions
 
 
 def data_of(path: str | Path) -> DataConfig | None:

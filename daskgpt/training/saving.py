@@ -15,6 +15,7 @@ from uuid import uuid4
 import numpy as np
 
 from daskgpt.config.errors import refusal
+from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.opened import ReadLater
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.graph.nodes import Graph, Key, task
@@ -27,7 +28,7 @@ from daskgpt.training.best_checkpoint import NONE, Best, point_best
 from daskgpt.training.checkpoints import Checkpoint, prune, step_folder, write_checkpoint
 from daskgpt.training.fetched_state import FetchedState
 from daskgpt.training.job import Job
-from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.run_folder import FolderLost, RunFolder
 from daskgpt.training.step import State
 
 COPY_BYTES = 2**24  # that one task copies
@@ -194,6 +195,8 @@ class Saver:
         if save is None or self.thread is None or self.thread.is_alive():
             return
         self.current = None
+        if isinstance(save.error, CanGoOn):
+            raise save.error
         if save.error:
             stays = f", step {self.saved} stays" if self.saved else ""
             self.say(f"checkpoint step {save.step} is not saved: {reason(save.error)}; training goes on{stays}")
@@ -202,6 +205,8 @@ class Saver:
         self.metrics = {"checkpoint_step": save.step, "checkpoint_s": seconds, "checkpoint_waited_s": waited}
 
     def _require_saved(self, save: _Save) -> None:
+        if isinstance(save.error, CanGoOn):
+            raise save.error
         if save.error:
             stays = f" from step {self.saved}" if self.saved else ""
             raise refusal(
@@ -239,15 +244,37 @@ class Saver:
             checkpoint = Checkpoint(save.step, model, moments, facts)
             # What a cluster keeps is fetched to be written: less of it is here at a time then.
             here = self.scheduler.in_place
-            written = write_checkpoint(self.folder.path, checkpoint, self.folder.logs.sync, beside=here)
+            written = self._written(checkpoint, here)
             self.saved, self.spared = save.step, self.spared - {written}
             if save.best != self.best:
                 point_best(self.folder.path, save.best)
                 self.best = save.best
+            self.folder.require_held()
             prune(self.folder.path, job.run.keep, job.run.keep_every, self.best.step, self.spared)
         except Exception as error:  # of whatever kind: it must not end the run, and `news` tells it
             save.error = error
         save.seconds = time.perf_counter() - start
+
+    def _written(self, checkpoint: Checkpoint, here: bool) -> Path:
+        """The checkpoint's folder: in the run's, or in a new one beside where that is not this run's any more."""
+
+        def last_look() -> None:
+            self.folder.logs.sync()
+            self.folder.require_held()
+
+        try:
+            self.folder.require_held()
+            return write_checkpoint(self.folder.path, checkpoint, last_look, beside=here)
+        except (FolderLost, FileNotFoundError):
+            if self.folder.is_held():
+                raise
+            former, kept = self.folder.leave()
+            self.best = NONE
+            write_checkpoint(kept, checkpoint, beside=here)
+            rule = "the run's folder must stay where it is while it trains"
+            got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"
+            advice = f"The model after {checkpoint.step} steps is kept in {kept}: go on with --resume {kept}."
+            raise refusal(CanGoOn, "RunFolder", rule, got, advice) from None
 
 
 def reason(error: Exception) -> str:

@@ -12,11 +12,11 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
-from daskgpt.data.encodings import encoding_named, encoding_of
+from daskgpt.data.encodings import encoding_named, encoding_of, encoding_of_model
 from daskgpt.data.own_vocabulary import is_to_be_learned
 from daskgpt.data.prepared import is_token_folder, load_prepared
 from daskgpt.formats.run_model import StoredModel
-from daskgpt.model.parameters import RandomParameters, check_parameters
+from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import data_of, read_model_of
 
@@ -65,9 +65,11 @@ class Start:
 
     def encoding(self, wanted: str) -> str:
         """The run's encoding; for a model file alone the one that it says, or that its vocabulary means."""
+        rule, got = "a model to start from has its own encoding", {"encoding": wanted, "init": self.init}
+        require(not is_to_be_learned(wanted), "train", rule, got, "Leave --encoding out.")
         own, wanted = self.data.encoding if self.data else self.model.encoding, _named(wanted)
         if not own:
-            return encoding_of(self.config.vocabulary) if wanted == "auto" else wanted
+            return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
         require(
             wanted in ("auto", own),
             "train",
@@ -110,9 +112,10 @@ def start_values(
 ) -> Mapping[str, np.ndarray]:
     """Initial parameters: those given, those of a model, or random ones.
 
-    Errors   ValueError where those given are not of the job's model
+    Errors   ValueError where those given are not of the job's model, TypeError unless float32
     """
     if parameters is not None:
-        check_parameters(job.config, dict(parameters))
+        check_parameters(job.config, parameters)
+        check_dtypes("fit", parameters, np.float32)
         return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
     return start.model.parameters if start else RandomParameters(job.config, job.run.seed)

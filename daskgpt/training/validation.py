@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -20,15 +21,18 @@ TOGETHER = 20  # batches in one graph
 
 
 class Validation:
-    """Measures the loss of fixed, evenly spread windows of the held-out text."""
+    """Measures the loss of fixed, evenly spread windows of the held-out text.
 
-    def __init__(self, job: Job, scheduler: Scheduler) -> None:
-        self.job, self.scheduler = job, scheduler
+    stop_requested   says whether somebody wants the run to end: a validation is given up then
+    """
+
+    def __init__(self, job: Job, scheduler: Scheduler, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        self.job, self.scheduler, self.stop_requested = job, scheduler, stop_requested
         self.inference: Inference | None = None
         self.bytes: int | None = None  # of text that is predicted; 0 where nobody knows
 
     def of(self, state: State, chunk: tuple[int, int]) -> dict[str, Any]:
-        """Metrics of a state.
+        """Metrics of a state; none where the run is to end before all windows are measured.
 
         validation_loss         [nats a token]
         validation_bits_a_byte  all nats / ln 2 / bytes of text that was predicted: what other encodings have as well;
@@ -36,7 +40,8 @@ class Validation:
         validation_s            what it took [s]
         """
         start = time.perf_counter()
-        loss = self.loss(state, chunk)
+        if (loss := self.loss(state, chunk)) is None:
+            return {}
         found: dict[str, Any] = {"validation_loss": loss}
         if self.bytes is None:
             self.bytes = self._count_bytes()
@@ -45,8 +50,8 @@ class Validation:
             found["validation_bits_a_byte"] = loss * tokens / math.log(2) / self.bytes
         return found | {"validation_s": round(time.perf_counter() - start, 3)}
 
-    def loss(self, state: State, chunk: tuple[int, int]) -> float:
-        """Mean over the windows [nats a token]."""
+    def loss(self, state: State, chunk: tuple[int, int]) -> float | None:
+        """Mean over the windows [nats a token], None where the run is to end before all are measured."""
         job = self.job
         if self.inference is None or self.inference.runnable.layout != state.layout:
             size, precision = job.batch_shape, job.precision
@@ -55,6 +60,8 @@ class Validation:
             self.inference = Inference(job.config, size, chunk, state.layout, *wanted)
         losses, batches = list[float](), self._batches()
         while together := list(islice(batches, TOGETHER)):
+            if self.stop_requested():
+                return None
             losses += [float(own["loss"]) for own in self.inference.of_all(self.scheduler, state, together)]
         return sum(losses) / len(losses)
 

@@ -32,12 +32,12 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         text = write_text(folder)
-        for name in ("shakespeare.txt", "other.txt", "corpus/one.txt"):
+        for name in ("my-text.txt", "other.txt", "corpus/one.txt"):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(text, folder / name)
         (folder / "hellaswag_val.jsonl").write_text(QUESTION)
         for out in ("runs/first", "runs/long"):
-            assert run(f"train --data shakespeare.txt --steps 4 --out {out} {FLAGS}") == 0
+            assert run(f"train --data my-text.txt --steps 4 --out {out} {FLAGS}") == 0
         assert run("convert runs/first first-hf") == 0
         shutil.copytree("first-hf", "gpt2-folder")
         assert run("prepare corpus --learn-vocabulary 300 --out tokens") == 0

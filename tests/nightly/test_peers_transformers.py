@@ -5,16 +5,19 @@ Skipped where transformers and PyTorch are not installed (the extra `test-peers`
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from textwrap import dedent
 
 import numpy as np
 import pytest
 from conftest import SMALL, random_parameters
+from test_tokenizers import trained
 from tolerances import TOLERANCES
 
 import daskgpt
-from daskgpt import convert
+from daskgpt import convert, evaluate, generate, train
 from daskgpt.config.model import GPT2Config
 from daskgpt.data import encodings
 from daskgpt.training.inference import Inference
@@ -149,3 +152,28 @@ def test_the_lines_that_convert_nanogpts_checkpoint(tmp_path, monkeypatch, biase
     monkeypatch.chdir(tmp_path)
     exec(dedent(convert.LINES[convert.LINES.index("    import json") :]), {})
     assert_same_logits(tmp_path / "NEW_FOLDER", model)
+
+
+def test_a_folder_with_its_own_tokenizer_is_tuned_and_read_back_there(tmp_path, capsys):
+    """Train, write text, evaluate and export a folder of theirs: the same text and logits there."""
+    text, run, back = tmp_path / "text.txt", tmp_path / "run", tmp_path / "back"
+    text.write_text("".join(f"line {number}: the quick brown fox\n" for number in range(2000)))
+    tokenizer = trained(size=400)
+    config = replace(SMALL, vocabulary=400, padded_vocabulary=0, positions=64)
+    theirs_of(config).save_pretrained(tmp_path / "theirs")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
+        tmp_path / "theirs"
+    )
+    flags = "--steps 200 --sequence-length 32 --warmup 5 --sample-tokens 0 --validation-batches 2 --learning-rate 0.01"
+    assert train.main(["--init", str(tmp_path / "theirs"), "--data", str(text), "--out", str(run), *flags.split()]) == 0
+    assert evaluate.main([str(run), "--data", str(text), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] < 5
+    model = transformers.GPT2LMHeadModel.from_pretrained(converted(run, back)).eval()
+    assert_same_logits(run, model)
+    own = transformers.AutoTokenizer.from_pretrained(back)
+    assert own.encode("line 7: the") == tokenizer.encode("line 7: the").ids
+    asked = own("line 7: the", return_tensors="pt")
+    expected = own.decode(model.generate(**asked, max_new_tokens=16, do_sample=False)[0])
+    capsys.readouterr()
+    assert generate.main([str(run), "--prompt", "line 7: the", "--tokens", "16", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")

@@ -65,14 +65,16 @@ def phases(rows: Rows) -> Figure | None:
         f"barrier {BARRIERS[barrier].label}": {name: (own, (PHASES | TOTAL)[name]) for name, own in times.items()}
         for barrier, times in kinds.items()
     }
-    return _against_threads(lines, "Phases of a step against threads", rows)
+    bases = {phase: rows.sequential(f"{phase}_ms") for phase in PHASES} | {"total": rows.sequential()}
+    return _against_threads(lines, bases, "Phases of a step against threads", rows)
 
 
 def barriers(rows: Rows) -> Figure | None:
     """Runtime, speedup and efficiency of a step against threads, for each barrier."""
     series = {look.label: (spreads(rows.along("threads", barrier=b)), look.colour) for b, look in BARRIERS.items()}
     series = {name: own for name, own in series.items() if own[0]}
-    return _against_threads({"a step": series}, "Where everybody waits", rows) if len(series) > 1 else None
+    bases = dict.fromkeys(series, rows.sequential())
+    return _against_threads({"a step": series}, bases, "Where everybody waits", rows) if len(series) > 1 else None
 
 
 def slicing(rows: Rows) -> Figure | None:
@@ -122,7 +124,7 @@ def overlap(rows: Rows) -> Figure | None:
     highest = max(value for own in found.values() for value in _values(own, "overlap"))
     left.set(title="Two or more layers at once", ylabel="share of the time (%)", ylim=(0, 110 * highest or 10))
     for column, offset, colour, label in (
-        ("recorded_ms", -0.2, "#9fb3c8", "recorded step"),
+        ("step_ms", -0.2, "#9fb3c8", "step"),
         ("critical_path_ms", 0.2, "#30638e", "critical path"),
     ):
         medians = [median(own, column) for own in found.values()]
@@ -179,20 +181,21 @@ def scheduler_rows(rows: Rows) -> dict[str, list[Row]]:
     return found
 
 
-def _against_threads(lines: Mapping[str, Series], title: str, rows: Rows) -> Figure:
-    """A line of panels each: runtime, and, where one thread was run, speedup and efficiency."""
+def _against_threads(lines: Mapping[str, Series], bases: Mapping[str, Spread | None], title: str, rows: Rows) -> Figure:
+    """A line of panels each: runtime, and, where the sequential run was made, speedup and efficiency.
+
+    bases   times of the sequential run, by the names of the series
+    """
     threads = sorted({n for series in lines.values() for times, _ in series.values() for n in times})
     places = {n: place for place, n in enumerate(threads)}  # equally far apart: 1, 2 and 64 threads are all legible
-    panels = (
-        3 if len(threads) > 1 and any(speedups(own) for series in lines.values() for own, _ in series.values()) else 1
-    )
+    panels = 3 if len(threads) > 1 and any(bases.values()) else 1
     figure = Figure(figsize=(11 if panels == 3 else 8.5, 1.2 + 3.2 * len(lines)))
     for axes, (name, series) in zip(figure.subplots(len(lines), panels, squeeze=False), lines.items()):
         _runtime(axes[0], series, places)
         axes[0].set_title(name)
         if panels == 3:
-            _derived(axes[1], series, places, speedups, "speedup")
-            _derived(axes[2], series, places, _percent, "efficiency (%)")
+            _derived(axes[1], series, places, bases, speedups, "speedup")
+            _derived(axes[2], series, places, bases, _percent, "efficiency (%)")
             (ideal,) = axes[1].plot([*places.values()], [*places], ":", color="#888888")
             axes[2].axhline(100, ls=":", color="#888888")
         for own in axes:
@@ -203,8 +206,7 @@ def _against_threads(lines: Mapping[str, Series], title: str, rows: Rows) -> Fig
     if panels == 3:
         handles, labels = [*handles, ideal], [*labels, "ideal"]
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=5, fontsize=9)
-    lacking = [name for series in lines.values() for name, (own, _) in series.items() if not speedups(own)]
-    note = f"no speedup without a run on 1 thread: {', '.join(lacking)}" if panels == 3 and lacking else ""
+    note = "speedup over the sequential run: 1 thread, no barrier that costs" if panels == 3 else ""
     _title(figure, title, rows, note)
     return figure
 
@@ -219,17 +221,22 @@ def _runtime(axes: Any, series: Series, places: Mapping[int, int]) -> None:
 
 
 def _derived(
-    axes: Any, series: Series, places: Mapping[int, int], derive: Callable[[Times], dict[Any, float]], name: str
+    axes: Any,
+    series: Series,
+    places: Mapping[int, int],
+    bases: Mapping[str, Spread | None],
+    derive: Callable[[Times, Spread | None], dict[Any, float]],
+    name: str,
 ) -> None:
-    """What follows from the times, of those series where it does."""
-    for number, (times, colour) in enumerate(series.values()):
-        found = derive(times)
+    """What follows from the times, of those series that have a base."""
+    for number, (own, (times, colour)) in enumerate(series.items()):
+        found = derive(times, bases[own])
         axes.plot([places[n] for n in found], [*found.values()], MARKERS[number % len(MARKERS)] + "-", color=colour)
     axes.set_ylabel(name)
 
 
-def _percent(times: Times) -> dict[Any, float]:
-    return {n: 100 * value for n, value in efficiencies(times).items()}
+def _percent(times: Times, base: Spread | None) -> dict[Any, float]:
+    return {n: 100 * value for n, value in efficiencies(times, base).items()}
 
 
 def _line(axes: Any, times: Times, colour: str, label: str, marker: str) -> None:

@@ -26,15 +26,14 @@ LARGEST_POWER = 10  # of two, of threads that the default grid tries
 class StudyConfig(Checked):
     """What all runs of a study share."""
 
-    batch_size: int = setting(12, "B, sequences a step", least=1)
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1)
+    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
     precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
-    window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1)
-    steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1)
+    window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**20)
+    steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1, most=2**20)
     seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds", least=0)
-    warmup: int = setting(2, "steps before them", unit="steps", least=1)
-    recorded: int = setting(2, "steps after them in which every kernel call is recorded", unit="steps", least=1)
+    warmup: int = setting(2, "steps before them", unit="steps", least=1, most=2**20)
     repetitions: int = setting(3, "how often every point is run", least=1)
     minutes: float = setting(
         28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
@@ -87,7 +86,7 @@ def default_grid(study: StudyConfig, cores: int) -> list[Point]:
 def quick_grid(study: StudyConfig, cores: int) -> list[Point]:
     """A few points, with which every section of the report has something to say."""
     base = base_point(study, min(cores, 2))
-    points = [replace(base, barrier=barrier) for barrier in BARRIERS] + [replace(base, threads=1, barrier="layer")]
+    points = [replace(base, threads=n, barrier=barrier) for n in (1, base.threads) for barrier in BARRIERS]
     points += [replace(base, batch_chunk=study.batch_size, sequence_chunk=study.sequence_length // 2)]
     points += [replace(base, grain="kernel"), replace(base, scheduler="sync")]
     return distinct(points)

@@ -61,6 +61,14 @@ class Rows:
         found = {value: self.at(**{dial: value}, **values) for value in known}
         return {value: rows for value, rows in found.items() if rows}
 
+    def sequential(self, column: str = "step_ms") -> Spread | None:
+        """Return the times of the sequential run, the base of every speedup: one thread, and no barrier that costs.
+
+        On one thread a barrier between phases costs next to nothing, and phases have times of their own there.
+        """
+        found = (spread(self.at(threads=1, barrier=barrier), column) for barrier in ("phase", "step", "none"))
+        return next((times for times in found if times), None)
+
 
 def compare(name: str, rows: Sequence[Row], other_name: str, other_rows: Sequence[Row]) -> Comparison | None:
     """Of the times of a step; None where one of them was not run."""
@@ -89,16 +97,14 @@ def sentence(found: Comparison) -> str:
     )
 
 
-def speedups(times: Mapping[int, Spread]) -> dict[int, float]:
-    """Thread count -> time with one thread, divided by the time with these; empty where one thread was not run."""
-    if 1 not in times:
-        return {}
-    return {threads: times[1].median / own.median for threads, own in times.items()}
+def speedups(times: Mapping[int, Spread], base: Spread | None) -> dict[int, float]:
+    """Thread count -> time of the base, divided by the time with these; empty without a base."""
+    return {threads: base.median / own.median for threads, own in times.items()} if base else {}
 
 
-def efficiencies(times: Mapping[int, Spread]) -> dict[int, float]:
-    """Thread count -> speedup divided by the threads; empty where one thread was not run."""
-    return {threads: value / threads for threads, value in speedups(times).items()}
+def efficiencies(times: Mapping[int, Spread], base: Spread | None) -> dict[int, float]:
+    """Thread count -> speedup divided by the threads; empty without a base."""
+    return {threads: value / threads for threads, value in speedups(times, base).items()}
 
 
 def model_of(row: Row) -> GPT2Config:

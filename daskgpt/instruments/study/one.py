@@ -44,18 +44,25 @@ class Order:
 
 
 def run(order: Order) -> dict[str, Any]:
-    """Time some steps of a point, then record some others: the columns of its row in the table."""
+    """Time and record some steps of a point: the columns of its row in the table.
+
+    The time of a step and those of its phases come from the same steps, in which every kernel call is recorded. Others
+    before and after them, which are not, tell what recording costs.
+    """
     study = order.study
     job = job_of_point(order.model, study, order.point)
     compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
     others = machine.busy_cores()
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         steps = Steps(job, scheduler, study.seed)
-        warm = steps.run(study.warmup)
+        number = _count(study, steps.run(study.warmup))
         steps.reset_peak()
-        seconds = Spread.of(steps.run(_count(study, warm)))
+        bare = steps.run(-(-number // 2))
+        timeline = recorded(steps, number)
+        bare += steps.run(-(-number // 2))
         peak = steps.peak()
-        summary = summarise(recorded(steps, study.recorded))
+        seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
+        summary = summarise(timeline)
         tasks, grain, chunk = steps.tasks, steps.step.grain, steps.step.chunk
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -65,8 +72,9 @@ def run(order: Order) -> dict[str, Any]:
         "tasks": tasks,
         "steps": seconds.n,
         **_milliseconds("step_ms", seconds),
+        "recording_cost": round(seconds.median / Spread.of(bare).median - 1, 4),
         "tokens_per_s": round(study.batch_size * study.sequence_length / seconds.median, 1),
-        **_summary(summary),
+        **_summary(summary, seconds.median),
         "peak_gb": round(peak / 1e9, 4),
         "loss": repr(steps.losses[study.warmup + study.steps]),
         "others_cores": others,
@@ -91,14 +99,15 @@ def recorded(steps: Steps, count: int) -> Timeline:
     return recorder.finish()
 
 
-def _summary(found: Summary) -> dict[str, Any]:
-    """Milliseconds a step, and shares. A phase has a time of its own only where it never runs beside another."""
-    scale = 1e3 / found.steps
-    walls = {f"{phase}_ms": round(seconds * scale, 3) for phase, seconds in found.phases.items()}
+def _summary(found: Summary, step: float) -> dict[str, Any]:
+    """Milliseconds a step, and shares. A phase has a time of its own only where it never runs beside another: its share
+    of the recorded steps, of a step in the median.
+    """
+    scale, whole = 1e3 / found.steps, sum(found.phases.values()) or 1.0
+    walls = {f"{phase}_ms": round(1e3 * step * seconds / whole, 3) for phase, seconds in found.phases.items()}
     return {
         **{f"{phase}_ms": walls.get(f"{phase}_ms") for phase in PHASES},
         **{f"{phase}_kernel_ms": round(found.kernel_seconds(phase) * scale, 3) for phase in PHASES},
-        "recorded_ms": round(found.wall * scale, 3),
         "critical_path_ms": round(found.critical_path * scale, 3),
         "overlap": round(found.overlap, 4),
         "steps_overlap": round(found.steps_overlap, 4),

@@ -27,6 +27,7 @@ from daskgpt.instruments.study.numbers import (
 )
 from daskgpt.instruments.study.table import Row
 
+RECORDING = 0.03  # of a step, above which a report says what recording costs
 NONE = "Nothing was run for this question."
 Section = tuple[str, list[str], list[str]]  # title, conclusions, details
 
@@ -48,7 +49,8 @@ def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> Path
         (None, results_section(view)),
     ]
     parts = [f"# {_title(view)}\n", *_banner(view, quick), _heading(view), "## What came of it\n"]
-    parts += [f"- {conclusion}" for _, (_, conclusions, _) in sections for conclusion in conclusions]
+    told = sections[-1:] if quick else sections  # a quick study says nothing of speed
+    parts += [f"- {conclusion}" for _, (_, conclusions, _) in told for conclusion in conclusions]
     for key, (title, _, details) in sections:
         parts.append(f"\n## {title}\n")
         if key in drawn:
@@ -71,11 +73,11 @@ def threads_section(view: Rows) -> Section:
         details += [
             f"Under {BARRIERS[barrier].words}, in ms (medians and quartiles of the runs):",
             "",
-            *_phase_table(times),
+            *_phase_table(times, view),
             "",
         ]
         if len(times["total"]) > 1:
-            conclusions.append(_gain(times, barrier))
+            conclusions.append(_gain(times, barrier, view))
     return "Threads: forward, backward, update", conclusions, details
 
 
@@ -87,10 +89,10 @@ def barriers_section(view: Rows) -> Section:
     if len(present) < 2:
         return "Fork-join, tasks, barrier-free", [], []
     counts = sorted({threads for found in present.values() for threads in found})
-    lines = [["step (ms)", *(count(n, "thread") for n in counts), "speedup", "efficiency"]]
+    lines = [["step (ms)", *(count(n, "thread") for n in counts), "speedup", "efficiency", "over its own 1 thread"]]
     for barrier, found in present.items():
         times = spreads(found)
-        lines.append([barrier, *(_cell(times.get(n)) for n in counts), *_ratios(times, max(times))])
+        lines.append([barrier, *(_cell(times.get(n)) for n in counts), *_ratios(times, max(times), view)])
     details += _table(lines)
     most = max(counts)
     for one, other in (("step", "layer"), ("none", "step"), ("none", "layer"), ("step", "phase")):
@@ -157,17 +159,17 @@ def grain_section(view: Rows) -> Section:
 def overlap_section(view: Rows) -> Section:
     """Overlap of layers and steps, and the critical path."""
     found = {barrier: view.at(barrier=barrier) for barrier in BARRIERS if view.at(barrier=barrier)}
-    header = ["barrier", "layers at once", "steps at once", "recorded step (ms)", "critical path (ms)", "share of it"]
+    header = ["barrier", "layers at once", "steps at once", "step (ms)", "critical path (ms)", "share of it"]
     lines = [[*header, "kernels", "scheduling", "waiting"]]
     conclusions = []
     for barrier, rows in found.items():
-        recorded, path = median(rows, "recorded_ms"), median(rows, "critical_path_ms")
+        recorded, path = median(rows, "step_ms"), median(rows, "critical_path_ms")
         lines.append(
             [
                 barrier,
                 _share(rows, "overlap"),
                 _share(rows, "steps_overlap"),
-                _cell(spread(rows, "recorded_ms")),
+                _cell(spread(rows, "step_ms")),
                 _cell(spread(rows, "critical_path_ms")),
                 f"{path / recorded:.0%}",
                 *(_share(rows, f"{name}_share") for name in ("kernel", "scheduling", "waiting")),
@@ -230,19 +232,20 @@ def results_section(view: Rows) -> Section:
     return "Same results", [conclusion], _table(lines)
 
 
-def _gain(times: dict[str, dict[int, Spread]], barrier: str) -> str:
+def _gain(times: dict[str, dict[int, Spread]], barrier: str, view: Rows) -> str:
     """What the most threads bring, to the step and to its phases."""
     total = times["total"]
     least, most = min(total), max(total)
     ends = Comparison.of(count(most, "thread"), total[most], count(least, "thread"), total[least])
     said = f"Under {BARRIERS[barrier].words}, {sentence(ends)}"
-    found = {phase: speedups(times[phase])[most] for phase in PHASES if most in speedups(times[phase])}
+    gains = {phase: speedups(times[phase], view.sequential(f"{phase}_ms")) for phase in PHASES}
+    found = {phase: own[most] for phase, own in gains.items() if most in own}
     if not found:
         return said
     best, worst = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
     return (
-        f"{said} The efficiency is {efficiencies(total)[most]:.0%}; of the phases, {best} gains most "
-        f"({rounded(found[best], 2)} times as fast) and {worst} least ({rounded(found[worst], 2)})."
+        f"{said} The efficiency is {efficiencies(total, view.sequential())[most]:.0%}; of the phases, {best} gains "
+        f"most ({rounded(found[best], 2)} times as fast) and {worst} least ({rounded(found[worst], 2)})."
     )
 
 
@@ -250,18 +253,20 @@ def _on_threads(found: Comparison | None, threads: int) -> list[str]:
     return [f"On {count(threads, 'thread')}, {sentence(found)}"] if found else []
 
 
-def _phase_table(times: dict[str, dict[int, Spread]]) -> list[str]:
-    lines = [["threads", *times, "speedup (total)", "efficiency (total)"]]
+def _phase_table(times: dict[str, dict[int, Spread]], view: Rows) -> list[str]:
+    lines = [["threads", *times, "speedup (total)", "efficiency (total)", "over its own 1 thread"]]
     for n in times["total"]:
-        lines.append([str(n), *(_cell(own.get(n)) for own in times.values()), *_ratios(times["total"], n)])
+        lines.append([str(n), *(_cell(own.get(n)) for own in times.values()), *_ratios(times["total"], n, view)])
     return _table(lines)
 
 
-def _ratios(times: dict[int, Spread], threads: int) -> list[str]:
-    """Speedup and efficiency; nothing where one thread was not run, or nothing else was."""
-    if len(times) == 1 or not speedups(times):
-        return ["", ""]
-    return [rounded(speedups(times)[threads], 2), f"{efficiencies(times)[threads]:.0%}"]
+def _ratios(times: dict[int, Spread], threads: int, view: Rows) -> list[str]:
+    """Speedup and efficiency over the sequential run, and speedup over its own run on one thread; "" without them."""
+    base, own = view.sequential(), times.get(1)
+    found = (
+        [rounded(speedups(times, base)[threads], 2), f"{efficiencies(times, base)[threads]:.0%}"] if base else ["", ""]
+    )
+    return [*found, rounded(speedups(times, own)[threads], 2) if own and len(times) > 1 else ""]
 
 
 def _title(view: Rows) -> str:
@@ -299,6 +304,12 @@ def _banner(view: Rows, quick: bool) -> list[str]:
             f"{machine.BUSY:g} cores busy, {rounded(others.largest, 2)} at most. The times are of a share of the "
             "machine. Run the study again while nothing else runs."
         )
+    cost = spread(view.all, "recording_cost")
+    if cost and cost.median > RECORDING:
+        said.append(
+            f"**Recording slows the steps:** by {cost.median:.1%} in the median of the runs, {cost.largest:.1%} at "
+            "most (steps beside those that were not recorded)."
+        )
     least, most = runs_a_point(view.all)
     if least == 1:
         which = "every point was" if most == 1 else "some points were"
@@ -309,15 +320,19 @@ def _banner(view: Rows, quick: bool) -> list[str]:
 METHOD = """\
 [results.csv](results.csv) has a row for each run ({runs}). Every run is a process of its own on as many cores as
 it has threads, with one BLAS thread a task. The repetitions take turns, each in an order of its own, so that a noisy
-minute hits all settings alike. A run warms up for {warmup} steps, times at least as many as asked for, and then records
-the kernel calls of some others, from which overlap, critical path, shares and the times of phases come. The time of a
-run is the median of its steps. Figures show medians over runs, quartiles and every run. Two settings are called
-different (in bold) where the quartiles of their runs do not overlap; of single runs nothing is concluded. Speedup is
-the time on one thread divided by that on several, efficiency is speedup divided by threads: both need a run on one
-thread.
+minute hits all settings alike. A run warms up for {warmup} steps and then records every kernel call of at least as many
+steps as asked for: the time of a step, its phases, overlap, critical path and shares come from the same steps. As many
+others, half of them before and half after, are not recorded and tell what recording costs (`recording_cost`). The time
+of a run is the median of its steps. Figures show medians over runs, quartiles and every run. Two settings are called
+different (in bold) where the quartiles of their runs do not overlap; of single runs nothing is concluded.
 
-Forward, backward and update have times of their own only where a barrier stands between them. Where there is none, and
-the state is updated in place, the sums that make a weight gradient are part of the update.
+Speedup is the time of the sequential run (one thread, a barrier between phases, which costs nothing there) divided by
+the time in question: one base for all. Efficiency is speedup divided by threads. Beside them stands the speedup over
+the same barrier on one thread.
+
+Forward, backward and update have times of their own only where a barrier stands between them: the share of the recorded
+steps that each takes, of the median step, so that they sum up to it. Where the state is updated in place, the sums that
+make a weight gradient are part of the update.
 
 Layers at once: the share of the time in which kernels of two or more layers of the network run, forward and backward
 counted apart, all updates as one. Critical path: the longest chain of tasks that had to wait for one another, by their

@@ -29,7 +29,7 @@ FOUND = (
     "tasks",
     "steps",
     *TIMES,
-    "recorded_ms",
+    "recording_cost",
     "critical_path_ms",
     *SHARES,
     "peak_gb",

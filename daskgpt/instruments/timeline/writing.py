@@ -35,12 +35,12 @@ def check_timeline_path(path: str | Path) -> None:
     """
     if is_bare(str(path)):
         return
-    parents = [parent for parent in Path(path).absolute().parents if parent.exists()]
-    if Path(path).is_dir() or not parents[0].is_dir() or any(file.is_dir() for file in timeline_paths(path)):
-        rule = "the path must be that of a file in a folder"
-        raise refusal(ValueError, "timeline", rule, {"timeline": path}, "Give another.")
-    advice = f"Nothing can be written in {parents[0]}: give another path."
-    require(os.access(parents[0], os.W_OK), "timeline", "the folder must be writable", {"timeline": path}, advice)
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir() or not folder.is_dir() or any(file.is_dir() for file in timeline_paths(path)):
+        rule = "the path must be that of a file in a folder that is there"
+        raise refusal(ValueError, "timeline", rule, {"timeline": path}, f"Make {folder} first, or give another.")
+    advice = f"Nothing can be written in {folder}: give another path."
+    require(os.access(folder, os.W_OK), "timeline", "the folder must be writable", {"timeline": path}, advice)
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:

@@ -1,0 +1,123 @@
+"""Tokenizers in Hugging Face's folders: the ids of the library `tokenizers`, used by every command, written back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import daskgpt
+from daskgpt import convert, evaluate, generate, train
+from daskgpt.data.encodings import encode, encoding_named, encoding_of_model, get_encoding, specials_of
+
+SHORT = "--steps 2 --batch-size 2 --sequence-length 16 --validation-batches 1 --sample-tokens 0 --warmup 1"
+TEXT = "the quick brown fox jumps over the lazy dog\n\n  and what's more, it's naïve: 12345 times!\n" * 40
+
+
+def trained(specials=("<|endoftext|>",), size=320):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of 320 ids in Hugging Face's layout with a tokenizer of its own, whose end-of-text is id 0."""
+    config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, vocabulary=320, positions=16)
+    daskgpt.save(tmp_path / "model.safetensors", config, daskgpt.initial_parameters(config, seed=0))
+    assert convert.main([str(tmp_path / "model.safetensors"), str(tmp_path / "theirs")]) == 0
+    (tmp_path / "model.safetensors").unlink()
+    stored = tmp_path / "theirs" / "model.safetensors"
+    save_file(load_file(stored), stored, {"format": "pt"})  # without what daskgpt says of it
+    trained().save(str(tmp_path / "theirs" / "tokenizer.json"))
+    return tmp_path / "theirs"
+
+
+@pytest.mark.parametrize(
+    "specials", [("<|endoftext|>",), ("</s>",), ("<|endoftext|>", "<pad>"), ("<pad>", "<|endoftext|>")]
+)
+@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
+def test_ids_are_those_of_the_library(specials, files, tmp_path):
+    tokenizer = trained(specials)
+    if files == "tokenizer.json":
+        tokenizer.save(str(tmp_path / files))
+    else:
+        tokenizer.model.save(str(tmp_path))
+    name = encoding_named(str(tmp_path))
+    encoding = get_encoding(name)
+    assert encode(encoding, TEXT).tolist() == tokenizer.encode(TEXT).ids
+    assert encoding.decode(tokenizer.encode(TEXT).ids) == TEXT
+    end = "<|endoftext|>" if "<|endoftext|>" in specials else specials[0]
+    assert next(iter(specials_of(name).items())) == (end, tokenizer.token_to_id(end))
+    assert encoding.eot_token == tokenizer.token_to_id(end)
+    assert encoding.n_vocab == 320
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "keyword"),
+    [
+        ("normalizer", {"type": "NFC"}, "normalizer"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "Whitespace"),
+        ("pre_tokenizer", {"type": "ByteLevel", "use_regex": False}, "pre_tokenizer"),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True}, "add_prefix_space"),
+        ("model", {"type": "Unigram", "vocab": {}, "merges": []}, "Unigram"),
+        ("model.byte_fallback", True, "byte_fallback"),
+        ("model.merges", [], "tokens"),
+    ],
+)
+def test_other_tokenizers_are_refused_by_name(part, value, keyword, tmp_path):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    known = json.loads((tmp_path / "tokenizer.json").read_text())
+    at = known
+    *parents, last = part.split(".")
+    for name in parents:
+        at = at[name]
+    at[last] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=keyword):
+        encoding_named(str(tmp_path))
+
+
+def test_two_special_tokens_of_which_none_is_end_of_text_are_refused(tmp_path):
+    trained(("<a>", "<b>")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="eos_token"):
+        encoding_named(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<b>"}}')
+    assert specials_of(encoding_named(str(tmp_path))) == {"<b>": 1, "<a>": 0}
+
+
+def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):
+    text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "back"
+    text.write_text(TEXT)
+    assert train.main(["--init", str(folder), "--data", str(text), "--out", str(run), *SHORT.split()]) == 0
+    assert "learned-320" in (run / "config.toml").read_text()
+    for model in (folder, run):
+        assert generate.main([str(model), "--prompt", "the quick", "--tokens", "3", "--temperature", "0"]) == 0
+    assert evaluate.main([str(run), "--data", str(text), "--json"]) == 0
+    tokens = json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]
+    assert tokens == len(trained().encode(TEXT).ids)
+    assert convert.main([str(run), str(out)]) == 0
+    assert Tokenizer.from_file(str(out / "tokenizer.json")).encode(TEXT).ids == trained().encode(TEXT).ids
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    with pytest.raises(ValueError, match="own encoding"):
+        train.main(["--init", str(folder), "--data", str(text), "--encoding", "learn:300", *SHORT.split()])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "encoding"),
+    [(257, "bytes"), (300, "bytes"), (50257, "gpt2"), (50304, "gpt2"), (256, ""), (1000, "")],
+)
+def test_a_model_without_an_encoding_has_that_of_its_ids_or_asks(vocabulary, encoding):
+    if encoding:
+        assert encoding_of_model(vocabulary) == encoding
+    else:
+        with pytest.raises(ValueError, match="--encoding"):
+            encoding_of_model(vocabulary)

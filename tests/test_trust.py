@@ -1,0 +1,122 @@
+"""What a run does in folders that are not, or no longer, its own, and what a folder from elsewhere can make it do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import pytest
+from small_runs import fit, losses_of, tensors_of
+
+import daskgpt
+from daskgpt.training.checkpoints import _digest_of
+
+
+def resume(folder, **changes):
+    return daskgpt.fit(resume=folder, quiet=True, **changes)
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+def test_a_link_in_a_run_folder_is_not_written_through(name, small_text, tmp_path):
+    victim, out = tmp_path / "victim", tmp_path / "run"
+    fit(small_text, out)
+    shutil.move(out / name, victim)
+    (out / name).symlink_to(victim)
+    known = victim.read_bytes()
+    with pytest.raises(ValueError, match=r"symbolic link"):
+        resume(out, run={"steps": 14})
+    assert victim.read_bytes() == known
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_run_whose_folder_is_lost_ends_and_keeps_its_model_beside(taken, small_text, tmp_path):
+    out, moved = tmp_path / "run", tmp_path / "moved"
+
+    def lose(step, metrics):
+        if step == 5:
+            shutil.move(out, moved)
+            if taken:
+                out.mkdir()
+                (out / ".lock").write_text("another run's")
+
+    with pytest.raises(RuntimeError, match=r"run\.kept-1"):
+        fit(small_text, out, on_step=lose, save_every=7)
+    assert [path.name for path in out.glob("*")] == [".lock"] * taken == [path.name for path in out.glob(".*")]
+    kept = tmp_path / "run.kept-1"
+    resume(kept)
+    fit(small_text, tmp_path / "whole")
+    assert (losses_of(kept), tensors_of(kept)) == (losses_of(tmp_path / "whole"), tensors_of(tmp_path / "whole"))
+
+
+def test_a_folder_that_two_runs_have_written_into_is_not_gone_on_with(small_text, tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    fit(small_text, one)
+    fit(small_text, other, seed=3)
+    shutil.copy(other / "config.toml", one / "config.toml")
+    with pytest.raises(ValueError, match=r"run\.seed=3"):
+        resume(one, run={"steps": 14})
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "file:scheduler.json"])
+def test_an_address_that_stands_in_a_folder_is_not_connected_to(address, small_text, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    fit(small_text, out)
+    (state,) = out.glob("step-*/state.json")
+    known = json.loads(state.read_text())
+    del known["sha256"]
+    known["asked"]["scheduler"] = known["configuration"]["dataflow"]["scheduler"] = address
+    state.write_text(json.dumps(known | {"sha256": _digest_of(known)}))
+    with pytest.raises(ValueError, match=rf"--scheduler {address}"):
+        resume(out, run={"steps": 14})
+    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:2")
+    monkeypatch.setattr("daskgpt.training.resuming.chosen_address", lambda name: "tcp://127.0.0.1:2")
+    monkeypatch.setattr("daskgpt.training.fitting.open_scheduler", lambda address, *_: pytest.fail(address))
+    with pytest.raises(pytest.fail.Exception, match="auto"):
+        resume(out, run={"steps": 14})
+    monkeypatch.undo()
+    assert len(resume(out, run={"steps": 14}, dataflow={"scheduler": "threads"}).losses) == 14
+
+
+def test_a_damaged_step_number_costs_its_own_line(small_text, tmp_path):
+    out = tmp_path / "run"
+    fit(small_text, out)
+    metrics = out / "metrics.jsonl"
+    damaged = metrics.read_text().replace('"step": 3,', '"step": 50,')
+    metrics.write_text(damaged)
+    result = resume(out, run={"steps": 14})
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 2, *range(4, 14)]
+    assert (out / "metrics.jsonl.damaged-1").read_text() == damaged
+    assert result.losses[3] != result.losses[3], "it is not a number"
+
+
+def test_changed_data_are_noticed_wherever_they_changed(small_text, tmp_path):
+    out, text = tmp_path / "run", tmp_path / "text.txt"
+    known = small_text.read_text()
+    text.write_text(known)
+    fit(text, out)
+    middle = len(known) // 2
+    text.write_text(known[:middle] + known[middle : middle + 10].upper() + known[middle + 10 :])
+    with pytest.raises(ValueError, match=r"sha256="):
+        resume(out, run={"steps": 14})
+
+
+def test_a_model_file_beside_its_checksum_is_held_to_it(small_text, tmp_path):
+    fit(small_text, tmp_path)
+    (model,) = tmp_path.glob("step-*/model.safetensors")
+    content = bytearray(model.read_bytes())
+    content[-3] ^= 1
+    model.write_bytes(content)
+    with pytest.raises(ValueError, match=r"SHA-256"):
+        daskgpt.load(model)
+
+
+def test_a_closed_terminal_ends_a_run_with_a_checkpoint(small_text, tmp_path):
+    def close(step, metrics):
+        if step == 4:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)  # shells send it together with others
+
+    result = fit(small_text, tmp_path, on_step=close)
+    assert result.stopped
+    assert result.checkpoint.name == "step-00000005"

@@ -1,0 +1,102 @@
+"""What Python's interface and the flags answer to values of wrong kinds, shapes and sizes."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from small_runs import fit
+
+import daskgpt
+from daskgpt import train
+from daskgpt.model.parameters import value_count
+from daskgpt.training.job import Job, require_memory
+
+CONFIG = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=16)
+PARAMETERS = daskgpt.initial_parameters(CONFIG, seed=0)
+DOUBLE = {name: values.astype("float64") for name, values in PARAMETERS.items()}
+BROKEN = PARAMETERS | {"ln_f.bias": np.full(16, np.nan, np.float32)}
+DATA = {"sequence_length": 16}
+
+
+def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
+    return daskgpt.sample(config, parameters, prompt, 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "keyword"),
+    [
+        (lambda: daskgpt.fit("tiny"), TypeError, "GPT2Config"),
+        (lambda: daskgpt.fit(CONFIG, 3), TypeError, "DataConfig"),
+        (lambda: daskgpt.fit(CONFIG, {"dta": "text"}), ValueError, "Did you mean data"),
+        (lambda: daskgpt.fit(CONFIG, DATA, parameters=DOUBLE), TypeError, "float32"),
+        (lambda: daskgpt.fit(CONFIG, DATA, parameters=[1]), TypeError, "by name"),
+        (lambda: sample(None), TypeError, "by name"),
+        (lambda: sample(DOUBLE), TypeError, "float32"),
+        (lambda: sample(dict.fromkeys(PARAMETERS, 1.0)), TypeError, "NumPy"),
+        (lambda: sample(config="tiny"), TypeError, "GPT2Config"),
+        (lambda: sample(prompt=np.zeros((2, 2), int)), TypeError, "whole numbers"),
+        (lambda: sample(prompt=[1.7]), TypeError, "whole numbers"),
+        (lambda: sample(prompt="text"), TypeError, "whole numbers"),
+        (lambda: sample(prompt=3), TypeError, "whole numbers"),
+        (lambda: sample(temperature=np.inf), ValueError, "finite"),
+        (lambda: sample(seed=1.5), TypeError, "whole number"),
+        (lambda: daskgpt.save("model.safetensors", CONFIG, BROKEN), ValueError, "finite"),
+        (lambda: daskgpt.save("model.safetensors", CONFIG, DOUBLE), TypeError, "float32"),
+    ],
+)
+def test_python_refuses_in_one_line(call, kind, keyword, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind, match=keyword) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+BILLION = "blocks heads channels vocabulary positions batch-size accumulate sequence-length threads window replicas"
+HUGE = dict.fromkeys([*BILLION.split(), "validation-batches"], "1000000000")
+HUGE |= dict.fromkeys(("steps", "seed", "keep", "sample-tokens", "tokens", "warmup"), "99999999999999999999999")
+
+
+@pytest.mark.parametrize(("flag", "value"), HUGE.items())
+def test_an_absurd_number_is_refused_before_anything_is_built(flag, value, small_text, tmp_path):
+    with pytest.raises((ValueError, SystemExit)):
+        train.main([f"--{flag}", value, "--data", str(small_text), "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_fit_into_memory_is_refused(monkeypatch):
+    parts = daskgpt.OptimizerConfig(), daskgpt.DataflowConfig(scheduler="threads"), daskgpt.RunConfig()
+    job = Job(daskgpt.preset("tiny"), daskgpt.DataConfig(), *parts)
+    held = 3 * 4 * value_count(job.config)  # weights and two moments
+    kept = 4 * 12 * 64 * 128 * 5  # an activation for each of four blocks, and one
+    for limit, fits in ((held + kept, True), (held + kept - 1, False)):
+        monkeypatch.setattr("daskgpt.training.job.memory_limit", lambda limit=limit: (limit, "this machine"))
+        if fits:
+            require_memory(job)
+        else:
+            with pytest.raises(ValueError, match="must fit"):
+                require_memory(job)
+
+
+def test_a_second_run_in_another_thread_is_refused_and_the_first_goes_on(small_text):
+    begun, refused, results = threading.Event(), [], []
+
+    def wait(step, metrics):
+        begun.set()
+        if step == 3:
+            second.join()
+
+    def other():
+        begun.wait()
+        try:
+            fit(small_text)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    second = threading.Thread(target=other)
+    second.start()
+    results = fit(small_text, on_step=wait).losses
+    assert len(results) == 12
+    assert "one run at a time" in refused[0]
