@@ -233,7 +233,7 @@ class Copy:
             files = [] if self.whole else self.about(fault.file)
             failed, seconds = self.run_tests(*files) if files else ("", 0.0)
             if not failed:
-                failed, more = self.run_tests()
+                failed, more = self.run_tests("tests", *(f"--ignore={name}" for name in files))
                 seconds += more
             return failed, seconds
         finally:
