@@ -56,6 +56,9 @@ def test_a_folder_that_two_runs_have_written_into_is_not_gone_on_with(small_text
     shutil.copy(other / "config.toml", one / "config.toml")
     with pytest.raises(ValueError, match=r"run\.seed=3"):
         resume(one, run={"steps": 14})
+    for damaged in ("no [toml", "model = 3"):
+        (one / "config.toml").write_text(damaged)
+        assert len(resume(one, run={"steps": 15 + len(damaged)}).losses) == 15 + len(damaged)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "file:scheduler.json"])

@@ -16,8 +16,7 @@ from daskgpt.config.rich import html_table
 
 DOC_WIDTH = 67  # with the indentation and what `help` puts before it, 80 columns
 FIELDS = "Fields   "
-# Of a whole number that says nothing else: what is longer would fit neither a file nor a day.
-MOST = 2**48
+MOST = 2**63 - 1  # of a whole number that says nothing else: what 64 bits hold
 
 Config = TypeVar("Config", bound=type)
 

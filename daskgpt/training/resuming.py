@@ -215,10 +215,15 @@ class Resumed:
 
         Errors   ValueError naming a setting that a run keeps and that is another one in either
         """
-        written = tomllib.loads((self.folder.path / CONFIG).read_text(encoding="utf-8"))
+        try:
+            written = tomllib.loads((self.folder.path / CONFIG).read_text(encoding="utf-8"))
+        except (ValueError, OSError):
+            self.said.append(f"{CONFIG} cannot be read: the checkpoint's own configuration is used")
+            return
         for section, known in self.state["configuration"].items():
-            kept = known.keys() & written.get(section, {}).keys() - set(MAY_CHANGE.get(section, ())) - {"out"}
-            for name in sorted(kept):
+            table = written.get(section)
+            kept = known.keys() - set(MAY_CHANGE.get(section, ())) - {"out"}
+            for name in sorted(kept & table.keys() if isinstance(table, dict) else ()):
                 rule, own = f"checkpoint and {CONFIG} must be of one run", written[section][name]
                 got = f"resume={self.path}, {section}.{name}={short(own)} ({folder.name}: {short(known[name])})"
                 advice = "Another run has written into this folder: name a folder that only one has."

@@ -145,8 +145,8 @@ class RunFolder:
 
     def require_held(self) -> None:
         """Errors   FolderLost where another run has the folder by now, or nobody"""
-        if not self.is_held():
-            raise FolderLost
+        rule, advice = "the run's folder must stay where it is while it trains", "Start the run again."
+        require(self.is_held(), "RunFolder", rule, {"out": self.path}, advice, FolderLost)
 
     def leave(self) -> tuple[Path, Path]:
         """Go on in a new folder beside, because the former one is lost; return both. The former is not touched."""

@@ -9,8 +9,10 @@ import shutil
 import signal
 import stat
 import subprocess
+from contextlib import suppress
 
 import dask
+import psutil
 import pytest
 from command_lines import PATIENCE, run
 from distributed import Client
@@ -68,7 +70,10 @@ def test_script_starts_a_cluster_that_trains_and_leaves_nothing(small_text, tmp_
         assert all(variables.items() >= ENVIRONMENT.items() for variables in heap.values())
         members = session_of(process.pid)
         assert len(members) >= 5, "this script, a scheduler, a nanny, two workers"
-        listening = [own.laddr.ip for member in members for own in member.net_connections() if own.status == "LISTEN"]
+        listening = []
+        for member in members:
+            with suppress(psutil.NoSuchProcess):  # a process of the script's own that has ended meanwhile
+                listening += [own.laddr.ip for own in member.net_connections() if own.status == "LISTEN"]
         assert set(listening) == {"127.0.0.1"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 128 + signal.SIGTERM
