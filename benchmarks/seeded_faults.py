@@ -196,7 +196,15 @@ class Copy:
         flags = ["-x", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={self.hang}"]
         flags += [f"--basetemp={self.folder / 'temporary'}"]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *flags, f"--numprocesses={self.processes}", *files],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                *flags,
+                f"--numprocesses={self.processes}",
+                "--max-worker-restart=0",
+                *files,
+            ],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import socket
@@ -381,8 +382,12 @@ def _client(shown: str, **arguments: str) -> Client:
     except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
         # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS;
         # ValueError: an address or a scheduler file that is none.
-        (reason, advice), rule = reason_and_advice(error), "a Dask scheduler must answer"
-        raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice) from None
+        reason, advice = reason_and_advice(error)
+    # A client that has not connected is collected now: collected while another one or a cluster starts, in a thread of
+    # Dask's, it would wait for the lock that this start holds, and the start for it.
+    gc.collect()
+    rule = "a Dask scheduler must answer"
+    raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice)
 
 
 def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> ClusterScheduler:
