@@ -38,8 +38,8 @@ def test_no_length_leaves_the_bounds(name):
 
 
 def test_amounts_of_tokens_and_steps():
-    texts = ("7", "10M", "1.5k", "2e6", "3B")
-    assert [count(text) for text in texts] == [7, 10_000_000, 1500, 2_000_000, 3 * 10**9]
+    texts = ("7", "10M", "1.5k", "2e6", "3B", "2g")
+    assert [count(text) for text in texts] == [7, 10_000_000, 1500, 2_000_000, 3 * 10**9, 2 * 10**9]
     assert RunConfig(tokens="1.5k").tokens == 1500
     assert part_of(count_or_share("5%"), 1000) == 50
     assert part_of(count_or_share("0.5 %"), 1001) == 6
