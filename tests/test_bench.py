@@ -13,12 +13,19 @@ from conftest import SMALL
 
 from daskgpt import bench
 from daskgpt.config.model import GPT2Config, preset
-from daskgpt.config.run import DataflowConfig
+from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.instruments import machine
 from daskgpt.instruments.compare.llmc_program import compare_llmc, run_program
 from daskgpt.instruments.compare.torch_process import check_losses
-from daskgpt.instruments.compare.turns import Pair, PairedTurns, alternate, steps_of_a_turn, undisturbed
+from daskgpt.instruments.compare.turns import (
+    Pair,
+    PairedTurns,
+    alternate,
+    require_published_model,
+    steps_of_a_turn,
+    undisturbed,
+)
 from daskgpt.instruments.measure import Steps, measure
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
@@ -348,3 +355,11 @@ def test_first_losses_must_agree():
     for theirs in (5.002, 4.998, float("nan")):
         with pytest.raises(RuntimeError, match="first loss"):
             check_losses((5.0, theirs), "float32")
+
+
+def test_others_are_compared_with_what_they_train_too():
+    require_published_model(job_of())
+    other = replace(job_of(), optimizer=OptimizerConfig(optimizer="momentum")), job_of(replace(SMALL, norm="rmsnorm"))
+    for job, keyword in zip(other, ("optimizer=momentum", "norm=rmsnorm")):
+        with pytest.raises(ValueError, match=keyword):
+            require_published_model(job)

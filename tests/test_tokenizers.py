@@ -71,6 +71,9 @@ def test_ids_are_those_of_the_library(specials, files, tmp_path):
         ("model", {"type": "Unigram", "vocab": {}, "merges": []}, "Unigram"),
         ("model.byte_fallback", True, "byte_fallback"),
         ("model.merges", [], "tokens"),
+        ("model.merges", [1], "whole"),
+        ("model.vocab", 3, "whole"),
+        ("pre_tokenizer", [1], "whole"),
     ],
 )
 def test_other_tokenizers_are_refused_by_name(part, value, keyword, tmp_path):

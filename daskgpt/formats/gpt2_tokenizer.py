@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.formats.safetensors_files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -59,8 +59,16 @@ def tokenizer_files(ranks: Mapping[bytes, int], positions: int, specials: Mappin
 def read_tokenizer(folder: Path) -> tuple[dict[bytes, int], dict[str, int]] | None:
     """Read the tokenizer in a folder: tokens and special tokens with their ids, end-of-text first; None without files.
 
-    Errors   ValueError where it is not byte-level pairs cut as GPT-2's are, with what is different
+    Errors   ValueError where it is not byte-level pairs cut as GPT-2's are, with what is different, or is damaged
     """
+    try:
+        return _tokenizer_in(folder)
+    except (AttributeError, KeyError, TypeError) as error:
+        rule, got = "the tokenizer's files must be whole", f"path={folder} ({type(error).__name__})"
+        raise refusal(ValueError, READ, rule, got, "Copy them again.") from error
+
+
+def _tokenizer_in(folder: Path) -> tuple[dict[bytes, int], dict[str, int]] | None:
     if (folder / TOKENIZER).is_file():
         known = read_json(folder / TOKENIZER, READ, TOKENIZER)
         _check_pipeline(folder / TOKENIZER, known)
@@ -119,9 +127,8 @@ def _check_pipeline(path: Path, known: Mapping[str, Any]) -> None:
             value = (value or {}).get(part)
         if isinstance(value, Mapping):
             value = value.get("type")
-        require(
-            bool(right), READ, f"{name} must be that of GPT-2", {"path": path, name: json.dumps(value)[:60]}, OTHERS
-        )
+        got = {"path": path, name: json.dumps(value)[:60]}
+        require(bool(right), READ, f"{name} must be that of GPT-2", got, OTHERS)
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
