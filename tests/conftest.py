@@ -1,7 +1,5 @@
 """What many tests share: the golden model, a small random model, and the schedulers."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A disk without room: a limit on the size of files, which the system refuses in the same way."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

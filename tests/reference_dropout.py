@@ -3,8 +3,6 @@
 Sources  Salmon et al. 2011 (Philox4x32-10); Srivastava et al. 2014 (dropout)
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 WORD = 2**32

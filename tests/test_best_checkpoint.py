@@ -1,7 +1,5 @@
 """Tests of the checkpoint of the lowest validation loss: when it is written and kept, and what `best` means."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

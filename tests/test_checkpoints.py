@@ -1,7 +1,5 @@
 """Tests of checkpoints: contents, when they are written and pruned, what damage is found, and a full disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

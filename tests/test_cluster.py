@@ -1,7 +1,5 @@
 """Tests of runs on a cluster of processes: the bits of threads whoever comes or dies, and nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Tests of the command lines: what they print, write and refuse."""
 
-from __future__ import annotations
-
 import shlex
 
 import numpy as np

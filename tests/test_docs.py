@@ -1,7 +1,5 @@
 """Tests of the documentation's links, drawings and parameters: they lead somewhere, and are what the code makes."""
 
-from __future__ import annotations
-
 import pytest
 from documents import PAGES, ROOT, anchors, links, tables
 from drawings import DRAWINGS, FOLDER

@@ -1,7 +1,5 @@
 """The examples in docstrings of public functions are run, and every public function has one."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Tests of flags that other programs have, and of what answers to them here."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress

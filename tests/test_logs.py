@@ -1,7 +1,5 @@
 """Tests of a run's metrics, as lines of JSON and as TensorBoard's events, which must say the same."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

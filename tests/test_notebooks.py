@@ -1,7 +1,5 @@
 """Tests of the notebooks' files, which are stored without results, and of the verdicts on a puzzle's answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

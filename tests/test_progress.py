@@ -1,7 +1,5 @@
 """Tests of what a person sees of a run: in a terminal, in a file, from Python."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

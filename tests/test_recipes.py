@@ -1,7 +1,5 @@
 """Tests of the recipes of `--preset`: flags under one name, which others override."""
 
-from __future__ import annotations
-
 import pytest
 from command_lines import write_text
 from small_runs import config_of

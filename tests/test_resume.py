@@ -1,7 +1,5 @@
 """Tests of runs that are gone on with: the same bits as without a stop, what may change, and what is refused."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

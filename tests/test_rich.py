@@ -1,7 +1,5 @@
 """Tests of objects as people look at them: a screen in a terminal, and HTML in a notebook."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """Tests of a run's folder: when it is written, what its files say, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -234,3 +234,8 @@ def test_what_cannot_be_written_is_refused(written, flags, error, capsys):
     with pytest.raises(error) as told:
         written(*flags)
     assert flags[0].strip("-").replace("-", "_") in str(told.value) + capsys.readouterr().err
+
+
+def test_ids_beyond_the_encoding_end_no_text_at_words():
+    encoding = get_encoding("bytes")
+    assert list(shown(encoding, [97, encoding.n_vocab, 98, 99], until="b")) == [97, encoding.n_vocab, 98]

@@ -1,9 +1,8 @@
 """Tests of schedulers in this process: addresses, refusals, what is counted, looked after and said of a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
+import time
 from types import SimpleNamespace
 
 import dask
@@ -18,7 +17,7 @@ import daskgpt
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import parameter_shapes
-from daskgpt.schedulers import addresses, admission, cluster, losses, security, usage
+from daskgpt.schedulers import addresses, admission, cluster, losses, product_rate, security, usage
 from daskgpt.training import recovery
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.recovery_points import RecoveryPoints
@@ -345,3 +344,10 @@ def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatc
     counted = [(own.tasks, own.busy, own.received, own.sent) for own in found]
     assert counted == [(1, 2, 23, 6), (2, 4, 23, 12), (3, 6, 27, 18)]
     assert (found[0].threads, found[0].memory, found[0].products) == (2, 11, 5.0)
+
+
+def test_a_rate_is_of_all_products_of_all_threads(monkeypatch):
+    done = []
+    monkeypatch.setattr(product_rate, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
+    assert product_rate.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * product_rate.SIZE**3 / 0.03
+    assert len(done) == 2 * (1 + 2 * 3), "all are waited for"

@@ -1,7 +1,5 @@
 """Tests of configurations: what their fields refuse and hold, and that `help` lists them."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Tests of where a run starts: what --init takes from a run or a model file, and which encoding a model means."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

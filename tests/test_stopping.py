@@ -1,7 +1,5 @@
 """Tests of Ctrl-C and SIGTERM: a run ends after a step, with its model, and no interrupt is overheard."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

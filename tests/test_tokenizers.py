@@ -1,7 +1,5 @@
 """Tokenizers in Hugging Face's folders: the ids of the library `tokenizers`, used by every command, written back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run does in folders that are not, or no longer, its own, and what a folder from elsewhere can make it do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

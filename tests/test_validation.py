@@ -1,7 +1,5 @@
 """Tests of what a validation tells, and of samples of text while a run goes on."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

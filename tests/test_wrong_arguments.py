@@ -1,7 +1,5 @@
 """What Python's interface and the flags answer to values of wrong kinds, shapes and sizes."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

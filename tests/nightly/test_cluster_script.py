@@ -1,7 +1,5 @@
 """Tests of cluster/: clusters that start.sh starts, certificates, and the containers' commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Tests of the documentation that take long: its examples are true, its metrics those of a run, its site is built."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the commands that README, `docs/` and `cluster/README.md` show: each runs, or a table says why not."""
 
-from __future__ import annotations
-
 import glob
 import io
 import re

@@ -1,7 +1,5 @@
 """Tests of what the system refuses: a full disk, output that nobody takes, two runs at once, a user's own settings."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

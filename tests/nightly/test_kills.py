@@ -1,7 +1,5 @@
 """Tests of kills: a process that is killed at any moment leaves a run that is gone on with to the same bits."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of the notebooks as they run: whole, with answers to their puzzles, and on a cluster that is there already."""
 
-from __future__ import annotations
-
 import nbformat
 import pytest
 from machines import Machines

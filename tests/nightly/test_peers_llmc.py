@@ -6,8 +6,6 @@ its source. That table is of OpenAI's weights, which are not here: in the copy t
 the same ten steps made by daskgpt. Nothing else of it is changed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

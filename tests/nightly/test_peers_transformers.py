@@ -3,8 +3,6 @@
 Skipped where transformers and PyTorch are not installed (the extra `test-peers`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

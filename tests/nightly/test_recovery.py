@@ -1,7 +1,5 @@
 """Tests of workers that come, go, die, hang or differ while a run goes on: its model is that of threads."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

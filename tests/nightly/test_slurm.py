@@ -1,7 +1,5 @@
 """Tests of cluster/slurm.sh as a job of a real Slurm on this machine (`slurm-wlm`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of Ctrl-C as every process of a run gets it from a terminal: with a cluster, and before a run has begun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
