@@ -363,3 +363,11 @@ def test_others_are_compared_with_what_they_train_too():
     for job, keyword in zip(other, ("optimizer=momentum", "norm=rmsnorm")):
         with pytest.raises(ValueError, match=keyword):
             require_published_model(job)
+
+
+def test_a_cluster_of_this_machine_is_the_choice_beside_ddp():
+    asked = {"auto": "local", "local": "local", "tcp://127.0.0.1:8786": "tcp://127.0.0.1:8786"}
+    found = {name: bench.dataflow_of(DataflowConfig(scheduler=name), "torch-ddp") for name in asked}
+    assert {name: own.scheduler for name, own in found.items()} == asked
+    assert bench.dataflow_of(DataflowConfig(threads=3), "torch-ddp").threads == 3
+    assert bench.dataflow_of(DataflowConfig(), "torch") == DataflowConfig()

@@ -235,6 +235,7 @@ NO_MODEL = [
     (b'{"a": 1}', "something.json", "first bytes=7b 22 61 22"),
     (b"PK\3\4" + bytes(100), "ckpt.pt", "zip archive"),
     (b"\x80\x02\x95" + bytes(100), "model", r"\(pickled"),
+    (b"\x80", "model", "first bytes=80"),
     (b"(dp0\n", "meta.pkl", r"\(.pkl, an ending"),
 ]
 
