@@ -240,7 +240,8 @@ class Resumed:
         c = self.configuration
         dataset = open_dataset(c["data"], c["model"].vocabulary)
         then, now = self.state["data"], fingerprint(dataset)
-        other = [f"{name}={now[name]} (was {then.get(name)})" for name in now if now[name] != then.get(name)]
+        known = [name for name in now if name in then]  # runs from before have no digest of all tokens
+        other = [f"{name}={now[name]} (was {then[name]})" for name in known if now[name] != then[name]]
         if other:
             rule = "the data must be those that the run was trained on"
             got = f"data={c['data'].data}, {short(other[0], 100)}"
