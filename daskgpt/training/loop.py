@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -59,30 +59,11 @@ def run_job(
     Errors   KeyboardInterrupt at the second of them: nothing more is saved then; RuntimeError where another thread of
              this process trains, under a scheduler of this process
     """
-    # What kernels take is recorded for the process, not for a run.
-    alone = RUNNING if scheduler.in_place else RLock()
-    rule, got = "one run at a time may train in a process", "another thread's run"
-    require(alone.acquire(blocking=False), "fit", rule, got, "Wait for its end, or start a process.", RuntimeError)
-    try:
-        return _run_job(job, scheduler, beginning, folder, on_step, watchers, quiet, sampler)
-    finally:
-        alone.release()
-
-
-def _run_job(
-    job: Job,
-    scheduler: Scheduler,
-    beginning: Beginning,
-    folder: RunFolder | None,
-    on_step: Any,
-    watchers: Sequence[Watcher],
-    quiet: bool,
-    sampler: Sampler | None,
-) -> Result:
     scheduler.admit(job.precision.packed)
     scheduler.leave_silent(job.run.worker_seconds)
     progress = Progress(job.steps, done=beginning.step, quiet=quiet)
-    with finishing_first(progress.say, "round" if job.local.local_steps else "step") as asked_to_stop:
+    what = "round" if job.local.local_steps else "step"
+    with only_run(scheduler), finishing_first(progress.say, what) as asked_to_stop:
         loop = _Loop(job, scheduler, beginning, folder, progress, sampler)
         try:
             return loop.run(on_step, watchers, asked_to_stop)
@@ -96,6 +77,21 @@ def _run_job(
             progress.close()
             if folder:
                 folder.close()
+
+
+@contextmanager
+def only_run(scheduler: Scheduler) -> Iterator[None]:
+    """Hold the process for one run, where its scheduler is in it: what kernels take is recorded for the process.
+
+    Errors   RuntimeError where another thread's run holds it
+    """
+    alone = RUNNING if scheduler.in_place else RLock()
+    rule, got = "one run at a time may train in a process", "another thread's run"
+    require(alone.acquire(blocking=False), "fit", rule, got, "Wait for its end, or start a process.", RuntimeError)
+    try:
+        yield
+    finally:
+        alone.release()
 
 
 class _Loop:
