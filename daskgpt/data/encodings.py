@@ -21,7 +21,7 @@ from daskgpt.formats.vocabulary_file import (
 END_OF_TEXT = "<|endoftext|>"
 
 PADDING = 128  # ids that a model may have beyond those of its encoding
-# Number of ids. End-of-text is the last of them, in every encoding.
+# Number of ids. End-of-text is the last of them in these two; others say which it is (`specials_of`).
 VOCABULARY = {"bytes": 257, "gpt2": 50257}
 
 # How GPT-2 cuts text into pieces that are encoded one by one; learned vocabularies do the same.
@@ -76,7 +76,7 @@ def specials_of(name: str) -> dict[str, int]:
 
 
 def ranks_of(name: str) -> dict[bytes, int]:
-    """Every token of an encoding but end-of-text, with its id.
+    """Every token of an encoding but special ones, with its id.
 
     Errors   FileNotFoundError where GPT-2's vocabulary is nowhere to be found
     """
