@@ -26,6 +26,7 @@ from daskgpt.training.fetched_state import FetchedState
 from daskgpt.training.step import State, TrainingStep
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
+engines = pytest.mark.parametrize("engine", ["tasks", "ranks"])
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,11 @@ def whole(small_text, tmp_path_factory):
     return fit(small_text, tmp_path_factory.mktemp("whole") / "run", "threads")
 
 
-def fit(text, out, scheduler, precision="float32", on_step=None, client=None, **run):
+def fit(text, out, scheduler, precision="float32", on_step=None, client=None, engine="tasks", **run):
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
     settings = {"steps": 12, "validation_batches": 1, "validate_every": 5, "save_minutes": 0, "sample_tokens": 0}
     dataflow = daskgpt.DataflowConfig(scheduler=scheduler or "auto", threads=2, batch_chunk=1, precision=precision)
+    dataflow = replace(dataflow, engine=engine)
     run = daskgpt.RunConfig(**settings | run, out=str(out))
     daskgpt.fit(MODEL, data, DROPPING, dataflow, run, on_step=on_step, client=client)
     return out
@@ -47,18 +49,21 @@ def same(out, whole):
     return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
 
 
-def test_two_workers_give_the_bits_of_threads(cluster, small_text, whole, tmp_path, capsys):
+@engines
+def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
-    fit(small_text, tmp_path / "run", cluster.address)
+    fit(small_text, tmp_path / "run", cluster.address, engine=engine)
     said = capsys.readouterr().out
     assert same(tmp_path / "run", whole)
     assert f"cluster at {cluster.address}, 2 workers" in said
     assert {line.split()[-1] for line in said.split("sent/s\n")[1].splitlines()[:2]} == set(cluster.alive())
 
 
-def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, tmp_path):
+@engines
+def test_two_workers_give_the_bits_of_threads_in_bfloat16(engine, cluster, small_text, tmp_path):
     cluster.have(2)
-    both = [fit(small_text, tmp_path / name[:3], name, "bfloat16", steps=3) for name in ("threads", cluster.address)]
+    where, given = ("threads", cluster.address), {"engine": engine, "steps": 3}
+    both = [fit(small_text, tmp_path / name[:3], name, "bfloat16", **given) for name in where]
     assert same(*both)
 
 
@@ -141,7 +146,8 @@ def held_by(dask_scheduler):
     return len(dask_scheduler.tasks), max(len(span.groups) for span in ours), told
 
 
-def test_a_borrowed_client_is_left_as_it_was(cluster, small_text, whole, tmp_path):
+@engines
+def test_a_borrowed_client_is_left_as_it_was(engine, cluster, small_text, whole, tmp_path):
     cluster.have(2)
     with Client(cluster.address) as client:
         kept = client.submit(sum, [1, 2])
@@ -155,7 +161,8 @@ def test_a_borrowed_client_is_left_as_it_was(cluster, small_text, whole, tmp_pat
         wait_until(lambda: left()[0][1] == [] and not any(own[1] for own in left()[1].values()), "earlier runs")
         assert kept.result() == 3
         before, during = left(), []
-        fit(small_text, tmp_path / "run", "threads", client=client, on_step=lambda *_: during.append(left()))
+        own = {"client": client, "engine": engine, "on_step": lambda *_: during.append(left())}
+        fit(small_text, tmp_path / "run", "threads", **own)
         assert same(tmp_path / "run", whole)
         wait_until(lambda: left() == before, "what is left goes")
         assert all(own[1] and set(own[3]) <= {1} for own in during[-1][1].values()), "one thread of BLAS a task"
@@ -166,7 +173,8 @@ def test_a_borrowed_client_is_left_as_it_was(cluster, small_text, whole, tmp_pat
         assert list(client.futures) == [kept.key]
 
 
-def test_steps_leave_nothing_behind(cluster, small_text):
+@engines
+def test_steps_leave_nothing_behind(engine, cluster, small_text):
     cluster.have(2)
     found = []
     with Client(cluster.address) as client:
@@ -176,7 +184,9 @@ def test_steps_leave_nothing_behind(cluster, small_text):
                 tasks = sum(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
                 found.append((*client.run_on_scheduler(held_by), tasks))
 
-        fit(small_text, "", "", client=client, on_step=look, steps=64, snapshot_every=1, validate_every=0)
+        fit(
+            small_text, "", "", client=client, on_step=look, engine=engine, steps=64, snapshot_every=1, validate_every=0
+        )
     early, late = found
     # What is in flight at a moment varies by some steps; of 56 steps that leave all of theirs there would be 1,000.
     assert all(after < before + 200 for before, after in zip(early, late)), found
@@ -230,13 +240,14 @@ def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, keyword,
     assert not list(tmp_path.glob("run/*.jsonl"))
 
 
-def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, small_text, whole, tmp_path, capsys):
+@engines
+def test_a_worker_that_dies_in_a_step_costs_no_bit(engine, cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
-    plugin = KillItself("tokens", 20, tmp_path / "killed")
+    plugin = KillItself(*{"tasks": ("tokens", 20), "ranks": ("rank.window", 2)}[engine], tmp_path / "killed")
     with Client(cluster.address) as client:
         client.register_plugin(plugin)
         try:
-            fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3)
+            fit(small_text, tmp_path / "run", cluster.address, engine=engine, snapshot_every=3)
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert (tmp_path / "killed").exists()
@@ -245,13 +256,19 @@ def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, small_text, whole, t
     assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
 
 
-def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(cluster, small_text, whole, tmp_path, capsys):
+@engines
+def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(
+    engine, cluster, small_text, whole, tmp_path, capsys
+):
     cluster.have(1)
-    assert same(fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
+    assert same(fit(small_text, tmp_path / "run", cluster.address, engine=engine, snapshot_every=3), whole)
     assert "recovery   the state is kept in this process every 3 steps" in capsys.readouterr().out
 
 
-def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):
+@engines
+def test_a_worker_that_joins_takes_part_and_changes_no_bit(
+    engine, cluster, small_text, whole, tmp_path, capsys, monkeypatch
+):
     cluster.have(1)
     monkeypatch.setattr("daskgpt.training.recovery.LOOKING", 0)
 
@@ -261,6 +278,7 @@ def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, small_text, 
             with Client(cluster.address) as client:
                 wait_until(lambda: len(running(client, METRIC)) == 2, "a second worker")
 
-    assert same(fit(small_text, tmp_path / "run", cluster.address, on_step=join), whole)
+    own = {"engine": engine, "on_step": join, "snapshot_every": 1}
+    assert same(fit(small_text, tmp_path / "run", cluster.address, **own), whole)
     said = capsys.readouterr().out
-    assert said.index("workers    new: tcp://") < said.index("workers    2 take part from now on: ")
+    assert said.index("workers    new: tcp://") < said.index("workers    2 ")

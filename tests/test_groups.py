@@ -10,7 +10,7 @@ from conftest import SMALL
 
 import daskgpt
 from daskgpt import bench, train
-from daskgpt.config.groups import groups_of_batch
+from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import apply
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
@@ -20,8 +20,8 @@ from daskgpt.kernels.totals import additions, level
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.training.inference import loss_and_gradients
 
-B, T, C, V = 8, 6, 5, 7
-CHUNKS = [(8, 6), (8, 3), (4, 2), (2, 6), (2, 1), (1, 3), (1, 1), ((3, 5), (6,)), ((1, 6, 1), (4, 2))]
+B, T, C, V = 12, 6, 5, 7
+CHUNKS = [(12, 6), (12, 3), (4, 2), (2, 6), (3, 1), (1, 3), (1, 1), ((5, 7), (6,)), ((1, 10, 1), (4, 2))]
 SIZE = ["--blocks", "1", "--heads", "1", "--channels", "16", "--sequence-length", "16", "--batch-size", "4"]
 
 
@@ -35,13 +35,13 @@ def tree(terms, groups, start):
             for term in terms[low * size : high * size].reshape(-1, *start.shape):
                 found += term
             return found
-        middle = (low + high) // 2
+        middle = low + 2 ** ((high - low - 1).bit_length() - 1)
         return total(low, middle) + total(middle, high)
 
     return total(0, groups)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("started", [False, True])
 def test_groups_meet_in_a_binary_tree(random, groups, started):
     dy = (random.normal(size=(B, T, C)) * 10.0 ** random.integers(-3, 4, (B, T, 1))).astype(np.float32)
@@ -53,47 +53,70 @@ def test_groups_meet_in_a_binary_tree(random, groups, started):
     for chunks in CHUNKS:
         arrays = [da.from_array(value, chunks=(*chunks, C)[: value.ndim]) for value in (dy, tokens)]
         starts = [da.from_array(value, chunks=-1) if started else None for value in (bias, table)]
-        options = {"new_axes": {"V": V}, "groups": groups}
-        (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], start=starts[0], groups=groups)
+        options = {"new_axes": {"V": V}, "groups": Groups(groups)}
+        (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], start=starts[0], groups=Groups(groups))
         (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, start=starts[1], **options)
         for one, other in zip(dask.compute(db, dw, scheduler="sync"), wanted):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.
-    assert len({tree(rows, other, table).tobytes() for other in (1, 2, 4, 8)}) == 4
+    assert len({tree(rows, other, table).tobytes() for other in (1, 2, 3, 4, 6, 12)}) == 6
 
 
 def test_totals_wait_for_each_other_like_a_binary_counter():
     assert [level(group) for group in range(8)] == [0, 1, 1, 2, 1, 2, 2, 3]
     assert [additions(group) for group in range(8)] == [0, 1, 0, 2, 0, 1, 0, 3]
+    assert [additions(group, parts=7) for group in range(7)] == [0, 1, 0, 2, 0, 1, 2]  # 4 + (2 + 1)
+
+
+@pytest.mark.parametrize("parts", [1, 5, 6, 8, 12])
+def test_sums_over_some_groups_end_with_subtrees_of_the_whole(parts):
+    """Totals of consecutive groups, from wherever they begin, are those that meet on the way of the whole sum."""
+    subtrees, waiting = set(), []
+    for part in range(parts):
+        waiting.append((part, part + 1))
+        for _ in range(additions(part, parts=parts)):
+            (low, _), (_, high) = waiting[-2:]
+            waiting[-2:] = [(low, high)]
+            subtrees.add((low, high))
+    assert waiting == [(0, parts)]
+    for first in range(parts):
+        own = []
+        for part in range(first, parts):
+            assert len(own) == level(part, first)
+            own.append((part, part + 1))
+            for _ in range(additions(part, first)):
+                (low, _), (_, high) = own[-2:]
+                own[-2:] = [(low, high)]
+                assert own[-1] in subtrees
 
 
 def test_chunks_are_cut_where_a_group_ends():
-    order = SumOrder.of((6, 6), (20,), 1, groups=4)
+    order = SumOrder.of((6, 6), (20,), 1, Groups(4))
     assert order.cuts(0) == [Cut(0, 0, 3), Cut(1, 3, 6)]
     assert order.cuts(1) == [Cut(2, 0, 3), Cut(3, 3, 6)]
-    order = SumOrder.of((4, 4, 4), (20,), 1, groups=2)
+    order = SumOrder.of((4, 4, 4), (20,), 1, Groups(2))
     assert order.cuts(1) == [Cut(0, 0, 2), Cut(1, 2, 4)]
     assert [order.totals_before(piece) for piece in range(4)] == [0, 1, 2, 1]
     assert order.chains([(0, "a"), (1, "b")], after=2) == [Chain(0, ["a"], True), Chain(1, ["b"], False)]
     # Tokens of one sequence in several chunks: a group that is begun is gone on with.
-    order = SumOrder.of((1, 1, 1, 1), (8, 8), 1, groups=4)
+    order = SumOrder.of((1, 1, 1, 1), (8, 8), 1, Groups(4))
     assert [order.totals_before(piece) for piece in range(9)] == [0, 1, 1, 2, 1, 2, 2, 3, 1]
     # Sequences of several chunks are taken one by one.
-    assert SumOrder.of((2, 2), (8, 8), 1, groups=2).cuts(1) == [Cut(1, 0, 1), Cut(1, 1, 2)]
+    assert SumOrder.of((2, 2), (8, 8), 1, Groups(2)).cuts(1) == [Cut(1, 0, 1), Cut(1, 1, 2)]
 
 
 def test_the_shape_of_the_batch_decides():
-    batches = {(12, 64): 1, (4, 256): 1, (8, 256): 2, (8, 1024): 8, (12, 1024): 4, (7, 4096): 1, (2, 2048): 2}
+    batches = {(12, 64): 2, (4, 16): 1, (8, 256): 4, (12, 128): 4, (7, 4096): 7, (9, 130): 3, (7, 20): 1}
     assert {batch: groups_of_batch(*batch) for batch in batches} == batches
     assert {groups_of_batch(*batch, 2) for batch in batches} == {2}
 
 
 def test_groups_that_do_not_divide_the_batch_are_refused():
-    for groups, near in ((3, 4), (8, 4), (24, 4)):
-        with pytest.raises(ValueError, match=rf"divides batch_size; got groups={groups}, .* Try groups={near}\."):
+    for groups, near in ((5, 6), (8, 6), (24, 12)):
+        with pytest.raises(ValueError, match=rf"divide batch_size; got groups={groups}, .* Try groups={near}\."):
             daskgpt.DataConfig(batch_size=12, groups=groups)
     tokens = da.zeros((6, 8), dtype=np.int32, chunks=(2, 8))
-    with pytest.raises(ValueError, match=r"groups must be a power of two .*; got groups=4, sequences=6"):
+    with pytest.raises(ValueError, match=r"groups must divide sequences; got groups=4, sequences=6"):
         loss_and_gradients(SMALL, daskgpt.initial_parameters(SMALL, 0), tokens, tokens, groups=4)
 
 

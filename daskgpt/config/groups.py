@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.settings import setting
 
-# Tokens of a group, at least. Another group costs an addition for each number of a gradient, 0.1 ns in a cache, and
-# half as much again for the tied table; a token costs 6 operations for each, 0.075 ns at 80 GFLOP/s a thread in float32
-# and 0.017 ns at 350 in bfloat16. So with 1,024 tokens the tree should take 0.2 % of a step, or 0.8 % (2.3 % were
-# measured in bfloat16). Workers that have groups of their own sum them at the same time, where they would otherwise
-# hand totals on (`graph.spreading`).
-LEAST_ROWS = 1024
+# Tokens of a group, at least. Another group costs an addition for each number of a gradient, 0.1 ns in a cache, where a
+# token costs 0.075 ns at 80 GFLOP/s; and another call of each summing kernel, which is what small models notice: tiny,
+# 12 x 64 tokens, takes the same time with 1 group and with 2, and a fifth more with 6 (Zen 3, two threads). Workers
+# share a batch by groups: with fewer of them than workers some would have nothing to do.
+LEAST_ROWS = 384
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Consecutive groups of a batch.
+
+    count   how many they are
+    first   number of the first one
+    batch   how many the batch has; 0 = these are all
+    """
+
+    count: int = 1
+    first: int = 0
+    batch: int = 0
+
+    @property
+    def whole(self) -> int:
+        """How many groups the batch has where these are all; else 0."""
+        return self.count if self.batch in (0, self.count) else 0
+
+
+ONE_GROUP = Groups()
 
 
 def groups_setting() -> Any:
     """A field for G, the groups of a batch."""
     return setting(
         0,
-        "G, groups of sequences that are summed apart; a power of two that divides B; auto or 0 = by the batch's shape",
+        "G, groups of sequences that are summed apart; divides B; auto or 0 = by the batch's shape",
         least=0,
         zero="auto",
     )
@@ -29,20 +51,17 @@ def groups_of_batch(batch_size: int, sequence_length: int, given: int = 0) -> in
     """Into how many groups of sequences the sums over a batch are divided: as many as are given, or, for 0, what its
     shape alone leads to. The bits of a result depend on them, and so they must not depend on who computes it.
 
-    It is the largest power of two that divides the batch size and leaves a group at least LEAST_ROWS tokens.
+    It is the largest number that divides the batch size and leaves a group at least LEAST_ROWS tokens.
     """
     if given:
         return given
-    groups = 1
-    while batch_size % (groups * 2) == 0 and batch_size // (groups * 2) * sequence_length >= LEAST_ROWS:
-        groups *= 2
-    return groups
+    sizes = (size for size in range(1, batch_size + 1) if batch_size % size == 0)
+    return batch_size // next((size for size in sizes if size * sequence_length >= LEAST_ROWS), batch_size)
 
 
 def check_groups(where: str, groups: int, name: str, sequences: int) -> None:
-    """Errors   ValueError where groups is no power of two that divides the sequences (of this name)"""
-    powers = [2**power for power in range(max(sequences.bit_length(), 1)) if sequences % 2**power == 0]
-    if groups not in powers:
-        near = min(powers, key=lambda power: (abs(power - groups), -power))
-        rule = f"groups must be a power of two that divides {name}"
+    """Errors   ValueError where the number of groups does not divide that of the sequences (of this name)"""
+    if groups < 1 or sequences % groups:
+        near = nearest_divisor(sequences, groups)
+        rule = f"groups must divide {name}"
         raise refusal(ValueError, where, rule, {"groups": groups, name: sequences}, f"Try groups={near}.")

@@ -186,6 +186,12 @@ class DataflowConfig(Checked):
         "where everybody waits; layer = fork-join, none = steps overlap",
         choices=("layer", "phase", "step", "none"),
     )
+    engine: str = setting(
+        "tasks",
+        "on a cluster: tasks = Dask's scheduler schedules each task of a step; ranks = one task of each worker makes "
+        "some steps, and workers send each other what they need",
+        choices=("tasks", "ranks"),
+    )
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**12)
     precision: str = setting(
         "float32",

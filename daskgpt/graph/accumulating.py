@@ -83,13 +83,20 @@ class Done:
 
 
 def accumulated(
-    graph: Graph, micro_batches: MicroBatches, token: str, origin_of_done: Callable[[int], Any], *, over: bool
+    graph: Graph,
+    micro_batches: MicroBatches,
+    token: str,
+    origin_of_done: Callable[[int], Any],
+    *,
+    over: bool,
+    ranked: bool = False,
 ) -> Graph:
     """The graph of a batch with its micro-batches one after the other.
 
     token            tells the keys of this graph's own tasks from others'
     origin_of_done   number of a micro-batch -> what the task at its end was made for
     over             whether a sum writes over the totals that it goes on from: where no task runs twice
+    ranked           whether sums that go on from another one stay as they are: other ranks' sequences belong to them
 
     Where the sequences are spread over workers, each has micro-batches of its own. Sums that are no part's alone stay
     as they are, and what they read is kept.
@@ -97,7 +104,7 @@ def accumulated(
     new, links = dict(graph), defaultdict[tuple[int, int], list[Key]](list)
     begins = {only(start) for node in graph.values() if (start := _start(node)) is not None}
     for key, node in graph.items():
-        if _is_split(node, micro_batches):
+        if _is_split(node, micro_batches) and not (ranked and _start(node) is not None):
             own = _chain(graph, key, micro_batches, begun=key in begins, over=over)
             new |= own
             for link, made in own.items():

@@ -14,10 +14,10 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.errors import refusal
+from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
-from daskgpt.kernels.totals import level, meet
 
 CUT = "bt"
 ROWS_ELEMENTS = 768 * 1024  # of a gradient that is summed at a time: 3 MiB of float32, in the last cache
@@ -88,18 +88,18 @@ class KernelCall:
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """The arguments of `run` from Dask's nested lists, whatever these hold: arrays, or what stands for them."""
-        return [self._chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)]
+        return [self.chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)]
 
     def run(self, *arguments: Any) -> Any:
         return self.kernel(*arguments, **self.options)
 
-    def _chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
+    def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
         """The chunk at `index`; a list stays where a cut axis is not in it (a gather)."""
         for number, axis in enumerate(axes):
             if axis in self.axes:
                 continue
             if axis in CUT and axis not in index:
-                return [self._chunk_at(c, axes[number + 1 :], index) for c in chunks]
+                return [self.chunk_at(c, axes[number + 1 :], index) for c in chunks]
             chunks = chunks[index.get(axis, 0)]
         return chunks
 
@@ -130,7 +130,7 @@ class ChunkSum(KernelCall):
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """For each piece a list of chunks, each the list of the kernel's arguments; and the start or None."""
         pieces = [
-            [[self._chunk_at(c, axes, {"b": b, "t": t}) for c, axes in zip(chunks, self.inputs)] for b, t in piece]
+            [[self.chunk_at(c, axes, {"b": b, "t": t}) for c, axes in zip(chunks, self.inputs)] for b, t in piece]
             for piece in self.order.pieces
         ]
         return [pieces, *chunks[len(self.inputs) :]]
@@ -175,15 +175,15 @@ class ChunkSum(KernelCall):
         """
         options = self.options | {"first_row": first} if len(self.shape) > 1 else self.options
         # Other totals of the tree are met again at once: they stay in the cache.
-        deepest = max(level(chain.group) for chain in chains)
+        deepest = max(self.order.level(chain.group) for chain in chains)
         room = [*totals, *(np.empty_like(totals[0]) for _ in range(len(totals), deepest + 1))]
         for chain in chains:
             for number, arguments in enumerate(chain.calls):
-                total = room[level(chain.group)]
+                total = room[self.order.level(chain.group)]
                 self.kernel(*arguments, total=total, accumulate=started or number > 0, **options)
             started = False
             if chain.ends:
-                meet(room, chain.group)
+                self.order.meet(room, chain.group)
 
 
 def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
@@ -248,7 +248,7 @@ def apply(
     new_axes: Mapping[str, int] | None = None,
     start: da.Array | None = None,
     at_once: int = 1,
-    groups: int = 1,
+    groups: Groups = ONE_GROUP,
     after: tuple[da.Array, str] | None = None,
     origin: Any = None,
 ) -> tuple[da.Array, ...]:
@@ -259,7 +259,7 @@ def apply(
     new_axes   sizes of axes that no argument has
     start      where a sum over the chunks starts (an array like the output), None for zero
     at_once    tokens of a sequence that a summing kernel takes in one step
-    groups     into how many groups of sequences a sum over the batch is divided, see `graph.sum_order`
+    groups     which groups of the batch these sequences are, see `graph.sum_order`
     after      an array and its axes whose chunk must be there before, although the kernel does not read it
     origin     what the call is made for, for those who look at the graph later
 
@@ -279,7 +279,7 @@ def apply(
     }
     call: KernelCall
     if summed:
-        groups = groups if "b" in chunks else 1
+        groups = groups if "b" in chunks else ONE_GROUP
         order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), at_once, groups)
         call = ChunkSum(kernel, inputs, outputs[0], options or {}, order=order, **known)
         if start is not None:

@@ -32,7 +32,6 @@ import numpy as np
 
 from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.nodes import Graph, Key, combined, listed, nested, only, reference
-from daskgpt.kernels.totals import level
 
 Band = tuple[int, int]  # from which row to which
 TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
@@ -114,7 +113,7 @@ class RowSum:
         totals = list(start) if isinstance(start, tuple) else [start]
         totals += [np.empty(self.shape, self.call.dtype) for _ in range(len(totals), self.left)]
         # A group that was begun before has its total among those that are given, above those of the groups before it.
-        started = self.given > level(chains[0].group)
+        started = self.given > self.call.order.level(chains[0].group)
         for first, last in self.bands:
             self.call.add(chains, [rows[first - base : last - base] for rows in totals], first, last, started=started)
         return totals[0] if self.left == 1 else tuple(totals[: self.left])
@@ -225,13 +224,13 @@ def update_in_place(
         for later in arguments[1:]:
             later.pop()  # the sum it goes on from is made in the same task
         calls = [graph[key].func for key in sums]
-        before = _start(graph, sums[0]) if sums else last
+        before = start_of(graph, sums[0]) if sums else last
         for key in [update, *dependents[update], *sums, *of_rows, *([] if shared else _starts(graph, before))]:
             del new[key]
-        for number, bands in enumerate(_shares(graph[last].func, rule)):
+        for number, bands in enumerate(shares(graph[last].func, rule)):
             first = []
             if before is not None:
-                first = [reference(before if shared else _row_sum(graph, new, before, number, bands, summed))]
+                first = [reference(before if shared else row_sum(graph, new, before, number, bands, summed))]
             for reader in of_rows:
                 key = (f"{reader[0]}.rows", number)
                 new[key] = combined(key, OfRows(graph[reader].func), first)
@@ -252,15 +251,15 @@ def update_in_place(
     return InPlace(new, done, after)
 
 
-def _row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Band], summed: int) -> Key:
+def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Band], summed: int) -> Key:
     """Add the tasks that sum some rows of a gradient, and the ones they go on from; return the last one's key.
 
     Where the parts of all pieces are larger than the total, each piece has a task of its own, that adds its parts and
     lets go of them.
     """
-    call, before = graph[key].func, _start(graph, key)
+    call, before = graph[key].func, start_of(graph, key)
     pieces, *_ = call.arrange([nested(argument) for argument in graph[key].args])
-    start = [] if before is None else [reference(_row_sum(graph, new, before, number, bands, summed))]
+    start = [] if before is None else [reference(row_sum(graph, new, before, number, bands, summed))]
     together = len(pieces) if summed < call.shape[-1] else 1
     for first in range(0, len(pieces), together):
         own = pieces[first : first + together]
@@ -274,7 +273,7 @@ def _row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ba
 
 def _starts(graph: Graph, key: Key | None) -> list[Key]:
     """A sum and those it goes on from."""
-    return [] if key is None else [key, *_starts(graph, _start(graph, key))]
+    return [] if key is None else [key, *_starts(graph, start_of(graph, key))]
 
 
 def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int) -> list[Key]:
@@ -284,20 +283,20 @@ def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int
     soon as they are there, so that they can be dropped.
     """
     chain = [last]
-    before = _start(graph, last)
+    before = start_of(graph, last)
     while before is not None and len(dependents[before]) == 1 and summed < graph[before].func.shape[-1]:
         chain.insert(0, before)
-        before = _start(graph, before)
+        before = start_of(graph, before)
     return chain
 
 
-def _start(graph: Graph, key: Key) -> Key | None:
+def start_of(graph: Graph, key: Key) -> Key | None:
     """The sum that a sum goes on from."""
     extra = graph[key].args[len(graph[key].func.inputs) :]
     return only(extra[0]) if extra else None
 
 
-def _shares(call: Any, rule: InPlaceRule) -> list[list[Band]]:
+def shares(call: Any, rule: InPlaceRule) -> list[list[Band]]:
     """The bands of rows of a tensor in shares of at most TASK_ELEMENTS, where a share can be updated."""
     if isinstance(call, RowSum):
         call = call.call

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from daskgpt.config.groups import Groups
 from daskgpt.graph.calls import ChunkSum, KernelCall, Result, is_pick, origin_of
 from daskgpt.graph.inplace import RowSum, Totals
 from daskgpt.graph.nodes import (
@@ -168,7 +169,8 @@ class _Sum:
     def has_whole_groups(self) -> bool:
         """Whether the sequences of each part are the same number of whole groups, a subtree of the tree."""
         order = self.call.order
-        if order.groups % self.parts or self.parts & (self.parts - 1):
+        groups = order.groups.count
+        if groups % self.parts or groups & (groups - 1) or self.parts & (self.parts - 1):
             return False
         return len({sum(order.sequences[first:last]) for first, last in self._parts()}) == 1
 
@@ -194,7 +196,7 @@ class _Sum:
                 tuple(tuple((b - first, t) for b, t in piece) for piece in order.pieces if first <= piece[0][0] < last),
                 order.together,
                 order.sequences[first:last],
-                order.groups // self.parts,
+                Groups(order.groups.count // self.parts),
             )
             arguments = [
                 part_of_list(argument, first, last) if axes.startswith("b") else argument

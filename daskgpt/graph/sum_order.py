@@ -2,10 +2,11 @@
 
     a group       some consecutive sequences, whose rows are summed in one chain: sequence by sequence, in each token by
                   token, a kernel going on from the total of the one before, wherever a chunk ends
-    the groups    a binary tree: total(lo, hi) = total(lo, mid) + total(mid, hi), mid halfway between
+    the groups    a binary tree, see `kernels.totals`
     a start       of a sum that goes on from another one: what the first group's chain starts from
 
-Groups are summed one after the other; `kernels.totals` says when which of their totals meet.
+Groups are summed one after the other. A sum over some groups of a batch ends with the totals of subtrees, which meet
+those of the other groups elsewhere.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from daskgpt.config.groups import check_groups
-from daskgpt.kernels.totals import level
+import numpy as np
+
+from daskgpt.config.groups import ONE_GROUP, Groups, check_groups
+from daskgpt.kernels.totals import additions, level, meet
 
 
 @dataclass(frozen=True)
@@ -50,22 +53,22 @@ class SumOrder:
     together   whether the token chunks of a piece are put together before the kernel is called, once; else it is
                called for the rows of one sequence in one chunk
     sequences  how many sequences each chunk along b has
-    groups     into how many groups of as many sequences the batch is divided, a power of two
+    groups     which groups of the batch these sequences are, of as many each
     """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     together: bool
     sequences: tuple[int, ...]
-    groups: int = 1
+    groups: Groups = ONE_GROUP
 
     @classmethod
-    def of(cls, sequences: Sequence[int], tokens: Sequence[int], at_once: int, groups: int = 1) -> SumOrder:
+    def of(cls, sequences: Sequence[int], tokens: Sequence[int], at_once: int, groups: Groups = ONE_GROUP) -> SumOrder:
         """The order for chunks of these sizes; at_once: how many tokens of a sequence the kernel takes in one step,
         which a chunk's end must not divide.
 
-        Errors   ValueError where groups is no power of two that divides the number of sequences
+        Errors   ValueError where the number of groups does not divide that of sequences
         """
-        check_groups("SumOrder", groups, "sequences", sum(sequences))
+        check_groups("SumOrder", groups.count, "sequences", sum(sequences))
         together = any(count % at_once for count in tokens[:-1])
         pieces: list[tuple[tuple[int, int], ...]] = []
         for b, count in enumerate(sequences):
@@ -75,22 +78,34 @@ class SumOrder:
 
     def most_totals(self, pieces: range) -> int:
         """How many totals there are at most while some pieces are summed, that of the group being summed included."""
-        return 1 + max(level(cut.group) for piece in pieces for cut in self.cuts(piece))
+        return 1 + max(self.level(cut.group) for piece in pieces for cut in self.cuts(piece))
+
+    def level(self, group: int) -> int:
+        """How many totals lie below that of a group while it is summed."""
+        return level(group, self.groups.first)
+
+    def additions(self, group: int) -> int:
+        """How many additions of two totals follow when a group has been summed."""
+        return additions(group, self.groups.first, self.groups.whole)
+
+    def meet(self, totals: list[np.ndarray], group: int) -> None:
+        """Make the additions that follow when a group has been summed."""
+        meet(totals, self.level(group), self.additions(group))
 
     @cached_property
     def of_group(self) -> int:
         """How many sequences a group has."""
-        return sum(self.sequences) // self.groups
+        return sum(self.sequences) // self.groups.count
 
     def cuts(self, piece: int) -> list[Cut]:
         """What a kernel is called for, one after the other: a piece is cut where a group ends."""
         b = self.pieces[piece][0][0]
         begin, count = self._begins[b], self.sequences[b]
         if len(self.pieces[piece]) > 1 and not self.together:
-            return [Cut((begin + number) // self.of_group, number, number + 1) for number in range(count)]
+            return [Cut(self._group(begin + number), number, number + 1) for number in range(count)]
         own = self.of_group
         ends = [0, *range(own - begin % own, count, own), count]
-        return [Cut((begin + first) // own, first, last) for first, last in pairwise(ends)]
+        return [Cut(self._group(begin + first), first, last) for first, last in pairwise(ends)]
 
     def chains(self, calls: Iterable[tuple[int, Sequence[Any]]], after: int) -> list[Chain]:
         """Calls in order, each with its group, as chains.
@@ -103,16 +118,19 @@ class SumOrder:
         return [Chain(group, own, group != self.group_of(after)) for group, own in by_group.items()]
 
     def group_of(self, piece: int) -> int:
-        """The group of a piece's first rows; for the piece after the last one, how many groups there are."""
-        return self.groups if piece == len(self.pieces) else self._begins[self.pieces[piece][0][0]] // self.of_group
+        """The group of a piece's first rows; for the piece after the last one, the group that would follow."""
+        return self._group(sum(self.sequences) if piece == len(self.pieces) else self._begins[self.pieces[piece][0][0]])
 
     def totals_before(self, piece: int) -> int:
-        """How many totals there are before a piece is summed; none before the first one, one after the last."""
+        """How many totals there are before a piece is summed; none before the first one, one after the batch's last."""
         if piece == len(self.pieces):
-            return 1
+            return 1 if self.groups.whole else self.level(self.group_of(piece))
         b, t = self.pieces[piece][0]
         inside = self._begins[b] % self.of_group or t
-        return level(self.group_of(piece)) + bool(inside)
+        return self.level(self.group_of(piece)) + bool(inside)
+
+    def _group(self, sequence: int) -> int:
+        return self.groups.first + sequence // self.of_group
 
     @cached_property
     def _begins(self) -> list[int]:

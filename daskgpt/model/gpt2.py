@@ -86,13 +86,19 @@ def linear(tape: Tape, p: Parameters, at: str, x: da.Array) -> da.Array:
     return tape(at, layers.LINEAR, x, p[f"{at}.weight"], p[f"{at}.bias"])
 
 
-def mean_loss(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> da.Array:
-    """Mean cross-entropy of the next token over B*T, a 0-d array, in nats; rate: of dropout, see `transformer`."""
+def mean_loss(
+    tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0, count: int = 0
+) -> da.Array:
+    """Mean cross-entropy of the next token over B*T, a 0-d array, in nats.
+
+    rate    of dropout, see `transformer`
+    count   of tokens that it is the mean over, where these are some of a batch; 0 = these
+    """
     tokens, targets = inputs["tokens"], inputs["targets"]
     check_tokens(config, tokens, targets)
     x = transformer(tape, config, p, inputs, rate)
     losses = tape("losses", layers.CROSSENTROPY, x, p["wte.weight"], targets, vocabulary=config.vocabulary)
-    return tape("loss", layers.MEAN, losses, count=tokens.size)
+    return tape("loss", layers.MEAN, losses, count=count or tokens.size)
 
 
 def logits(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs) -> da.Array:

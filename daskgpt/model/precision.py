@@ -11,7 +11,7 @@ import numpy as np
 from daskgpt.config.errors import nearest, require
 from daskgpt.kernels import attention, crossentropy, embedding, linear, muon
 from daskgpt.kernels.bfloat16 import outruns_float32, rounded_attention, rounded_layers, rounded_muon, unit
-from daskgpt.kernels.bfloat16.packed_weight import empty_weight
+from daskgpt.kernels.bfloat16.packed_weight import empty_weight, pack_weight
 from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, SentWeight, TrainedWeight
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
@@ -103,6 +103,18 @@ def to_send(pack: Sequence[Any]) -> tuple[Any, ...]:
 def received(pack: Sequence[Any]) -> tuple[Any, ...]:
     """Parameters that were sent, as products take them."""
     return tuple(held.received() if isinstance(held, SentWeight) else held for held in pack)
+
+
+def read_rows(held: Any, rows: slice) -> np.ndarray:
+    """Some rows of a parameter, as they are sent to a process that holds it as well."""
+    return values_of(held)[rows]
+
+
+def write_rows(held: Any, rows: slice, values: np.ndarray) -> None:
+    """Write rows that were sent into a parameter."""
+    values_of(held)[rows] = values
+    if isinstance(held, TrainedWeight):
+        pack_weight(values, held.packed, first=rows.start)
 
 
 FLOAT32 = Precision("float32", np.dtype("float32"))

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import dask.array as da
 
+from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import apply, parse
 from daskgpt.model.layers import ADD, PASS, Layer, Row
 from daskgpt.model.origins import Origin
@@ -33,9 +34,9 @@ class Tape:
     another's on a cluster, where equal keys would mean equal results.
     """
 
-    def __init__(self, precision: Precision = FLOAT32, groups: int = 1) -> None:
+    def __init__(self, precision: Precision = FLOAT32, groups: Groups = ONE_GROUP) -> None:
         """precision   says which kernels run instead of those of the table
-        groups      into how many groups of sequences sums over the batch are divided
+        groups      which groups of the batch these sequences are
         """
         self.token = uuid4().hex[:8]
         self.precision, self.groups = precision, groups

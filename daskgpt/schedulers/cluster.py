@@ -100,6 +100,20 @@ class ClusterScheduler:
             self.settle(handles)
             return list(self.client.gather(handles))
 
+    def fetch_together(self, handles: list[Any]) -> list[Any]:
+        """The results of tasks that wait for each other: where one is lost, the others are not waited for."""
+        with telling_losses(self.client):
+            while not self.client.sync(_soon, handles, "FIRST_COMPLETED"):
+                if self.client.status == "running" and not self.client.nthreads():
+                    raise loss(self.client, "no worker")
+            left = [handle for handle in handles if handle.status == "pending"]
+            while left:
+                if any(handle.status not in ("pending", "finished") for handle in handles):
+                    raise loss(self.client, "a rank")
+                self.client.sync(_soon, left, "FIRST_COMPLETED")
+                left = [handle for handle in handles if handle.status == "pending"]
+            return list(self.client.gather(handles))
+
     def settle(self, handles: list[Any]) -> None:
         """Dask itself would wait for a worker for ever, where the last one is gone."""
         with telling_losses(self.client):
@@ -217,14 +231,14 @@ class ClusterScheduler:
                 raise loss(self.client, "a worker") from None
 
 
-async def _soon(handles: list[Any]) -> bool:
-    """Whether results are there within some seconds.
+async def _soon(handles: list[Any], which: str = "ALL_COMPLETED") -> bool:
+    """Whether results are there within some seconds; which: all of them, or the first one.
 
     It is told without an error: one that comes through `Client.sync` makes a cycle of itself and the frames below it,
     and what they know, such as the state of a step, would stay on the workers until Python looks for garbage.
     """
     try:
-        await wait(handles, timeout=LOOKING)
+        await wait(handles, timeout=LOOKING, return_when=which)
     except TimeoutError:
         return False
     return True

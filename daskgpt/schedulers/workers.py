@@ -15,6 +15,7 @@ from daskgpt.graph.spans import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.allocator import keep_memory
 from daskgpt.schedulers.leaving import named
+from daskgpt.schedulers.links import end_programs
 from daskgpt.schedulers.protocol import Receipt, clock_offset
 from daskgpt.schedulers.usage import KERNEL, METRIC, Count
 
@@ -30,7 +31,7 @@ class PrepareWorker(WorkerPlugin):
     limits: ClassVar[Any] = None
 
     def __init__(self, client: Any) -> None:
-        self.name = named(client, "prepare")
+        self.name, self.client = named(client, "prepare"), client.id
 
     async def setup(self, worker: Any) -> None:
         if not self.users[None]:
@@ -45,6 +46,7 @@ class PrepareWorker(WorkerPlugin):
             await worker.heartbeat()
 
     def teardown(self, worker: Any) -> None:
+        end_programs(self.client, worker)
         self.users.subtract((None, worker.id))
         if not self.users[worker.id]:
             worker.metrics.pop(METRIC, None)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from daskgpt.graph.calls import ChunkSum, KernelCall, is_pick, origin_of
+from daskgpt.graph.distribute import Posted, Send, ShardUpdate, Store
 from daskgpt.graph.grain import GroupOf, groups, in_order
 from daskgpt.graph.inplace import OfRows, RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, is_leaf
@@ -48,6 +49,39 @@ def groups_of(graph: Graph, grain: str, *, updates: bool = False, apart: bool = 
         return group if group is None else (phase, group)
 
     return group_of
+
+
+def ranked_groups(graph: Graph, group_of: GroupOf, grain: str) -> GroupOf:
+    """The groups of a rank's graph: the sums of a layer, its updates, and the rows from one rank are a task each.
+
+    group_of   of the tasks of chunks
+    """
+
+    # Where a chunk is one task, so is all that is summed and sent, or updated and sent, of a bucket.
+    together: dict[Key, Hashable] = {}
+    for key, node in graph.items() if grain == "chunk" else ():
+        function = getattr(node, "func", None)
+        if isinstance(function, Posted) or (isinstance(function, Send) and function.channel[0] == "weights"):
+            sends = [other for other in node.dependencies if isinstance(getattr(graph.get(other), "func", None), Send)]
+            sends = [send for send in sends if graph[send].func.channel[0] == "totals"]
+            bucket = key[0]
+            for other in [key, *sends, *node.dependencies, *(d for send in sends for d in graph[send].dependencies)]:
+                if isinstance(getattr(graph.get(other), "func", None), RowSum | ShardUpdate) or other in (key, *sends):
+                    together[other] = bucket
+
+    def ranked_group(key: Key) -> Hashable:
+        if key in together:
+            return together[key]
+        function = graph[key].func
+        if grain == "kernel" or not isinstance(function, RowSum | ShardUpdate | Store):
+            return group_of(key)
+        if isinstance(function, Store):
+            return "store", function.shard.owner, min(graph[key].dependencies)
+        unit = update_group(origin_of(graph[key]), grain)
+        # The sums of the tables are large, and made long before or after each other.
+        return None if unit == OUTSIDE else (type(function).__name__, unit, key[1:])
+
+    return ranked_group
 
 
 def update_tasks(graph: Graph, sums: tuple[type, ...]) -> dict[Key, Origin]:
@@ -114,8 +148,10 @@ def stretch_of(origin: Origin) -> Hashable:
     return block, block is not None and origin.phase == "backward"
 
 
-def memory_edges(graph: Graph) -> dict[Key, list[Key]]:
+def memory_edges(graph: Graph, *, ranked: bool = False) -> dict[Key, list[Key]]:
     """Task -> tasks that must run before it, so that memory is given back in time.
+
+    ranked   whether updates wait for other ranks: then the sums of a block are what others wait for
 
     Dask would take one chunk through the whole backward pass before the next one, and keep what the weight gradients of
     all blocks wait for. So a block's backward waits for the updates of the blocks `LOOKAHEAD` above, and the logits of
@@ -129,7 +165,7 @@ def memory_edges(graph: Graph) -> dict[Key, list[Key]]:
         origin = origin_of(node)
         if origin is None or origin.block is None:
             continue
-        if origin.phase == "update":
+        if isinstance(node.func, RowSum) if ranked else origin.phase == "update":
             updates[origin.block].append(key)
         elif origin.phase == "backward":
             backward[key] = origin.block

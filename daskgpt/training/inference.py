@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.groups import groups_of_batch
+from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.graph.nodes import from_numpy
 from daskgpt.graph.recording import Layout, Recorded
@@ -39,7 +39,7 @@ class Inference:
         groups: int = 1,
     ) -> None:
         outputs: Lazy = {}
-        tape = Tape(precision, groups)
+        tape = Tape(precision, Groups(groups))
         inputs = input_leaves(tape, batch_shape, chunk)
         weights = parameter_leaves(tape, config, precision)
         if "logits" in wanted:
@@ -97,7 +97,7 @@ def loss_and_gradients(
     >>> bool(abs(loss.compute() - np.log(257)) < 0.1)  # a model that has learnt nothing hesitates between all tokens
     True
     """
-    tape = Tape(groups=groups_of_batch(tokens.shape[0], tokens.shape[1], groups))
+    tape = Tape(groups=Groups(groups_of_batch(tokens.shape[0], tokens.shape[1], groups)))
     weights = {
         name: value.rechunk(-1)
         if isinstance(value, da.Array)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import gcd
 
 import numpy as np
 
+from daskgpt.graph.distribute import Rank
 from daskgpt.graph.recording import STATE
 from daskgpt.graph.spans import Span
 from daskgpt.schedulers.machine_memory import available_memory
@@ -17,8 +20,14 @@ from daskgpt.training.job import Job
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep, repacked_state
 
 
-def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int = 1) -> TrainingStep:
-    """A job's step, recorded; parts: over how many workers."""
+def training_step(
+    job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int = 1, rank: Rank | None = None
+) -> TrainingStep:
+    """A job's step, recorded.
+
+    parts   over how many workers it is spread out of place
+    rank    whose step it is, where several processes share a batch in place
+    """
     return TrainingStep(
         job.config,
         job.batch_shape,
@@ -30,9 +39,19 @@ def training_step(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, 
         in_place=in_place,
         groups=job.groups,
         parts=parts,
-        accumulate=job.data.accumulate,
+        accumulate=micro_batches_of(job, rank),
         seed=job.run.seed,
+        rank=rank,
     )
+
+
+def micro_batches_of(job: Job, rank: Rank | None) -> int:
+    """How many micro-batches a rank's sequences are: each has as many as its share of one of the job's, or fewer."""
+    if rank is None:
+        return job.data.accumulate
+    first, last = rank.sequences_of(rank.number)
+    own, most = last - first, max(1, job.data.batch_size // rank.count)
+    return min(count for count in range(1, own + 1) if (own % count == 0 and own // count <= most) or count == own)
 
 
 class JobSteps:
@@ -46,18 +65,27 @@ class JobSteps:
     follows  whether it is recorded again where other numbers of workers have come to stay
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> None:
-        """say   where it is told what was found"""
+    def __init__(
+        self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, rank: Rank | None = None
+    ) -> None:
+        """say   where it is told what was found
+        rank  see `training_step`
+        """
         self.job, self.scheduler, self.say = job, scheduler, say
-        dataflow = job.dataflow
+        dataflow, shape = job.dataflow, job.micro_shape
+        if rank:
+            first, last = rank.sequences_of(rank.number)
+            shape = (last - first) // micro_batches_of(job, rank), shape[1]
+            # What was asked for is of the whole batch.
+            dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
         self.chunks = ChunkChoice(
-            job.config, job.micro_shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
+            job.config, shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
         self.workers = self.seen = len(scheduler.addresses())
         block = expected_block(job.config, job.micro_shape, max(self.workers, 1))
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place, block)
         self.follows = not scheduler.in_place
-        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, self.workers)
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, self.workers, rank)
         self._recorded: dict[tuple[tuple[int, int], str, int], TrainingStep] = {}  # by chunk, grain and workers
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
@@ -131,9 +159,15 @@ class JobSteps:
             self._recorded[chunk, grain, workers] = training_step(self.job, chunk, grain, False, workers)
         return self._recorded[chunk, grain, workers]
 
-    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
-        """A step a batch: what they tell, and the state after them; limits: of a step that comes alone."""
-        state, length = repacked_state(self.scheduler, self.step, state), self.job.horizon.at(state.step)
+    def run(
+        self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
+    ) -> tuple[list[Outcome], State]:
+        """A step a batch: what they tell, and the state after them.
+
+        limits   of a step that comes alone
+        length   of the run in steps; 0 = as the job says
+        """
+        state, length = repacked_state(self.scheduler, self.step, state), length or self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
                 handles, state = self.step.submit(self.scheduler, state, batches[0], length, limits)
@@ -148,6 +182,9 @@ class JobSteps:
             handles, state = self.step.submit(self.scheduler, state, own, length, limits)
             submitted.append(handles)
         return [self.step.outcome(self.scheduler, handles) for handles in submitted], state
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
 
     def _settle(self, spans: Sequence[Span], steps: int) -> None:
         """Chunks first; the grain of other chunks takes another step to measure."""

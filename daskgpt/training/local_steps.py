@@ -39,9 +39,17 @@ TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
 
 
-def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> JobSteps | LocalSteps:
+def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> Any:
     """The steps that a job asks for; say is told what was found."""
-    return LocalSteps(job, scheduler, say) if job.local.local_steps else JobSteps(job, scheduler, say)
+    if job.local.local_steps:
+        return LocalSteps(job, scheduler, say)
+    if job.dataflow.engine == "ranks" and not scheduler.in_place:
+        from daskgpt.schedulers.cluster import ClusterScheduler  # which needs `distributed`
+        from daskgpt.training.rank_steps import RankSteps
+
+        assert isinstance(scheduler, ClusterScheduler)
+        return RankSteps(job, scheduler, say)
+    return JobSteps(job, scheduler, say)
 
 
 def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
@@ -166,6 +174,9 @@ class LocalSteps:
         """Of what the replicas tell of a step."""
         norms = [each.norm for each in own if each.norm is not None]
         return Outcome(sum(each.loss for each in own) / self.replicas, sum(norms) / self.replicas if norms else None)
+
+    def close(self) -> None:
+        """See `JobSteps.close`."""
 
     def meets(self, state: State) -> bool:
         """Whether a round begins with a state."""

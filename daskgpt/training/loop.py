@@ -73,6 +73,7 @@ def run_job(
                 raise loop.ended_by(error) from None
             raise
         finally:
+            loop.steps.close()
             loop.loader.close()
             progress.close()
             if folder:
@@ -175,7 +176,8 @@ class _Loop:
         if lost:
             return recovery.back(lost, len(self.losses))
         first = self.beginning
-        return self.steps.initial(first.parameters, first.moments, first.step)
+        state: State = self.steps.initial(first.parameters, first.moments, first.step)
+        return state
 
     def _result(self, state: State, stopped: bool) -> Result:
         """What the run led to, saved."""

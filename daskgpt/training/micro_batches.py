@@ -14,13 +14,15 @@ from daskgpt.training.grouping import LOOKAHEAD
 from daskgpt.training.placement import updated_by
 
 
-def accumulated_step(graph: Graph, micro_batches: MicroBatches, token: str, *, over: bool) -> Graph:
+def accumulated_step(
+    graph: Graph, micro_batches: MicroBatches, token: str, *, over: bool, ranked: bool = False
+) -> Graph:
     """A step's graph with its micro-batches one after the other, see `graph.accumulating`."""
 
     def origin(micro: int) -> Origin:
         return Origin("accumulate", "backward", f"micro-batch.{micro}")
 
-    return accumulated(graph, micro_batches, token, origin, over=over)
+    return accumulated(graph, micro_batches, token, origin, over=over, ranked=ranked)
 
 
 def accumulated_groups(

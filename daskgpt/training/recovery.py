@@ -13,8 +13,6 @@ from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoints import newest_good, read_checkpoint
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.recovery_points import RecoveryPoints
 from daskgpt.training.resuming import Beginning
 from daskgpt.training.step import State
@@ -55,7 +53,7 @@ class Recovery:
 
     job: Job
     scheduler: Scheduler
-    steps: JobSteps | LocalSteps
+    steps: Any
     beginning: Beginning
     folder: Path | None
     say: Callable[[str], None]

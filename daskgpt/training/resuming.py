@@ -42,7 +42,7 @@ SECTIONS: Mapping[str, type] = {
 # What of a run may change where it is gone on with. The first row changes bits from here on, the others none.
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
-    "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "window"),
+    "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
     "run": (
         *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
         *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every", "worker_minutes"),

@@ -221,7 +221,8 @@ class Saver:
         """What gives the arrays of a state, by name, and whether training must wait until they are written."""
         layout, packs, scheduler = state.layout, state.packs, self.scheduler
         if not scheduler.in_place:
-            return lambda: FetchedState(scheduler, state, self.job.config), False
+            fetched = FetchedState(scheduler, state, self.job.config)  # now: the next step may change what is there
+            return lambda: fetched, False
         values = _values(layout.unpack(packs))
         if copied and self.room_maker:
             self.room_maker.join()

@@ -12,12 +12,14 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.errors import require
+from daskgpt.config.groups import Groups
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.accumulating import MicroBatches
 from daskgpt.graph.calls import is_pick, origin_of
+from daskgpt.graph.distribute import Rank, Rows, ShardUpdate, distribute
 from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
-from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy
+from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, Recorded
 from daskgpt.graph.repacking import repacked
 from daskgpt.kernels.norm import TOLD, squares
@@ -26,10 +28,10 @@ from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Guarded, Optimizer, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
-from daskgpt.model.precision import FLOAT32, Precision, received, to_send, values_of
+from daskgpt.model.precision import FLOAT32, Precision, read_rows, received, to_send, values_of, write_rows
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.grouping import groups_of, memory_edges, stage_of, title, update_group
+from daskgpt.training.grouping import groups_of, memory_edges, ranked_groups, stage_of, title, update_group
 from daskgpt.training.inputs import Moment, input_leaves, input_values
 from daskgpt.training.micro_batches import (
     accumulated_groups,
@@ -118,6 +120,7 @@ class TrainingStep:
         parts: int = 1,
         accumulate: int = 1,
         seed: int = 0,
+        rank: Rank | None = None,
     ) -> None:
         """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
         in_place  whether the state's arrays are written over: for schedulers that never compute a task again
@@ -125,7 +128,11 @@ class TrainingStep:
         parts     over how many workers the sequences are spread, out of place
         accumulate  into how many micro-batches the sequences are divided, that are worked on one after the other
         seed      of what dropout drops
+        rank      which of several processes this one is, that share the batch in place; None where it is the only one
         """
+        first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
+        self.rank, self.sequences, self.whole_shape = rank, (first, last), batch_shape
+        batch_shape = (last - first, batch_shape[1])
         self.config, self.optimizer, self.precision, self.barrier = config, optimizer, precision, barrier
         self.in_place, self.groups, self.parts = in_place, groups, 1 if in_place else parts
         self.accumulate, self.seed = accumulate, seed
@@ -144,12 +151,12 @@ class TrainingStep:
         self.chunk = chunk
         self.chunks = math.prod(whole // part for whole, part in zip(self.batch_shape, chunk))
         config, optimizer, precision = self.config, self.optimizer, self.precision
-        tape = Tape(precision, self.groups)
+        tape = Tape(precision, self.rank.groups_of(self.rank.number) if self.rank else Groups(self.groups))
         inputs = input_leaves(tape, self.batch_shape, chunk, hyper_size(optimizer, self.row))
         weights = parameter_leaves(tape, config, precision)
         state = {f"weight.{name}": leaf for name, leaf in weights.items()}
         state |= _leaves(tape, self.row.state(tensors(config)), precision)
-        loss = mean_loss(tape, config, weights, inputs, optimizer.dropout)
+        loss = mean_loss(tape, config, weights, inputs, optimizer.dropout, math.prod(self.whole_shape))
         gradients = gradients_of(tape, weights, loss)
         told, outputs = inputs["hyper"], {"loss": loss}
         if guards(optimizer):
@@ -161,7 +168,7 @@ class TrainingStep:
             outputs,
             {name: state[name] for name in new},
             new,
-            in_place=self._in_place(math.prod(self.batch_shape)) if self.in_place else None,
+            in_place=self._in_place(keys_of(loss)[0], tape.token) if self.in_place else None,
             rewrite=partial(self._rewritten, token=tape.token),
         )
         self.set_grain(self.grain)
@@ -181,7 +188,7 @@ class TrainingStep:
         if spread:
             graph = spread_step(graph, self._ownership(graph))
         if self.accumulate > 1:
-            graph = accumulated_step(graph, self.micro_batches, token, over=self.in_place)
+            graph = accumulated_step(graph, self.micro_batches, token, over=self.in_place, ranked=self.rank is not None)
         if self.apart or not spread:
             return graph
         return banded_updates(graph, self._rule)
@@ -204,14 +211,20 @@ class TrainingStep:
         table = tensors(self.config)["wte.weight"]
         return self.precision.packed or self.precision.sent_bytes(table) >= LARGE_TABLE
 
-    def _in_place(self, summed: int) -> Callable[[Graph], InPlace]:
+    def _in_place(self, loss: Key, token: str) -> Callable[[Graph], InPlace]:
+        summed = math.prod(self.batch_shape)
+
         def rewrite(graph: Graph) -> InPlace:
             updates = [
                 key
                 for key, node in graph.items()
                 if (origin := origin_of(node)) is not None and origin.parameter and not is_pick(node)
             ]
-            return update_in_place(graph, updates, self._rule, summed, apart=self.apart, by_rows=(squares,))
+            if self.rank is None:
+                return update_in_place(graph, updates, self._rule, summed, apart=self.apart, by_rows=(squares,))
+            rows = Rows(read_rows, write_rows)
+            named = (updates, self._rule, self.rank, loss, rows, message, token, summed)
+            return distribute(graph, *named, by_rows=(squares,))
 
         return rewrite
 
@@ -223,10 +236,12 @@ class TrainingStep:
         graph = self.recorded.unmerged
         parts, micro_batches, waits = self.spread_over, self.micro_batches, dict[Key, list[Key]]()
         if self.large and grain != "chunk" and self.in_place and not self.apart:
-            waits = memory_edges(graph)
+            waits = memory_edges(graph, ranked=self.rank is not None)
             if self.accumulate > 1:
                 waits |= accumulated_waits(graph, micro_batches)
-        group_of = groups_of(graph, grain, updates=True, apart=self.apart)
+        group_of = groups_of(graph, grain, updates=self.rank is None, apart=self.apart)
+        if self.rank:
+            group_of = ranked_groups(graph, group_of, grain)
         unit_of: Callable[[Origin], Hashable] = partial(update_group, grain=grain)
         if parts > 1:
             ownership = self._ownership(graph)
@@ -259,8 +274,18 @@ class TrainingStep:
         """
         values = held_weights(self.config, parameters, self.precision)
         for key, tensor in self.row.state(tensors(self.config)).items():
-            values[key] = moments[key] if moments else np.full(tensor.shape, 0, self.precision.dtype)
+            values[key] = moments[key] if moments else np.zeros(tensor.shape, self.precision.dtype)
+            for rows in self.owned_rows(tensor.name) if not moments else ():
+                values[key][rows] = 0
         return State(self.runnable.layout, self.runnable.layout.pack(values), step)
+
+    def owned_rows(self, parameter: str) -> list[slice]:
+        """The rows of a tensor that are updated here: all, where no other rank updates any."""
+        if not self.rank:
+            return [slice(None)]
+        functions = (getattr(node, "func", None) for node in self.recorded.unmerged.values())
+        shards = (each for each in functions if isinstance(each, ShardUpdate) and each.origin.parameter == parameter)
+        return sorted((each.shard.rows for each in shards), key=lambda rows: rows.start)
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray, steps: int
@@ -297,7 +322,15 @@ class TrainingStep:
 
     def _values(self, batch: Batch, step: int, steps: int, limits: Limits = NO_LIMITS) -> Mapping[str, np.ndarray]:
         hyper = hyper_of(self.optimizer, self.row, step, steps, limits)
-        return input_values(Moment(*batch, hyper, streams_of(self.optimizer, self.seed, step, len(batch[0]))))
+        random = streams_of(self.optimizer, self.seed, step, self.whole_shape[0])
+        if random is not None:
+            random = random[slice(*self.sequences)]
+        return input_values(Moment(*batch, hyper, random))
+
+
+def message(kind: str, phase: str, number: int) -> Origin:
+    """The origin of a task that sends or receives."""
+    return Origin(kind, phase, f"bucket.{number}")
 
 
 def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:

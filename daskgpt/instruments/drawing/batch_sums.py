@@ -5,9 +5,9 @@ The order of calls and the places where totals meet are those of `graph.sum_orde
 
 from __future__ import annotations
 
+from daskgpt.config.groups import Groups
 from daskgpt.graph.sum_order import SumOrder
 from daskgpt.instruments.drawing.svg import FAINT, FRAME, INK, Picture
-from daskgpt.kernels.totals import additions, level
 
 SEQUENCES, TOKENS, GROUPS = (3, 5), (4, 4, 4), 4
 CELL, LEFT, TOP, TREE = (92, 34), 62, 58, 46
@@ -16,7 +16,7 @@ FILLS = ("#dbe5fb", "#dff1e0", "#fdeccb", "#ece0f8")
 
 def batch_sums() -> str:
     """The picture, as SVG."""
-    order = SumOrder.of(SEQUENCES, TOKENS, at_once=1, groups=GROUPS)
+    order = SumOrder.of(SEQUENCES, TOKENS, at_once=1, groups=Groups(GROUPS))
     picture = Picture("The order of a sum over the batch")
     picture.words(LEFT, 18, f"{sum(SEQUENCES)} sequences of {sum(TOKENS)} tokens", size=13, bold=True)
     picture.words(LEFT, 36, f"{len(SEQUENCES)} x {len(TOKENS)} chunks; numbers: order of the kernel's calls", size=10.5)
@@ -55,13 +55,13 @@ def _tree(picture: Picture, order: SumOrder) -> None:
     """The groups' totals, and where they meet: a binary counter, whose levels are columns."""
     x = LEFT + len(TOKENS) * CELL[0] + 20
     waiting: list[tuple[float, float]] = []
-    for group in range(order.groups):
+    for group in range(order.groups.count):
         y = TOP + (group + 0.5) * order.of_group * CELL[1]
         picture.box(x, y - 12, 78, 24, fill=FILLS[group], stroke=FRAME)
         picture.words(x + 39, y + 4, f"group {group}", anchor="middle")
-        assert len(waiting) == level(group)
+        assert len(waiting) == order.level(group)
         waiting.append((x + 78, y))
-        for _ in range(additions(group)):
+        for _ in range(order.additions(group)):
             (right, low), (left, high) = waiting.pop(), waiting.pop()
             end, middle = max(left, right) + TREE, (high + low) / 2
             picture.path(f"M{left:g} {high:g}H{end:g}V{low:g}H{right:g}", stroke=INK, width=1.3)

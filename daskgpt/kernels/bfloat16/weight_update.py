@@ -137,8 +137,8 @@ def _check(where, dys, xs, groups, weight, m, v, packed, gradient, rows):
         raise refusal(ValueError, where, rule, found, "Give one of each.")
     count = len({*groups})
     in_order = [*groups] == sorted(groups) and {*groups} == {*range(count)}
-    if len(groups) != len(dys) or not in_order or count.bit_count() != 1:
-        rule = "groups must be one a chunk, 0 ... 0 1 ... 1 and so on, as many as a power of two"
+    if len(groups) != len(dys) or not in_order:
+        rule = "groups must be one a chunk, 0 ... 0 1 ... 1 and so on"
         raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Leave them out for a single one.")
     outputs, channels = weight.shape
     first, last = row_range(where, outputs, rows)
@@ -171,7 +171,7 @@ def _in_two_steps(dys, xs, groups, weight, m, v, packed, hyper, gradient, first,
         backward_weight(dy, x, total=totals[level(group)], accumulate=begun, rows=(first, last))
         begun = group == after
         if not begun:
-            meet(totals, group)
+            meet(totals, level(group), additions(group, parts=1 + groups[-1]))
     adamw_inplace(weight[first:last], totals[0], m[first:last], v[first:last], hyper, **options)
     pack_weight(weight[first:last], packed, first=first)
 
@@ -186,9 +186,9 @@ def _runs(dy, x):
 def _table(operands, groups, started):
     """The fields of every run; the first group goes on from a gradient where it is `started`."""
     runs = [(*place, group) for (dy, x), group in zip(operands, groups) for place in _runs(dy, x)]
-    rows, before = [], 0 if started else None
+    rows, before, count = [], 0 if started else None, 1 + groups[-1]
     for (*place, group), after in zip(runs, [*(run[-1] for run in runs[1:]), None]):
-        rows.append((*place, level(group), group != before, additions(group) if group != after else 0))
+        rows.append((*place, level(group), group != before, additions(group, parts=count) if group != after else 0))
         before = group
     return np.array(rows, np.int64)
 
