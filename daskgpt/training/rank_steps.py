@@ -158,8 +158,10 @@ class RankSteps:
         packs, layout = list(state.packs), state.layout
         self.live, self.epoch = None, uuid4().hex[:8]
         before, self.addresses = self.addresses, self._ranks()
-        for address in set(before) - set(self.addresses):
-            self.scheduler.client.run(end_programs, self.run_name, workers=[address], on_error="ignore")
+        left = self.scheduler.addresses() & set(before) - set(self.addresses)
+        if left:
+            told = {"workers": list(left), "wait": False, "on_error": "ignore"}
+            self.scheduler.client.run(end_programs, self.run_name, **told)
         ranks = [
             (rank_program.begin_rank, (self.run_name, self.sent_job, self.epoch, number, self.addresses), address)
             for number, address in enumerate(self.addresses)
