@@ -1,75 +1,31 @@
-"""Tests of rank programs: ranks that are threads here train to the bits of one process, whatever they exchange."""
+"""Tests of rank programs: ranks train to the bits of one process, whatever they exchange and whoever owns what."""
 
-import dataclasses
 import hashlib
-import queue
 import random
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from one_number import MODELS, VARIANTS, outcomes_of_steps, raw_numbers, start_values
-from one_number import Dials as AllDials
+import rank_threads
+from one_number import MODELS, SEED, VARIANTS, Dials, outcomes_of_steps, raw_numbers, seed, start_values
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph import distribute
-from daskgpt.graph.distribute import Rank
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.local import local_scheduler
-from daskgpt.training.step import TrainingStep
 
-STEPS, LIMIT = 3, 20
+STEPS = 3
 
 
-class Queues:
-    """Messages between threads: in order, by sender, receiver and channel."""
-
-    def __init__(self):
-        self.queues, self.sent = defaultdict(queue.Queue), 0
-
-    def of(self, rank):
-        class Link:
-            def send(_, other, channel, value):
-                self.sent += 1
-                self.queues[rank, other, channel].put(value)
-
-            def receive(_, other, channel):
-                return self.queues[other, rank, channel].get(timeout=LIMIT)
-
-        return Link()
-
-
-def train(model, precision, count, chunk, threads=1, grain="block", barrier="step", accumulate=1):
-    """Losses, norms and parameters of each rank after some steps."""
+def train(model, precision, count, chunk, threads=1, **options):
     text = raw_numbers(1, (STEPS, model.batch[0], model.batch[1] + 1)) % model.config.vocabulary
     batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in text.astype(np.int32)]
     optimizer = OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip)
-    links = Queues()
-
-    def program(number):
-        rank = Rank(number, count, model.groups, *model.batch, links.of(number))
-        own = {"grain": grain, "barrier": barrier, "in_place": True, "accumulate": accumulate, "rank": rank}
-        own |= {"groups": model.groups}
-        step = TrainingStep(model.config, model.batch, chunk, optimizer, precision_of(precision), **own)
-        scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
-        state = step.initial(start_values(model.config))
-        mine = [tuple(part[slice(*step.sequences)] for part in batch) for batch in batches]
-        if barrier == "none":
-            outcomes, state = step.window(scheduler, state, mine, STEPS)
-        else:
-            outcomes = []
-            for batch in mine:
-                handles, state = step.submit(scheduler, state, batch, STEPS)
-                outcomes.append(step.outcome(scheduler, handles))
-        moments = {name: a for name, a in state.layout.unpack(state.packs).items() if not name.startswith("weight.")}
-        return outcomes, state.parameters(scheduler), moments, step
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(program, range(count))), links
+    arguments = model.config, model.batch, chunk, optimizer, precision_of(precision)
+    options |= {"groups": model.groups}
+    return rank_threads.train(count, start_values(model.config), batches, arguments, options, threads)
 
 
-def digest(outcomes, parameters):
+def digest(outcomes, parameters, *_):
     numbers = [(outcome.loss.hex(), outcome.norm) for outcome in outcomes]
     values = [np.ascontiguousarray(parameters[name]).tobytes() for name in sorted(parameters)]
     return hashlib.sha256(repr(numbers).encode() + b"".join(values)).hexdigest()
@@ -78,9 +34,25 @@ def digest(outcomes, parameters):
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("name", ["odd", "clipped", "odd with muon", "odd with dropout", "rmsnorm"])
 def test_ranks_train_to_the_bits_of_one_process(name, count, monkeypatch):
-    model = dataclasses.replace((MODELS | VARIANTS)[name], groups=6)
-    random.seed(f"{name} {count}")
-    monkeypatch.setattr(distribute, "BUCKET_BYTES", random.choice([1, 4000, 1 << 23]))
-    wanted = digest(*outcomes_of_steps(model, "float32", AllDials(model.batch, grain="kernel"), STEPS))
-    ranks, _ = train(model, "float32", count, (1, random.choice([20, 10])), threads=random.choice([1, 2]))
-    assert {digest(outcomes, parameters) for outcomes, parameters, *_ in ranks} == {wanted}
+    model = replace((MODELS | VARIANTS)[name], groups=6)
+    print(f"{SEED}={(number := seed())}")
+    choose = random.Random(f"{number} {name} {count}").choice
+    monkeypatch.setattr(distribute, "BUCKET_BYTES", choose([1, 4000, 1 << 23]))
+    precision, barrier = choose(["float32", "bfloat16"]), choose(["layer", "phase", "step", "none"])
+    dials = {"threads": choose([1, 2]), "grain": choose(["kernel", "segment", "block", "chunk"]), "barrier": barrier}
+    if count == 3:
+        dials["accumulate"] = choose([1, 2])
+    print(dials, precision)
+    wanted = digest(*outcomes_of_steps(model, precision, Dials(model.batch, grain="kernel"), STEPS))
+    ranks, _ = train(model, precision, count, (1, choose([20, 10])), **dials)
+    assert {digest(*own) for own in ranks} == {wanted}
+
+
+def test_moments_are_where_their_owner_is_and_each_message_is_one_of_a_bucket():
+    ranks, messages = train(MODELS["odd in 2 groups"], "float32", 2, (3, 20))
+    for name, moment in ranks[0].moments.items():
+        for own in zip(*(np.abs(each.moments[name]).reshape(len(moment), -1).max(1) for each in ranks)):
+            assert min(own) == 0, f"both ranks have updated a row of {name}"
+    assert sum(np.abs(each.moments["m.wte.weight"]).max() > 0 for each in ranks) >= 1
+    # Losses, totals, weights both ways, and what the tied table is summed from where that is.
+    assert len(messages.sent) <= STEPS * (3 * 2 + 2)

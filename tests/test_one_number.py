@@ -81,22 +81,6 @@ def test_none_of_these_dials_changes_a_bit(name, precision):
         assert bits_after_steps(model, precision, dials) == expected, dials
 
 
-SPREAD = [("odd", "float32", 2, (2, 20), "block", "layer"), ("clipped muon", "bfloat16", 2, (2, 20), "chunk", "step")]
-SPREAD += [("odd in 2 groups", "bfloat16", 3, (3, 5), "chunk", "step")]
-
-
-@needs_own_product
-@pytest.mark.parametrize(("name", "precision", "workers", "chunk", "grain", "barrier"), SPREAD)
-def test_no_number_of_workers_changes_a_bit(name, precision, workers, chunk, grain, barrier, cluster):
-    """Nor whether they have micro-batches."""
-    cluster.have(workers)
-    model = (MODELS | VARIANTS)[name]
-    expected = bits_after_steps(model, precision, Dials(model.batch))
-    for own, accumulate in ((chunk, 1), ((1, 20), 3)):
-        dials = Dials(own, barrier, grain, cluster.address, accumulate=accumulate)
-        assert bits_after_steps(model, precision, dials) == expected, dials
-
-
 def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
     random = np.random.default_rng(4)
     values = {}
@@ -158,7 +142,7 @@ def test_the_bits_are_those_of_every_other_machine(name, precision):
 def test_a_sample_of_the_campaign_finds_nothing():
     """Other cases each time; DASKGPT_TEST_SEED repeats them. The whole campaign: see CONTRIBUTING.md."""
     print(f"{SEED}={(number := seed())}")
-    found = [campaign.check(number, case, clusters=False) for case in range(12)]
+    found = [campaign.check(number, case, clusters=False) for case in range(8)]
     assert [problem for _, problem in found if problem] == []
 
 

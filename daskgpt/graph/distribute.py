@@ -518,8 +518,7 @@ class _Pass:
         readers: dict[Key, list[tuple[Key, int]]] = {}  # -> what it is called with, and of which shards
         found: dict[tuple[Key, int], Key] = {}
         for update in self.updates:
-            for reader in sorted(self.dependents[self.last[update]] - {update}):
-                assert self.graph[reader].func.kernel in self.by_rows
+            for reader in self._readers_by_rows(update):
                 readers[reader] = [(reader, shard.number) for shard in self.shards[update]]
                 for shard in self._owned(update):
                     own = found[reader, shard.number] = (f"{reader[0]}.rows", shard.number)
@@ -533,7 +532,7 @@ class _Pass:
             (reader, shard.number): shard.owner
             for update in self.updates
             for shard in self.shards[update]
-            for reader in self.dependents[self.last[update]] - {update}
+            for reader in self._readers_by_rows(update)
         }
         of_rank = [
             [place for own in readers.values() for place in own if owners[place] == rank]
@@ -554,6 +553,13 @@ class _Pass:
                 for a in self.graph[reader].args
             ]
             self.new[reader] = combined(reader, self.graph[reader].func, arguments)
+
+    def _readers_by_rows(self, update: Key) -> list[Key]:
+        """Who reads a gradient besides its update; a sum of micro-batches stays whole, and may have other readers."""
+        readers = self.dependents[self.last[update]] - {update}
+        by_rows = [key for key in readers if getattr(self.graph[key].func, "kernel", None) in self.by_rows]
+        assert len(by_rows) == len(readers) or isinstance(self.graph[self.last[update]].func, RowSum)
+        return sorted(by_rows)
 
     def _update(self) -> InPlace:
         """Update what this rank owns, send it to the others, and write what they have updated into the weights."""
@@ -576,11 +582,12 @@ class _Pass:
                 rows = ReadRows([self.shards[update][shard] for update, shard in own], self.rows.read)
                 given = [*weights, *(done[place] for place in own)]
                 sent += [self._send(q, "weights", number, given, "update", rows) for q in self.rank.others]
+        # The loss comes before: what is received on a channel must be in the order of the steps, where these overlap.
         for number, bucket in enumerate(buckets):
             for other in self.rank.others:
                 theirs = [self.shards[update][shard] for update, shard in bucket]
                 theirs = [shard for shard in theirs if shard.owner == other]
-                message = self._receive(other, "weights", number, [*sent, *self.posted]) if theirs else ()
+                message = self._receive(other, "weights", number, [*sent, *self.posted, self.loss]) if theirs else ()
                 for place, shard in enumerate(theirs):
                     key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                     origin = self.graph[shard.update].func.origin

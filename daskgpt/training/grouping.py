@@ -51,11 +51,14 @@ def groups_of(graph: Graph, grain: str, *, updates: bool = False, apart: bool = 
     return group_of
 
 
-def ranked_groups(graph: Graph, group_of: GroupOf, grain: str) -> GroupOf:
+def ranked_groups(graph: Graph, group_of: GroupOf, grain: str, *, apart: bool) -> GroupOf:
     """The groups of a rank's graph: the sums of a layer, its updates, and the rows from one rank are a task each.
 
     group_of   of the tasks of chunks
+    apart      whether there are barriers inside of the step, which a task must not lie across
     """
+    if apart:
+        return group_of
 
     # Where a chunk is one task, so is all that is summed and sent, or updated and sent, of a bucket.
     together: dict[Key, Hashable] = {}

@@ -41,9 +41,10 @@ def accumulated_groups(
         if not isinstance(function, MicroSum):
             return group_of(key)
         # The tables' sums are large, and made long before or after each other.
-        if grain == "kernel" or function.micro is None or updated[key].block is None:
+        origin = updated.get(key) or origin_of(graph[key])  # where other ranks come between a sum and its update
+        if grain == "kernel" or function.micro is None or origin.block is None:
             return None
-        unit = unit_of(updated[key])
+        unit = unit_of(origin)
         return "micro", function.share, function.micro, unit, origin_of(graph[key]).stage if apart else ""
 
     return group

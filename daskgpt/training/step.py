@@ -241,7 +241,7 @@ class TrainingStep:
                 waits |= accumulated_waits(graph, micro_batches)
         group_of = groups_of(graph, grain, updates=self.rank is None, apart=self.apart)
         if self.rank:
-            group_of = ranked_groups(graph, group_of, grain)
+            group_of = ranked_groups(graph, group_of, grain, apart=self.apart)
         unit_of: Callable[[Origin], Hashable] = partial(update_group, grain=grain)
         if parts > 1:
             ownership = self._ownership(graph)

@@ -1,0 +1,83 @@
+"""Ranks that are threads of this process: rank programs without a cluster, whose messages are counted and kept."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from daskgpt.graph.distribute import Channel, Rank
+from daskgpt.schedulers.local import local_scheduler
+from daskgpt.training.step import Batch, Outcome, TrainingStep
+
+LIMIT = 20  # seconds that a rank waits for a message
+
+
+class Messages:
+    """Carries values between threads: in order, by sender, receiver and channel."""
+
+    def __init__(self) -> None:
+        self.queues: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.sent: list[tuple[int, int, Channel]] = []
+
+    def link(self, number: int) -> Any:
+        """The link of a rank to the others."""
+        return _Link(self, number)
+
+
+class _Link:
+    def __init__(self, messages: Messages, number: int) -> None:
+        self.messages, self.number = messages, number
+
+    def send(self, rank: int, channel: Channel, value: Any) -> None:
+        self.messages.sent.append((self.number, rank, channel))
+        self.messages.queues[self.number, rank, channel].put(value)
+
+    def receive(self, rank: int, channel: Channel) -> Any:
+        return self.messages.queues[rank, self.number, channel].get(timeout=LIMIT)
+
+
+class Trained(NamedTuple):
+    """What a rank ends with."""
+
+    outcomes: list[Outcome]
+    parameters: dict[str, np.ndarray]
+    moments: dict[str, np.ndarray]
+    step: TrainingStep
+
+
+def train(
+    count: int,
+    initial: dict[str, np.ndarray],
+    batches: list[Batch],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    threads: int = 1,
+) -> tuple[list[Trained], Messages]:
+    """Train with so many ranks: what each of them ends with, and the messages.
+
+    arguments, options   of `TrainingStep`
+    threads              of each rank
+    """
+    messages, shape = Messages(), batches[0][0].shape
+
+    def program(number: int) -> Trained:
+        rank = Rank(number, count, options["groups"], *shape, messages.link(number))
+        step = TrainingStep(*arguments, **options, in_place=True, rank=rank)
+        scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
+        own = {name: value.copy() for name, value in initial.items()}  # it is written over
+        state, outcomes, rows = step.initial(own), list[Outcome](), slice(*step.sequences)
+        mine = [(tokens[rows], targets[rows]) for tokens, targets in batches]
+        if options.get("barrier") == "none":
+            outcomes, state = step.window(scheduler, state, mine, len(batches))
+        for batch in mine if options.get("barrier") != "none" else ():
+            handles, state = step.submit(scheduler, state, batch, len(batches))
+            outcomes.append(step.outcome(scheduler, handles))
+        moments = {name: a for name, a in state.layout.unpack(state.packs).items() if not name.startswith("weight.")}
+        return Trained(outcomes, state.parameters(scheduler), moments, step)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(program, range(count))), messages
