@@ -1,7 +1,7 @@
 """Tests of a step that is spread over workers: the same bits, and nothing but weights, totals and losses on the way."""
 
 from dataclasses import replace
-from itertools import cycle, pairwise
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -13,10 +13,9 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.bands import BandedUpdate
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent, part_of
+from daskgpt.graph.spreading import Join, PartSum, PartTotal, Sent
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
-from daskgpt.training.placement import Ownership, homes_of
 from daskgpt.training.stand_ins import Trial
 from daskgpt.training.step import TrainingStep
 
@@ -83,64 +82,6 @@ def test_every_task_has_a_home_and_every_sequence_stays_at_its_own():
     assert set(homes.values()) == {0, 1, 2}
     tokens = [key for key in homes if str(key[0]).startswith("tokens-")]
     assert {key[1]: homes[key] for key in tokens} == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
-
-
-def test_what_another_worker_waits_for_goes_first():
-    """And what is fetched from there; a worker's own updates do not."""
-    step = spread_step((24, 12), (12, 12), parts=2, groups=2)
-    homes, graph, awaited = step.runnable.homes, step.runnable.graph, step.runnable.awaited
-    edges = [(key, source) for key, node in graph.items() for source in node.dependencies if source in graph]
-    assert {source for key, source in edges if homes[source] != homes[key] and not is_leaf(graph[source])} <= awaited
-    assert {key for key in graph if str(key[0]).startswith("weights.fetch")} <= awaited
-    assert not awaited & set(step.runnable.updates)
-    assert {homes[key] for key in awaited if str(key[0]).startswith("tokens.backward")} == {0, 1}, "totals of both"
-
-
-def test_state_is_shared_out_by_its_size():
-    config = replace(SMALL, blocks=6)
-    step = spread_step(parts=3, config=config)
-    layout, homes = step.runnable.layout, step.runnable.homes
-    held = [0, 0, 0]
-    for number, names in enumerate(layout.packs):
-        kinds = {name.partition(".")[0] for name in names}
-        assert kinds in ({"weight"}, {"m", "v"}), "moments go nowhere: they are not packed with what does"
-        held[homes["state", number]] += sum(np.prod(step.recorded.state[name].shape) for name in names)
-    assert max(held) < 1.5 * min(held)
-
-
-def test_the_last_updates_are_shared_out():
-    """With two workers the tables are one's, and so would all blocks of the beginning be the other's, whose gradients
-    come last: the first blocks are in turns.
-    """
-    config = replace(SMALL, blocks=12, vocabulary=72 * SMALL.channels, padded_vocabulary=0)
-    step = spread_step((2, 12), parts=2, config=config)
-    homes = {key: home for key, home in step.runnable.homes.items() if str(key[0]).startswith("adamw-h.")}
-    owners = [{home for key, home in homes.items() if f"-h.{block}." in str(key[0])} for block in range(12)]
-    assert all(len(own) == 1 for own in owners), owners
-    assert [own != after for own, after in pairwise(owners[:4])] == [True] * 3, owners
-
-
-@pytest.mark.parametrize(("parts", "accumulate"), [(2, 1), (3, 1), (2, 3)])
-def test_where_a_chunk_is_one_task_more_blocks_are_no_more_tasks(parts, accumulate):
-    configs, options = (replace(SMALL, blocks=n * parts) for n in (1, 2)), {"grain": "chunk", "accumulate": accumulate}
-    few, many = (spread_step((24, 12), (2, 12), parts, config, **options) for config in configs)
-    assert few.runnable.tasks == many.runnable.tasks
-    assert len(many.runnable.layout.packs) == 2 * parts, "weights and moments of each owner"
-
-
-def test_sums_follow_the_sequences():
-    step = spread_step((48, 12), (16, 12), parts=3)
-    graph = step.recorded.unmerged
-    assert {(own.share.part, own.first_piece) for own in functions(step, PartSum)} == {(0, 0), (1, 1), (2, 2)}
-    sizes = dict.fromkeys(random_parameters(SMALL, np.random.default_rng(0)), 1)
-    home_of = homes_of(graph, Ownership(graph, 3, sizes, one_task=False), 3, tables_stay=False)
-    sums = {key: node.func for key, node in graph.items() if isinstance(getattr(node, "func", None), PartSum)}
-    assert all(home_of(key) == function.share.part for key, function in sums.items())
-
-
-def test_parts_are_consecutive_and_as_equal_as_can_be():
-    assert [part_of(chunk, 5, 2) for chunk in range(5)] == [0, 0, 0, 1, 1]
-    assert [part_of(chunk, 4, 4) for chunk in range(4)] == [0, 1, 2, 3]
 
 
 @needs_own_product
