@@ -45,7 +45,7 @@ def test_the_bits_of_larger_models_are_those_of_every_other_machine(name, unit):
 
 
 def test_the_campaign_is_a_command():
-    command = [sys.executable, str(Path(campaign.__file__)), "--cases", "60", "--seed", str(one_number.seed())]
+    command = [sys.executable, str(Path(campaign.__file__)), "--cases", "30", "--seed", str(one_number.seed())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("60 cases, 0 failed: ")
