@@ -142,7 +142,7 @@ def test_the_bits_are_those_of_every_other_machine(name, precision):
 def test_a_sample_of_the_campaign_finds_nothing():
     """Other cases each time; DASKGPT_TEST_SEED repeats them. The whole campaign: see CONTRIBUTING.md."""
     print(f"{SEED}={(number := seed())}")
-    found = [campaign.check(number, case, clusters=False) for case in range(8)]
+    found = [campaign.check(number, case, clusters=False) for case in range(4)]
     assert [problem for _, problem in found if problem] == []
 
 
