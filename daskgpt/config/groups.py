@@ -37,6 +37,12 @@ class Groups:
 ONE_GROUP = Groups()
 
 
+def groups_of_rank(rank: int, count: int, groups: int) -> Groups:
+    """The groups of one of several ranks: consecutive ones, nearly as many as the others have."""
+    first, last = rank * groups // count, (rank + 1) * groups // count
+    return Groups(last - first, first, groups)
+
+
 def groups_setting() -> Any:
     """A field for G, the groups of a batch."""
     return setting(

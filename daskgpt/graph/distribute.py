@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from daskgpt.config.groups import Groups
+from daskgpt.config.groups import Groups, groups_of_rank
 from daskgpt.graph.calls import ChunkSum, KernelCall
 from daskgpt.graph.inplace import (
     Band,
@@ -85,9 +85,8 @@ class Rank:
     link: Link = field(repr=False, compare=False)
 
     def groups_of(self, rank: int) -> Groups:
-        """The groups of a rank: consecutive ones, nearly as many as the others have."""
-        first, last = rank * self.groups // self.count, (rank + 1) * self.groups // self.count
-        return Groups(last - first, first, self.groups)
+        """The groups of a rank."""
+        return groups_of_rank(rank, self.count, self.groups)
 
     def sequences_of(self, rank: int) -> tuple[int, int]:
         """From which sequence of the batch to which a rank works."""

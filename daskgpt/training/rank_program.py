@@ -133,7 +133,7 @@ def copy_state(
 
 def join_rows(places: Sequence[Sequence[tuple[int, int]]], *parts: Sequence[Sequence[np.ndarray]]) -> tuple[Any, ...]:
     """Whole arrays from rows of several ranks; places: of each part, from which row to which."""
-    count = 1 + max(last for own in places for _, last in own) - 1
+    count = max(last for own in places for _, last in own)
     arrays = []
     for number in range(len(parts[0][0])):
         first = parts[0][0][number]

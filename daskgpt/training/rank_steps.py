@@ -12,6 +12,7 @@ from uuid import uuid4
 import numpy as np
 
 from daskgpt.config.errors import refusal
+from daskgpt.config.groups import groups_of_rank
 from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
@@ -125,8 +126,9 @@ class RankSteps:
         size = self.job.batch_shape[0] // self.job.groups
         windows = []
         for number, address in enumerate(self.addresses):
-            groups = [end * self.job.groups // len(self.addresses) * size for end in (number, number + 1)]
-            mine = [tuple(np.ascontiguousarray(part[slice(*groups)]) for part in batch) for batch in batches]
+            own = groups_of_rank(number, len(self.addresses), self.job.groups)
+            rows = slice(own.first * size, (own.first + own.count) * size)
+            mine = [tuple(np.ascontiguousarray(part[rows]) for part in batch) for batch in batches]
             given = (self.run_name, self.epoch, first, length, mine, limits)
             windows.append((rank_program.run_window, given, address))
         told = self._each("window", windows)
