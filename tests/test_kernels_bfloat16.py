@@ -9,7 +9,8 @@ from product_cases import UNITS, arrays, assert_all_same, assert_product, check_
 from daskgpt.kernels import bfloat16
 from daskgpt.kernels.adamw import adamw_inplace
 from daskgpt.kernels.bfloat16 import Unit, unit, units, works
-from daskgpt.kernels.bfloat16.rounded_layers import SentWeight, TrainedWeight
+from daskgpt.kernels.bfloat16.rounded_layers import TrainedWeight
+from daskgpt.model.precision import read_rows, write_rows
 
 ALL = np.arange(1 << 16, dtype=np.uint16)
 # Rows, channels, outputs: below and above a tile and a block, odd numbers, a summed axis in one piece and in several.
@@ -104,13 +105,14 @@ def test_inputs_are_only_read_wherever_they_lie(name):
 
 
 def test_what_is_sent_of_a_weight_gives_the_bits_that_its_owner_packed(name):
-    weight, x, dy = arrays(11, (600, 70), (9, 70), (9, 600))
-    trained = TrainedWeight.of(weight)
-    sent = SentWeight.of(trained)
-    assert sent.nbytes == weight.nbytes / 2
-    received = pickle.loads(pickle.dumps(sent)).received()
+    weight, old, x, dy = arrays(11, (600, 70), (600, 70), (9, 70), (9, 600))
+    trained, other = TrainedWeight.of(weight), TrainedWeight.of(old)
+    for rows in (slice(0, 320), slice(320, 600)):
+        sent = read_rows(trained, rows, rounded=True)
+        assert sent.nbytes == weight[rows].nbytes / 2
+        write_rows(other, rows, sent)
     expected = bfloat16.forward(x, trained.packed), bfloat16.backward_x(dy, trained.packed)
-    for packed in (received.packed, pickle.loads(pickle.dumps(trained.packed))):
+    for packed in (other.packed, pickle.loads(pickle.dumps(trained.packed))):
         assert_all_same((bfloat16.forward(x, packed), bfloat16.backward_x(dy, packed)), expected)
 
 

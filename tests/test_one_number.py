@@ -44,8 +44,7 @@ DIALS = [
     Dials((1, 20), "none", "block", "threads", 2, accumulate=3, window=1),
     Dials((2, 10), "none", "segment", "threads", 2),
     Dials((3, 4), "phase", "chunk", in_place=False, accumulate=2),
-    Dials((1, 20), in_place=False, parts=2, accumulate=3),
-    Dials((1, 10), "layer", "segment", in_place=False, parts=3, accumulate=2),
+    Dials((1, 10), "layer", "segment", in_place=False, accumulate=2),
 ]
 SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
 

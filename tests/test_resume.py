@@ -80,10 +80,11 @@ def test_on_step_ends_a_run_that_is_gone_on_with_again_and_again(small_text, who
 
 
 def test_a_cluster_goes_on_with_a_run_of_threads_and_threads_with_that_of_a_cluster(
-    small_text, tmp_path, whole, cluster
+    small_text, tmp_path, whole, cluster, monkeypatch
 ):
     """The cluster's checkpoints are fetched while it goes on."""
     cluster.have(2)
+    monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # it ends after one
     out = tmp_path / "run"
     spread = {"scheduler": cluster.address, "batch_chunk": 1, "sequence_chunk": 8}
     fit(small_text, out, dataflow=THREADS, on_step=stopping_at(3))

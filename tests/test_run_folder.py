@@ -55,7 +55,7 @@ def test_the_configuration_of_a_run_on_a_cluster(small_text, tmp_path, cluster):
     fit(small_text, tmp_path / "run", steps=2, dataflow={"scheduler": named, "threads": 7})
     dataflow = config_of(tmp_path / "run")["dataflow"]
     assert dataflow["scheduler"] == cluster.address
-    assert (dataflow["threads"], dataflow["grain"]) == (2, "chunk")
+    assert (dataflow["threads"], dataflow["grain"]) == (2, "auto")  # each worker chooses its own
 
 
 def test_names_that_toml_has_to_escape_come_back(tmp_path):

@@ -6,22 +6,17 @@ import time
 from types import SimpleNamespace
 
 import dask
-import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 from distributed.core import Status
 from machines import wait_until
-from small_runs import MODEL, fit, losses_of, metrics_of, tensors_of
+from small_runs import fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
-from daskgpt.config.run import OptimizerConfig
-from daskgpt.model.optimizer import OPTIMIZERS
-from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers import addresses, admission, cluster, losses, product_rate, security, usage
 from daskgpt.training import recovery
-from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery_points import RecoveryPoints
-from daskgpt.training.step import TrainingStep, repacked_state
 
 OPTIONS = {"threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
 
@@ -139,7 +134,7 @@ def test_a_run_that_does_not_get_on_between_losses_ends():
     [({"snapshot_every": 3}, 1), ({"snapshot_every": 0, "save_every": 5}, 3), ({"snapshot_every": 0}, 8)],
 )
 def test_after_a_loss_the_newest_state_is_gone_on_with(client, small_text, run, again, tmp_path, monkeypatch):
-    lost, steps_run = [], JobSteps.run
+    lost, steps_run = [], RankSteps.run
 
     def losing(self, state, *rest):
         if state.step == 8 and not lost:
@@ -148,7 +143,8 @@ def test_after_a_loss_the_newest_state_is_gone_on_with(client, small_text, run, 
         return steps_run(self, state, *rest)
 
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
-    monkeypatch.setattr(JobSteps, "run", losing)
+    monkeypatch.setattr(RankSteps, "run", losing)
+    monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # a step each
     fit(small_text, tmp_path / "run", client=client, **run)
     assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [again]
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
@@ -160,7 +156,7 @@ def recovering(who, *, asked=False, minutes=10.0):
     there, said, told = iter(who), [], []
     scheduler = SimpleNamespace(in_place=False, addresses=lambda: set(next(there)), silent=lambda: {"b"})
     job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))
-    steps = SimpleNamespace(look=told.append)
+    steps = SimpleNamespace(look=told.append, recovers=True)
     return recovery.Recovery(job, scheduler, steps, None, None, said.append, lambda: asked), said, told
 
 
@@ -229,23 +225,6 @@ def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, cli
         wait_until(lambda: not plugins(), "all plugins go")
         assert fit(small_text, client=client, on_step=run_another).losses == wanted.losses
         wait_until(lambda: not plugins(), "all plugins go")
-
-
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_state_is_brought_into_the_packs_of_a_step_for_other_workers(optimizer, client):
-    config, random = OptimizerConfig(optimizer=optimizer), np.random.default_rng(0)
-    values = {name: random.normal(size=shape).astype("f4") for name, shape in parameter_shapes(MODEL).items()}
-    tokens, targets = random.integers(0, 257, (2, 4, 16)).astype(np.int32)
-    one, *others = (TrainingStep(MODEL, (4, 16), (1, 16), config, parts=parts, groups=4) for parts in (1, 2, 3))
-    scheduler = cluster.ClusterScheduler(client, "")
-    wanted, state = one.initial(values), one.initial(values)
-    for step in others:
-        _, wanted = one(scheduler, wanted, tokens, targets, 10)
-        state = repacked_state(scheduler, step, state)
-        assert state.layout != wanted.layout
-        _, state = step(scheduler, state, tokens, targets, 10)
-    found, expected = (own.layout.unpack(scheduler.fetch(own.packs)) for own in (state, wanted))
-    np.testing.assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])

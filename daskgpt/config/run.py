@@ -187,10 +187,10 @@ class DataflowConfig(Checked):
         choices=("layer", "phase", "step", "none"),
     )
     engine: str = setting(
-        "tasks",
-        "on a cluster: tasks = Dask's scheduler schedules each task of a step; ranks = one task of each worker makes "
-        "some steps, and workers send each other what they need",
-        choices=("tasks", "ranks"),
+        "ranks",
+        "on a cluster: ranks = one task of each worker makes some steps, and workers send each other what they need; "
+        "tasks = Dask's scheduler schedules each task of a step, which is slow and does not recover from a loss",
+        choices=("ranks", "tasks"),
     )
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**12)
     precision: str = setting(

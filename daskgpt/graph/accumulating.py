@@ -20,30 +20,25 @@ from typing import Any
 from daskgpt.graph.calls import ChunkSum
 from daskgpt.graph.inplace import RowSum, Totals
 from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, nested, only, reference, waiting_for
-from daskgpt.graph.spreading import PartSum, PartTotal, Share, part_of
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Which sequences belong to which micro-batch: of each part, as many consecutive ones to each.
+    """Which sequences belong to which micro-batch: consecutive ones to each.
 
     count    how many micro-batches there are
     chunks   how many chunks of sequences
-    parts    over how many workers these are spread
     """
 
     count: int
     chunks: int
-    parts: int = 1
 
-    def of_chunk(self, chunk: int) -> tuple[int, int]:
-        """The part and the micro-batch of a chunk of sequences."""
-        part = part_of(chunk, self.chunks, self.parts)
-        own = [other for other in range(self.chunks) if part_of(other, self.chunks, self.parts) == part]
-        return part, part_of(own.index(chunk), len(own), self.count)
+    def of_chunk(self, chunk: int) -> int:
+        """The micro-batch of a chunk of sequences."""
+        return chunk * self.count // self.chunks
 
 
-class MicroSum(PartSum):
+class MicroSum(RowSum):
     """A sum over one micro-batch's sequences, or some of them, which goes on from the total of those before.
 
     micro   number of the micro-batch; None where it is made after all of them
@@ -51,20 +46,15 @@ class MicroSum(PartSum):
     """
 
     def __init__(
-        self,
-        call: ChunkSum,
-        counts: Sequence[int],
-        first: int,
-        started: bool,
-        share: Share,
-        micro: int | None,
-        over: bool,
+        self, call: ChunkSum, counts: Sequence[int], first: int, started: bool, micro: int | None, over: bool
     ) -> None:
-        super().__init__(call, counts, first, started, share)
+        super().__init__(call, call.bands(), counts, first, started)
         self.micro, self.over = micro, over
 
     def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
-        return RowSum.run(self, pieces, start) if self.over else super().run(pieces, start)
+        if not self.over:
+            start = tuple(total.copy() for total in (start if isinstance(start, tuple) else (start,)))
+        return super().run(pieces, start)
 
 
 class Done:
@@ -72,11 +62,11 @@ class Done:
 
     axes = ""
 
-    def __init__(self, share: Share, micro: int, origin: Any = None) -> None:
-        self.share, self.micro, self.origin = share, micro, origin
+    def __init__(self, micro: int, origin: Any = None) -> None:
+        self.micro, self.origin = micro, origin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Done, (self.share, self.micro)
+        return Done, (self.micro,)
 
     def __call__(self, *sums: Any) -> None:
         pass
@@ -97,49 +87,39 @@ def accumulated(
     origin_of_done   number of a micro-batch -> what the task at its end was made for
     over             whether a sum writes over the totals that it goes on from: where no task runs twice
     ranked           whether sums that go on from another one stay as they are: other ranks' sequences belong to them
-
-    Where the sequences are spread over workers, each has micro-batches of its own. Sums that are no part's alone stay
-    as they are, and what they read is kept.
     """
-    new, links = dict(graph), defaultdict[tuple[int, int], list[Key]](list)
+    new, links = dict(graph), defaultdict[int, list[Key]](list)
     begins = {only(start) for node in graph.values() if (start := _start(node)) is not None}
     for key, node in graph.items():
-        if _is_split(node, micro_batches) and not (ranked and _start(node) is not None):
+        if _is_split(node) and not (ranked and _start(node) is not None):
             own = _chain(graph, key, micro_batches, begun=key in begins, over=over)
             new |= own
             for link, made in own.items():
                 if made.func.micro is not None:
-                    links[made.func.share.part, made.func.micro].append(link)
-    for (part, micro), sums in links.items():
-        key = (f"accumulate-{token}", part, micro)
-        done = Done(Share(None, part), micro, origin_of_done(micro))
-        new[key] = combined(key, done, map(reference, sums))
+                    links[made.func.micro].append(link)
+    for micro, sums in links.items():
+        key = (f"accumulate-{token}", micro)
+        new[key] = combined(key, Done(micro, origin_of_done(micro)), map(reference, sums))
     for key, node in graph.items():
         if not is_leaf(node) and all(is_leaf(graph[needed]) for needed in node.dependencies if needed in graph):
-            place = micro_of(graph, key, micro_batches)
-            if place is not None:
-                before = [micro for part, micro in links if part == place[0] and micro < place[1]]
-                if before:
-                    new[key] = waiting_for(node, [(f"accumulate-{token}", place[0], max(before))])
+            own_micro = micro_of(graph, key, micro_batches)
+            before = [micro for micro in links if own_micro is not None and micro < own_micro]
+            if before:
+                new[key] = waiting_for(node, [(f"accumulate-{token}", max(before))])
     return new
 
 
-def micro_of(graph: Graph, key: Key, micro_batches: MicroBatches) -> tuple[int, int] | None:
-    """The part and the micro-batch that a task belongs to; None for what belongs to none (updates, the loss)."""
+def micro_of(graph: Graph, key: Key, micro_batches: MicroBatches) -> int | None:
+    """The micro-batch that a task belongs to; None for what belongs to none (updates, the loss)."""
     function = getattr(graph[key], "func", None)
     if isinstance(function, MicroSum | Done):
-        return None if function.micro is None else (function.share.part, function.micro)
-    axes = getattr(function, "axes", "")
-    if not axes.startswith("b") or isinstance(function, PartTotal | PartSum):
-        return None
-    return micro_batches.of_chunk(key[1])
+        return function.micro
+    return micro_batches.of_chunk(key[1]) if getattr(function, "axes", "").startswith("b") else None
 
 
-def _is_split(node: Any, micro_batches: MicroBatches) -> bool:
+def _is_split(node: Any) -> bool:
     call = getattr(node, "func", None)
-    if not isinstance(call, ChunkSum) or not call.shape or len(call.order.sequences) < 2:
-        return False
-    return isinstance(call, PartTotal) or micro_batches.parts == 1
+    return isinstance(call, ChunkSum) and bool(call.shape) and len(call.order.sequences) > 1
 
 
 def _start(node: Any) -> Any:
@@ -154,18 +134,16 @@ def _chain(graph: Graph, key: Key, micro_batches: MicroBatches, *, begun: bool, 
     begun   whether another sum goes on from it: then each chunk is added, and let go, on its own
     """
     call: ChunkSum = graph[key].func
-    share = call.share if isinstance(call, PartTotal) else Share(None, 0)
     pieces, *before = call.arrange([nested(argument) for argument in graph[key].args])
-    order, start, new = call.order, [reference(total) for total in before], dict[Key, Any]()
-    chunks = len(order.sequences)
-    micros = [part_of(piece[0][0], chunks, micro_batches.count) for piece in order.pieces]
+    start, new = [reference(total) for total in before], dict[Key, Any]()
+    micros = [micro_batches.of_chunk(piece[0][0]) for piece in call.order.pieces]
     runs = [list(own) for _, own in groupby(range(len(micros)), key=(lambda n: n) if begun else micros.__getitem__)]
     for run in runs:
         own = [pieces[number] for number in run]
         rows = [reference(item) for piece in own for chunk in piece for item in chunk]
-        link = key if run is runs[-1] else (f"{key[0]}.micro", share.part, run[0])
+        link = key if run is runs[-1] else (f"{key[0]}.micro", run[0])
         micro = None if before else micros[run[0]]
-        made = MicroSum(call, [len(piece) for piece in own], run[0], bool(before), share, micro, over)
+        made = MicroSum(call, [len(piece) for piece in own], run[0], bool(before), micro, over)
         new[link] = combined(link, made, rows + start)
         start = [reference(link)]
     return new

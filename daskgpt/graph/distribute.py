@@ -20,7 +20,7 @@ ranks never wait for each other in a circle: the rank that is behind all others 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -29,6 +29,7 @@ import numpy as np
 
 from daskgpt.config.groups import Groups, groups_of_rank
 from daskgpt.graph.calls import ChunkSum, KernelCall
+from daskgpt.graph.grain import in_order
 from daskgpt.graph.inplace import (
     Band,
     InPlace,
@@ -41,7 +42,7 @@ from daskgpt.graph.inplace import (
     shares,
     start_of,
 )
-from daskgpt.graph.nodes import Graph, Key, combined, listed, only, reference, task
+from daskgpt.graph.nodes import Graph, Key, as_it_is, combined, listed, only, reference, task
 from daskgpt.graph.sum_order import SumOrder
 from daskgpt.kernels.totals import subtrees, tree_sum
 
@@ -103,11 +104,12 @@ class Rank:
         places = [
             (*ends, total)
             for rank in range(self.count)
-            for ends, total in zip(self._subtrees(rank), totals[rank], strict=True)
+            for ends, total in zip(self.subtrees_of(rank), totals[rank], strict=True)
         ]
         return tree_sum(places)
 
-    def _subtrees(self, rank: int) -> list[tuple[int, int]]:
+    def subtrees_of(self, rank: int) -> list[tuple[int, int]]:
+        """What the groups of a rank are in the tree: from which group to which."""
         own = self.groups_of(rank)
         return subtrees(own.first, own.first + own.count)
 
@@ -120,12 +122,14 @@ class Shard:
     number   among the shards of the tensor
     bands    its rows, so many of them as are summed at a time
     owner    the rank that updates it
+    rounded  whether other ranks only multiply by it, in bfloat16
     """
 
     update: Key
     number: int
     bands: tuple[Band, ...]
     owner: int
+    rounded: bool = False
 
     @property
     def rows(self) -> slice:
@@ -250,8 +254,9 @@ class Joined:
 
     axes = ""
 
-    def __init__(self, call: ChunkSum, origin: Any) -> None:
-        self.call, self.origin = call, origin
+    def __init__(self, call: ChunkSum, origin: Any, parameter: str) -> None:
+        """parameter   whose gradient the sum is"""
+        self.call, self.origin, self.parameter = call, origin, parameter
 
     def __call__(self, *inputs: Any) -> list[np.ndarray]:
         chunks = [chunk for piece in self.call.order.pieces for chunk in piece]
@@ -302,11 +307,11 @@ class RowsOfTotals:
 class ReadRows:
     """Reads the rows of shards from the weights that they belong to; updates that it must wait for come after these."""
 
-    def __init__(self, shards: Sequence[Shard], read: Callable[[Any, slice], Any]) -> None:
+    def __init__(self, shards: Sequence[Shard], read: Callable[[Any, slice, bool], Any]) -> None:
         self.shards, self.read = tuple(shards), read
 
     def __call__(self, *values: Any) -> list[Any]:
-        return [self.read(weight, shard.rows) for shard, weight in zip(self.shards, values)]
+        return [self.read(weight, shard.rows, shard.rounded) for shard, weight in zip(self.shards, values)]
 
 
 class _Totals(NamedTuple):
@@ -318,10 +323,14 @@ class _Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """How rows of a weight are sent: read from a weight as it is held, and written into another one."""
+    """How rows of a weight are sent: read from a weight as it is held, and written into another one.
 
-    read: Callable[[Any, slice], Any]
+    rounding   kernels that read nothing of a weight but what is rounded
+    """
+
+    read: Callable[[Any, slice, bool], Any]
     write: Callable[[Any, slice, Any], None]
+    rounding: Collection[Callable[..., Any]] = ()
 
 
 def distribute(
@@ -402,8 +411,15 @@ class _Pass:
             for place in sorted(bucket, key=lambda place: -sizes[place][0]):
                 owner = held.index(min(held))
                 held[owner] += sizes[place][0] + SHARD_COST
-                found.setdefault(place[0], []).append(Shard(*place, sizes[place][1], owner))
+                shard = Shard(*place, sizes[place][1], owner, self._is_rounded(place[0]))
+                found.setdefault(place[0], []).append(shard)
         return {update: sorted(own, key=lambda shard: shard.number) for update, own in found.items()}
+
+    def _is_rounded(self, update: Key) -> bool:
+        """Whether who reads a weight, but for its update, reads only what is rounded."""
+        readers = self.dependents[only(self.graph[update].args[0])] - {update}
+        kernels = [getattr(self.graph[key].func, "kernel", None) for key in readers]
+        return all(kernel in self.rows.rounding for kernel in kernels)
 
     def _owned(self, update: Key) -> list[Shard]:
         return [shard for shard in self.shards[update] if shard.owner == self.rank.number]
@@ -470,7 +486,8 @@ class _Pass:
         count = len(call.inputs)
         joined = (f"{key[0]}.own", 0)
         arguments = self.graph[key].args[:count]
-        self.new[joined] = combined(joined, Joined(call, self._message("gather", "backward", 0)), arguments)
+        whose = self.graph[update].func.origin.parameter
+        self.new[joined] = combined(joined, Joined(call, self._message("gather", "backward", 0), whose), arguments)
         owners = {shard.owner for shard in self.shards[update]}
         sent = [self._send(q, "gather", place, [joined], "backward") for q in self.rank.others if q in owners]
         self.posted += [*sent, joined]
@@ -622,6 +639,58 @@ class _Pass:
             program = Receive(self.rank.link, rank, (kind, number), origin)
             self.new[key] = task(key, program, dict.fromkeys(after))
         return key
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This one of several ranks, and its link to the others."""
+
+    number: int
+    count: int
+    link: Link = field(repr=False, compare=False)
+
+
+def own_part(graph: Graph, ranks: Mapping[Key, int], own: Peers) -> tuple[Graph, Key]:
+    """What one rank does of a graph whose tasks are those of several: with what it sends, and what it receives.
+
+    ranks   of the tasks and of the leaves that they read
+
+    Returns the graph, and a task that is done when all is sent.
+
+    A task that receives waits in its thread. It runs when all is sent that has as many messages on its way, or fewer:
+    so ranks never wait for each other in a circle.
+    """
+
+    def channel_of(source: Key) -> Channel:
+        return f"{source[0].partition('_-')[0]}{source[1:]}", 0  # what comes after is another one on each rank
+
+    level: dict[Key, int] = {}  # messages on the longest way to a task
+    crossing: dict[tuple[Key, int], int] = {}  # a result and the rank that it is sent to -> the level of the message
+    for key in in_order(graph):
+        level[key] = 0
+        for source in graph[key].dependencies:
+            messages = level.get(source, 0) + (ranks[source] != ranks[key])
+            level[key] = max(level[key], messages)
+            if ranks[source] != ranks[key]:
+                crossing[source, ranks[key]] = messages
+    new, sent = dict[Key, Any](), dict[Key, int]()
+    for (source, rank), messages in crossing.items():
+        if ranks[source] == own.number:
+            key = (f"send.{source[0]}", *source[1:], rank)
+            new[key] = task(key, Send(own.link, rank, channel_of(source), None, as_it_is), [source])
+            sent[key] = messages
+    arrived: dict[Key, Key] = {}
+    for (source, rank), messages in crossing.items():
+        if rank == own.number:
+            key = arrived[source] = (f"receive.{source[0]}", *source[1:], ranks[source])
+            after = [other for other, own_messages in sent.items() if own_messages <= messages]
+            new[key] = task(key, Receive(own.link, ranks[source], channel_of(source), None), after)
+    for key, node in graph.items():
+        if ranks[key] == own.number:
+            new[key] = node.substitute({source: arrived[source] for source in node.dependencies if source in arrived})
+    last = (f"sent-{own.number}",)
+    new[last] = task(last, Posted(None), sent)
+    return new, last
 
 
 Place = TypeVar("Place")

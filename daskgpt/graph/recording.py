@@ -8,7 +8,7 @@ another runnable; there is no order of calls to remember.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,23 +21,17 @@ from daskgpt.graph.grain import GroupOf, merge
 from daskgpt.graph.inplace import InPlace
 from daskgpt.graph.nodes import (
     Graph,
-    GraphNode,
     Key,
-    as_it_is,
     graph_of,
     is_leaf,
     keys_of,
     pieces,
     renamed,
-    task,
     waiting_for,
 )
 from daskgpt.graph.program import Place, calls_of, in_run
-from daskgpt.graph.spreading import Sent
 
-STATE, SENT, AHEAD = "state", "weights.send", "weights.fetch"
-FIRST = "state.first"  # what makes the state that a run on a cluster begins with
-PackFunction = Callable[[Sequence[Any]], Sequence[Any]] | None
+STATE = "state"
 # What a merged task is called, from what its parts were made for: kind and place.
 TitleOf = Callable[[Sequence[Any]], tuple[str, str]]
 
@@ -48,16 +42,12 @@ class Submission(NamedTuple):
     leaves   data by key: arrays, or packs of the state as the scheduler returned them
     keys     whose results are wanted
     runs     how many runs of one recorded graph it holds
-    homes    number of the worker where a task is at home, data included; empty where that does not matter
-    awaited  tasks that come before others of their worker: another one waits for what they make
     """
 
     graph: Graph
     leaves: Mapping[Key, Any]
     keys: list[Key]
     runs: int = 1
-    homes: Mapping[Key, int] = {}
-    awaited: Collection[Key] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ class Recorded:
         """inputs    may be more than the graph reads
         updated   state name -> its new value; empty where a run leaves the state as it is
         in_place  rewrites the graph so that the state's arrays are written over; None: they are replaced
-        rewrite   rewrites it before, so that several workers share it, say
+        rewrite   rewrites it before
         """
         graph = graph_of([*outputs.values(), *updated.values()])
         if rewrite:
@@ -200,8 +190,6 @@ class Runnable:
     places   output -> where its chunks are found
     updates  the tasks that make the new state, out of place in the order of its packs
     titles   first part of a task's key -> kind and place, for people
-    homes    number of the worker where a task is at home, leaves included; empty where nobody has said
-    awaited  tasks that come first where they are at home
     """
 
     recorded: Recorded
@@ -210,8 +198,6 @@ class Runnable:
     layout: Layout
     updates: list[Key]
     titles: Mapping[str, tuple[str, str]]
-    homes: Mapping[Key, int] = field(default_factory=dict)
-    awaited: Collection[Key] = ()
     _windows: dict[int, Graph] = field(default_factory=dict)  # the last one that was asked for
 
     @property
@@ -229,85 +215,18 @@ class Runnable:
         return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
 
     def with_barriers(self, stage_of: Callable[[Key], str], *, tokens: bool) -> Runnable:
-        """The same with a barrier after each stage of the unmerged tasks that its tasks begin with.
-
-        A task that only hands on what another one has made belongs to the stage of that.
-        """
+        """The same with a barrier after each stage of the unmerged tasks that its tasks begin with."""
 
         def stage(key: Key) -> str:
-            first = calls_of(self.graph[key])[0]
-            return stage(min(self.graph[key].dependencies)) if isinstance(first.function, Sent) else stage_of(first.key)
+            return stage_of(calls_of(self.graph[key])[0].key)
 
         graph = with_barriers(self.graph, stage, name=f"barrier-{self.recorded.token}", tokens=tokens)
         return replace(self, graph=graph, _windows={})
 
-    def at_home(self, home_of: Callable[[Key], int], to_send: PackFunction, received: PackFunction) -> Runnable:
-        """The same with a home for every task and leaf, and state that a worker reads from elsewhere sent there ahead.
-
-        home_of   of an unmerged task
-        to_send   makes what is sent of a pack that somebody reads elsewhere; None where that is the pack
-        received  makes of it what is read there
-
-        Dask gives a task to a worker when all that it reads has been made, and fetches it then: a block's weights would
-        be on their way when the block could already run. So what a worker reads of the state is fetched by a task of
-        its own, as soon as it is there. It comes from the owner or from another one that has fetched it, and each of
-        them hands it on to two: else the owner of a large table would send it to everybody.
-
-        Nor does Dask's order of a graph know of homes. A worker would come to a total that another one updates with
-        after all of its own updates, and the other would stand still meanwhile: what is read at another home, or is
-        fetched from one, goes first.
-        """
-        homes = {key: home_of(calls_of(node)[0].key) for key, node in self.graph.items() if calls_of(node)}
-        homes |= {(STATE, number): homes[update] for number, update in enumerate(self.updates)}
-        for key, node in self.graph.items():
-            if key not in homes and not is_leaf(node):  # of a barrier, or of a token beside what it stands for
-                homes[key] = homes.get(next(iter(node.dependencies)), 0)
-        graph, readers = dict(self.graph), dict[Key, set[int]]()
-        for key, home in list(homes.items()):
-            node = graph.get(key)
-            for leaf in node.dependencies if node is not None else ():
-                if leaf[0] == STATE and homes[leaf] != home:
-                    readers.setdefault(leaf, set()).add(home)
-                    graph[key] = graph[key].substitute({leaf: (self._ahead, leaf[1], home)})
-                elif leaf[0] != STATE:
-                    homes.setdefault(leaf, home)  # data is where it is read
-        parts = 1 + max(homes.values(), default=0)
-        for leaf, elsewhere in readers.items():
-            # Owners of blocks are neighbours: every other one after the owner hands on, so that all do about as much.
-            after = {(home - homes[leaf]) % parts: home for home in elsewhere}
-            order = [homes[leaf], *(after[steps] for steps in sorted(after, key=lambda steps: (steps % 2, steps)))]
-            for copy, home in self._fetched(leaf, order, to_send, received):
-                graph[copy.key], homes[copy.key] = copy, home
-        return replace(self, graph=graph, homes=homes, awaited=_awaited(graph, homes), _windows={})
-
-    def _fetched(
-        self, leaf: Key, homes: Sequence[int], to_send: PackFunction, received: PackFunction
-    ) -> Iterator[tuple[GraphNode, int]]:
-        """Tasks that bring a pack of the state from its home to others, each of which hands it on to two; with where
-        they are.
-        """
-        sent, number = f"{SENT}-{self.recorded.token}", leaf[1]
-        handed = [leaf]  # what each home has for others
-        if to_send:
-            handed = [(sent, number)]
-            yield task(handed[0], to_send, [leaf]), homes[0]
-        for place, home in enumerate(homes[1:], 1):
-            source, copy = handed[(place - 1) // 2], (self._ahead, number, home)
-            if received and 2 * place + 1 < len(homes):  # it is handed on as it came
-                as_it_came = (sent, number, home)
-                yield task(as_it_came, as_it_is, [source]), home
-                source = as_it_came
-            yield task(copy, received or as_it_is, [source]), home
-            handed.append(source if received else copy)
-
-    @property
-    def _ahead(self) -> str:
-        return f"{AHEAD}-{self.recorded.token}"
-
     def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
         """One run on this data and state."""
         leaves = self._data(values) | _state(packs)
-        return Submission(self.graph, leaves, self.output_keys + self.updates, homes=self.homes, awaited=self.awaited)
+        return Submission(self.graph, leaves, self.output_keys + self.updates)
 
     def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """What a run returned: handles of the outputs, and the packs of the new state."""
@@ -388,12 +307,6 @@ def _state(packs: Sequence[Any]) -> dict[Key, Any]:
 def _in_run(key: Key, run: int) -> Key:
     """A key of one of several runs in a graph."""
     return (f"{key[0]}-{run}", *key[1:])
-
-
-def _awaited(graph: Graph, homes: Mapping[Key, int]) -> frozenset[Key]:
-    """The tasks that another home reads from, and those that fetch state from there."""
-    read = {source for key, node in graph.items() for source in node.dependencies if homes[source] != homes[key]}
-    return frozenset(key for key in graph if not is_leaf(graph[key]) and (key in read or key[0].startswith(AHEAD)))
 
 
 def _both(one: Mapping[Key, Sequence[Key]], other: Mapping[Key, Sequence[Key]]) -> dict[Key, list[Key]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distributed import performance_report
 
@@ -16,7 +17,6 @@ from daskgpt.instruments.timeline.writing import is_bare
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.step import TrainingStep
 
 FLAG = "performance_report"
 
@@ -56,7 +56,7 @@ class DaskReportWatcher:
         rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
         require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
 
-    def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
+    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
         if not isinstance(scheduler, ClusterScheduler):
             rule, got = "Dask reports on clusters only", {"scheduler": scheduler.description}
             raise refusal(ValueError, "train", rule, got, "Take TimelineWatcher.")

@@ -6,18 +6,19 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from daskgpt.config.errors import require
+from daskgpt.graph.distribute import Rank
 from daskgpt.instruments import machine
 from daskgpt.instruments.traffic import Load, describe_loads, loads
 from daskgpt.model.parameters import tensors, value_count
-from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.local import LocalScheduler, usable_cores
+from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.schedulers.machine_memory import memory_limit
 from daskgpt.training.chunk_choice import ChunkChoice, described
-from daskgpt.training.grain_choice import GrainChoice, expected_block
+from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job, facts
-from daskgpt.training.job_steps import training_step
+from daskgpt.training.job_steps import JobSteps, training_step
 from daskgpt.training.local_steps import SOME_STEPS, replica_step
 from daskgpt.training.stand_ins import CLASSES, Trial, rounded
 
@@ -30,7 +31,7 @@ class Prediction:
 
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
-    loads      what each worker does; empty where nobody has said how many there are
+    loads      what each worker sends; empty where nobody has said how many there are
     """
 
     grain: str
@@ -54,42 +55,47 @@ def predict(job: Job, workers: int = 0) -> Prediction:
     scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
     `known_grain` say.
 
-    workers   over which the step of a cluster's job is spread
+    workers   of a cluster, which share the batch: tasks and memory are then those of the first one
     """
     if job.local.local_steps:
         return _predict_local(job)
-    chunk, grain = known_chunks(job)[0], known_grain(job)[0]
-    step = training_step(job, chunk, grain, in_place_of(job), max(workers, 1))
+    ranks = min(workers, job.groups)
+    grain = known_grain(job)[0]
+    if ranks > 1:
+        nobody: Any = None  # sends anything
+        rank = Rank(0, ranks, job.groups, *job.batch_shape, nobody)
+        step = JobSteps(job, local_scheduler("sync", 1), lambda line: None, rank).step
+        step.set_grain(grain)
+    else:
+        step = training_step(job, known_chunks(job)[0], grain, in_place_of(job))
     trial = Trial(step)
     together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
-    own = loads(step) if step.spread_over > 1 else []
     return Prediction(
         grain=grain,
-        tasks=sum(one.tasks for one in own) or len(trial.results),
+        tasks=len(trial.results),
         made=trial.account.made,
         at_peak=together.account.at_peak,
         largest_task=step.runnable.title(largest),
         largest_bytes=trial.results[largest],
-        loads=own,
+        loads=loads(step) if ranks > 1 else (),
     )
 
 
 def _predict_local(job: Job) -> Prediction:
     """The same of local steps, in the middle of a round or where the replicas meet, whichever takes more.
 
-    As many replicas as there are threads work at once; on a cluster each on a copy of its weights and moments.
+    As many replicas as there are threads work at once.
     """
     step = replica_step(job, known_chunks(job)[0])
     own = Trial(step).account
     replicas, at_once = job.local.replicas, min(job.local.replicas, threads_of(job))
-    copies = 0 if in_place_of(job) else at_once
     model = own.made["parameters"]
     momentum = value_count(job.config) * job.precision.dtype.itemsize
     moments = own.made["optimizer"] * replicas
     apart = {
-        "parameters": model * (1 + replicas + copies),
-        "optimizer": momentum + moments + copies * own.made["optimizer"],
+        "parameters": model * (1 + replicas),
+        "optimizer": momentum + moments,
         **{kind: own.at_peak[kind] * at_once for kind in ("gradients", "activations")},
     }
     meeting = {"parameters": model * (2 + replicas), "optimizer": 2 * momentum + moments}
@@ -125,8 +131,8 @@ def planned(job: Job, workers: int | None) -> str:
 
 
 def in_place_of(job: Job) -> bool:
-    """Whether the job's scheduler will write over the state."""
-    return LocalScheduler.in_place if job.scheduler in ("sync", "threads") else ClusterScheduler.in_place
+    """Whether the job's steps will write over the state."""
+    return job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks"
 
 
 def describe_prediction(job: Job, found: Prediction) -> str:
@@ -147,7 +153,7 @@ def describe_prediction(job: Job, found: Prediction) -> str:
             *(f"{kind:12} {_mb(found.made[kind]):>14} {_mb(found.at_peak[kind]):>14}" for kind in CLASSES),
             f"{'peak':12} {'':14} {_mb(found.peak):>14}   without scratch of kernels",
             _line("largest task", f"{_mb(found.largest_bytes)} of results, {found.largest_task}"),
-            _line("memory", fits(job, max(found.peak, sum(own.memory for own in found.loads)))),
+            _line("memory", fits(job, found.peak * max(len(found.loads), 1))),
             *([describe_loads(found.loads)] if found.loads else []),
             "nothing was run",
         )
@@ -157,7 +163,8 @@ def describe_prediction(job: Job, found: Prediction) -> str:
 def _tasks_of(job: Job, found: Prediction) -> list[str]:
     """Lines on the tasks of a step, or of local steps."""
     if not job.local.local_steps:
-        return [_line("grain", known_grain(job)[1]), _line("tasks", f"{found.tasks:,} a step")]
+        whose = f" of each of {len(found.loads)} workers" if found.loads else ""
+        return [_line("grain", known_grain(job)[1]), _line("tasks", f"{found.tasks:,} a step{whose}")]
     text = f"{SOME_STEPS}, with 3 small ones; {found.tasks:,} where they meet, after {job.local.local_steps} steps"
     return [_line("tasks", text)]
 
@@ -184,18 +191,15 @@ def threads_of(job: Job) -> int:
 def known_grain(job: Job) -> tuple[str, str]:
     """The grain that a plan counts with, and what is to be said of it: only a measured step can settle auto."""
     grain, barrier = job.dataflow.grain, job.dataflow.barrier
-    block = expected_block(job.config, job.micro_shape, threads_of(job))
-    choice = GrainChoice(grain, barrier, in_place_of(job), block)
+    choice = GrainChoice(grain, barrier, in_place_of(job))
     if grain != "auto":
         return grain, grain
     if choice.open:
         return ASSUMED, f"{ASSUMED} is assumed (auto: a run settles it in its first step, from measured kernel times)"
     if barrier == "layer":
         why = "with barrier layer a task is one kernel"
-    elif choice.first == "chunk":
-        why = "on a cluster a task of one block would cost more than it does"
     else:
-        why = "on a cluster tasks are large from the start"
+        why = "Dask's scheduler takes some milliseconds for each task"
     return choice.first, f"{choice.first} (auto: {why})"
 
 

@@ -1,92 +1,81 @@
-"""What passes between workers in a step, what each of them does and holds, without running it: `--plan --workers`."""
+"""What passes between the workers that share a step, without running it: `--plan --workers`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
-from daskgpt.graph.nodes import GraphNode, Key
-from daskgpt.graph.program import calls_of
-from daskgpt.graph.recording import AHEAD, SENT, STATE, Runnable
-from daskgpt.graph.spreading import PartJoin, PartSum, PartTotal, Sent
-from daskgpt.training.placement import LOSS
-from daskgpt.training.stand_ins import Trial
+from daskgpt.graph.distribute import Joined, Shard, ShardUpdate, Store
+from daskgpt.model.parameters import tensors
 from daskgpt.training.step import TrainingStep
 
-KINDS = ("weights", "sums", "activations", "losses")
+KINDS = ("totals", "weights", "rows")
 SHOWN = 8  # workers
 
 
 @dataclass
 class Load:
-    """A worker's part of one step after the first.
+    """What a worker sends in one step, and what it receives, in bytes by kind.
 
-    tasks      that it runs, the data that it is sent included
-    sent       bytes to other workers by kind, and `received` from them
-    memory     bytes at most: what it holds and makes, and all weights that it is sent
+    totals    of gradients, to who updates these rows
+    weights   that it has updated, to all others
+    rows      of activations that are summed where the table is updated that they belong to
     """
 
-    tasks: int = 0
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
-    memory: int = 0
 
 
 def loads(step: TrainingStep) -> list[Load]:
-    """The part of each worker in a recorded step that is spread over several.
+    """The part of each worker, from the step that one of them has recorded.
 
-    A result goes once to each worker that reads it. Not counted are what the client sends (the batch and the graph),
-    Dask's messages, and who reads the loss.
+    Not counted are the loss, the squares that make the norm of a gradient, and Dask's messages.
     """
-    trial, runnable = Trial(step), step.runnable
-    homes, graph, sizes = runnable.homes, runnable.graph, trial.results
-    found = [Load() for _ in range(step.spread_over)]
-    passed: dict[tuple[Key, int], None] = {}
-    for key, node in graph.items():
-        found[homes.get(key, 0)].tasks += 1  # to a cluster data of a step is a task as well
-        for dependency in node.dependencies:
-            if homes.get(dependency, homes.get(key, 0)) != homes.get(key, 0):
-                passed[dependency, homes.get(key, 0)] = None
-    for dependency, reader in passed:
-        kind, size = _sent(runnable, dependency, sizes)
-        found[homes[dependency]].sent[kind] += size
-        found[reader].received[kind] += size
-    for number, own in enumerate(found):
-        own.memory = trial.account.peaks[number] + own.received["weights"]
+    rank = step.rank
+    assert rank is not None, "a step of one of several ranks"
+    known, found = tensors(step.config), [Load() for _ in range(rank.count)]
+
+    def pass_on(sender: int, reader: int, kind: str, size: int) -> None:
+        if sender != reader:
+            found[sender].sent[kind] += size
+            found[reader].received[kind] += size
+
+    owners: dict[str, set[int]] = {}
+    for shard, parameter in _shards(step):
+        owners.setdefault(parameter, set()).add(shard.owner)
+        rows = shard.rows.stop - shard.rows.start
+        values = rows * prod(known[parameter].shape[1:])
+        half = shard.rounded and step.precision.packed and known[parameter].row.multiplied
+        for other in range(rank.count):
+            pass_on(other, shard.owner, "totals", 4 * values * len(rank.subtrees_of(other)))
+            pass_on(shard.owner, other, "weights", (2 if half else 4) * values)
+    for node in step.recorded.unmerged.values():
+        if isinstance(getattr(node, "func", None), Joined):
+            call = node.func.call
+            sizes = {"t": step.batch_shape[1]} | {axis: sum(chunks) for axis, chunks in call.chunks.items()}
+            sequence = sum(4 * prod(sizes.get(axis, step.config.channels) for axis in axes[1:]) for axes in call.inputs)
+            for other in range(rank.count):
+                first, last = rank.sequences_of(other)
+                for owner in owners[node.func.parameter]:
+                    pass_on(other, owner, "rows", (last - first) * sequence)
     return found
 
 
-def _sent(runnable: Runnable, key: Key, sizes: dict[Key, int]) -> tuple[str, int]:
-    """Kind and bytes of a result that goes to another worker. Of the state each pack is what its update returns, from
-    whichever worker it comes; so is what is sent in its place, which the owner's task alone has made.
-    """
-    if key[0] == STATE or key[0].startswith(AHEAD):
-        return "weights", sizes[runnable.updates[key[1]]]
-    if key[0].startswith(SENT):
-        return "weights", sizes[key[:2]]
-    return _kind(runnable.graph[key]), sizes.get(key, 0)
-
-
-def _kind(node: GraphNode) -> str:
-    functions = [getattr(call.function, "__self__", call.function) for call in calls_of(node)]
-    if any(isinstance(function, Sent) and function.share.unit == LOSS for function in functions):
-        return "losses"
-    sums = any(isinstance(function, PartSum | PartTotal | PartJoin) for function in functions)
-    return "sums" if sums else "activations"
+def _shards(step: TrainingStep) -> list[tuple[Shard, str]]:
+    """All shards of a step, and the parameters that they are rows of."""
+    functions = (getattr(node, "func", None) for node in step.recorded.unmerged.values())
+    return [(each.shard, each.origin.parameter) for each in functions if isinstance(each, ShardUpdate | Store)]
 
 
 def describe_loads(found: Sequence[Load]) -> str:
     """A table for people, of megabytes a step."""
-    widths = {"weights": 9, "sums": 9, "activations": 12, "losses": 7}
-    kinds = "".join(f"{kind:>{width}}" for kind, width in widths.items())
-    lines = [f"{'worker':8} {'tasks':>6}{kinds}{'sent':>9}{'received':>10} {'memory':>8}"]
+    lines = [f"{'worker':8} " + "".join(f"{kind:>9}" for kind in KINDS) + f"{'sent':>9}{'received':>10}"]
     for number, own in enumerate(found[:SHOWN]):
-        cells = "".join(f"{own.sent[kind] / 1e6:{width},.1f}" for kind, width in widths.items())
-        sent, received = own.sent.total() / 1e6, own.received.total() / 1e6
-        lines.append(f"{number:<8} {own.tasks:6,}{cells}{sent:9,.1f}{received:10,.1f} {own.memory / 1e6:8,.0f}")
+        cells = "".join(f"{own.sent[kind] / 1e6:9,.1f}" for kind in KINDS)
+        lines.append(f"{number:<8} {cells}{own.sent.total() / 1e6:9,.1f}{own.received.total() / 1e6:10,.1f}")
     lines += [f"and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
     whole = sum((own.sent for own in found), Counter[str]())
-    cells = "".join(f"{whole[kind] / 1e6:{width},.1f}" for kind, width in widths.items())
-    together = f"{sum(own.tasks for own in found):6,}{cells}{whole.total() / 1e6:9,.1f}"
-    return "\n".join([*lines, f"{'together':8} {together}   MB a step"])
+    cells = "".join(f"{whole[kind] / 1e6:9,.1f}" for kind in KINDS)
+    return "\n".join([*lines, f"{'together':8} {cells}{whole.total() / 1e6:9,.1f}{'MB a step':>14}"])

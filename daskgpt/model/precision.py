@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +10,23 @@ import numpy as np
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.kernels import attention, crossentropy, embedding, linear, muon
-from daskgpt.kernels.bfloat16 import outruns_float32, rounded_attention, rounded_layers, rounded_muon, unit
+from daskgpt.kernels.bfloat16 import (
+    from_bfloat16,
+    outruns_float32,
+    rounded_attention,
+    rounded_layers,
+    rounded_muon,
+    to_bfloat16,
+    unit,
+)
 from daskgpt.kernels.bfloat16.packed_weight import empty_weight, pack_weight
-from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, SentWeight, TrainedWeight
+from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, TrainedWeight
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
 Kernel = Callable[..., Any]
 TILE_TOKENS = 32  # of the bfloat16 units
-BFLOAT16_BYTES = 2
+PACKED_ROWS = 256  # that are widened at a time: some hundred kilobytes, in the second cache
 LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
 
 
@@ -29,6 +37,7 @@ class Precision:
     dtype     of parameters and activations
     replaced  kernel -> the one that runs instead; every other kernel stays
     packed    whether a tensor that is multiplied is held packed as well, as a `TrainedWeight`
+    rounding  kernels that read nothing of such a tensor but what is packed
     at_once   kernel of a sum over the chunks -> tokens of a sequence that it takes in one step, where that is not one;
               a chunk that ended inside of one would change the order of the sum
     """
@@ -37,6 +46,7 @@ class Precision:
     dtype: np.dtype
     replaced: Mapping[Kernel, Kernel] = field(default_factory=dict)
     packed: bool = False
+    rounding: frozenset[Kernel] = frozenset()
     at_once: Mapping[Kernel, int] = field(default_factory=dict)
 
     def kernel(self, kernel: Kernel) -> Kernel:
@@ -59,16 +69,6 @@ class Precision:
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
         return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else 0)
 
-    def sent_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a parameter on its way to who multiplies by it: see `to_send`."""
-        half = self.packed and tensor.row.multiplied
-        return int(np.prod(tensor.shape)) * (BFLOAT16_BYTES if half else self.dtype.itemsize)
-
-    def multiplied_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a parameter there: see `received`."""
-        values = int(np.prod(tensor.shape)) * self.dtype.itemsize
-        return empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else values
-
     def compile(self, after_each: Callable[[], None] = lambda: None) -> None:
         """Compile every kernel that is needed, or load it from the cache on disk."""
         compile_all(self.dtype, self.packed, after_each)
@@ -83,35 +83,26 @@ def values_of(held: Any) -> np.ndarray:
     return held.values if isinstance(held, TrainedWeight) else held
 
 
-def blank(held: Any) -> Any:
-    """Memory like that of a parameter as it is held, to be filled."""
-    if isinstance(held, TrainedWeight):
-        return TrainedWeight(np.empty_like(held.values), empty_weight(*held.shape))
-    return np.empty_like(held)
-
-
 def copy_of(held: Any) -> Any:
     """A parameter as it is held, in memory of its own."""
     return TrainedWeight.of(held.values.copy()) if isinstance(held, TrainedWeight) else held.copy()
 
 
-def to_send(pack: Sequence[Any]) -> tuple[Any, ...]:
-    """Parameters as they are sent to who multiplies by them and does not update them."""
-    return tuple(SentWeight.of(held) if isinstance(held, TrainedWeight) else held for held in pack)
+def read_rows(held: Any, rows: slice, rounded: bool) -> np.ndarray:
+    """Some rows of a parameter, as they are sent to a process that holds it as well.
 
-
-def received(pack: Sequence[Any]) -> tuple[Any, ...]:
-    """Parameters that were sent, as products take them."""
-    return tuple(held.received() if isinstance(held, SentWeight) else held for held in pack)
-
-
-def read_rows(held: Any, rows: slice) -> np.ndarray:
-    """Some rows of a parameter, as they are sent to a process that holds it as well."""
-    return values_of(held)[rows]
+    rounded   whether that process only multiplies by them: then they are sent in the bfloat16 that products take
+    """
+    values = values_of(held)[rows]
+    return to_bfloat16(values) if rounded and isinstance(held, TrainedWeight) else values
 
 
 def write_rows(held: Any, rows: slice, values: np.ndarray) -> None:
-    """Write rows that were sent into a parameter."""
+    """Write rows that were sent into a parameter; of rounded ones only what products take."""
+    if values.dtype == np.uint16:
+        for first in range(0, len(values), PACKED_ROWS):
+            pack_weight(from_bfloat16(values[first : first + PACKED_ROWS]), held.packed, first=rows.start + first)
+        return
     values_of(held)[rows] = values
     if isinstance(held, TrainedWeight):
         pack_weight(values, held.packed, first=rows.start)
@@ -140,6 +131,15 @@ BFLOAT16 = Precision(
         muon.muon_inplace: rounded_muon.muon_inplace,
     },
     packed=True,
+    rounding=frozenset(
+        (
+            rounded_layers.linear_forward,
+            rounded_layers.linear_without_bias,
+            rounded_layers.linear_backward_x,
+            rounded_layers.crossentropy_forward,
+            rounded_layers.crossentropy_backward_x,
+        )
+    ),
     at_once=dict.fromkeys((linear.backward_weight, crossentropy.backward_wte), TILE_TOKENS),
 )
 PRECISIONS = {each.name: each for each in (FLOAT32, BFLOAT16, FLOAT64)}

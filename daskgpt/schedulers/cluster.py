@@ -8,33 +8,29 @@ import multiprocessing
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import dask
 import numpy as np
-from distributed import Client, Future, LocalCluster, wait
+from distributed import Client, Future, LocalCluster, span, wait
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
+from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.admission import admit_equals
 from daskgpt.schedulers.allocator import ENVIRONMENT
-from daskgpt.schedulers.durations import TypicalDurations
-from daskgpt.schedulers.forgetting import ForgetDependencies, ForgetGroups, ForgetOrigins, span_annotation
 from daskgpt.schedulers.leaving import TakeBack, give, take_back
-from daskgpt.schedulers.losses import LostResults, copies_apart, loss, present, telling_losses
+from daskgpt.schedulers.losses import LostResults, Silence, copies_apart, loss, present, telling_losses
 from daskgpt.schedulers.members import identity, members, running
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
-from daskgpt.schedulers.sent_programs import SentPrograms
-from daskgpt.schedulers.silence import leave_silent, left
-from daskgpt.schedulers.staying import StayAtHome
 from daskgpt.schedulers.streaming import each_submitted
 from daskgpt.schedulers.usage import METRIC
 
@@ -51,7 +47,8 @@ BETWEEN_TASKS: dict[str, tuple[object, object]] = {
     "distributed.worker.profile.interval": ("10ms", "100ms"),  # what a task is doing, for Dask's report
     "distributed.admin.system-monitor.disk": (True, False),
 }
-LOOKING = 2  # seconds between two looks whether there is a worker at all, while results are waited for
+LOOKING = 0.5  # seconds between two looks at the workers, while results are waited for
+TAG = "daskgpt"  # of the span of a run's tasks
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker for ever
 
 
@@ -60,15 +57,18 @@ class ClusterScheduler:
 
     Each run has its number in its keys, for a cluster takes an equal key for an equal result. A future at a leaf is
     not sent: the tasks that read it name its key.
+
+    needed   addresses of the workers without which nothing goes on: results are not waited for where one is gone
     """
 
     in_place = False  # a lost worker's results are computed again from what they were made of
 
     def __init__(self, client: Any, description: str) -> None:
-        self.client, self.description = client, description
-        self.runs, self.annotation = 0, span_annotation()
-        self.programs = SentPrograms()
-        self.numbered: list[str] = []  # addresses of the workers by their numbers
+        self.client, self.description, self.runs = client, description, 0
+        with span(TAG):  # without it Dask opens a span of its own for each submission, for ever
+            self.annotation = {"span": dask.get_annotations()["span"]}
+        self.silence = Silence(client, METRIC)
+        self.needed: set[str] = set()
 
     @property
     def threads(self) -> int:
@@ -77,23 +77,21 @@ class ClusterScheduler:
             return sum(self.client.nthreads().values())
 
     def run(self, submission: Submission) -> list[Any]:
-        graph, leaves, keys, runs, homes, awaited = submission
+        graph, leaves, keys, runs = submission
         number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
-        at = self._addresses(max(homes.values(), default=-1) + 1)
-        held = {
-            key: self._held(value, at[homes[key]] if key in homes else None)
-            for key, value in leaves.items()
-            if not isinstance(value, np.ndarray)
-        }
+        held = {key: self.held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
-        layer = in_one_layer({key: self.programs.in_run(node, number) for key, node in renamed(data, new).items()})
-        where = {new[key]: at[home] for key, home in homes.items()}
-        first = Counter(new[key] for key in awaited)  # a key that it has not counts 0, which is Dask's usual priority
-        placed = {"workers": where.get, "allow_other_workers": True, "priority": first.__getitem__} if where else {}
-        with telling_losses(self.client), dask.annotate(**self.annotation, **placed):
+        layer = in_one_layer({key: in_run(node, number) for key, node in renamed(data, new).items()})
+        with telling_losses(self.client), dask.annotate(**self.annotation):
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
+
+    def submit_to(self, address: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Begin to call a function on one worker, nowhere else; its handle."""
+        with telling_losses(self.client), dask.annotate(**self.annotation):
+            key = f"{name}-{uuid4().hex}"
+            return self.client.submit(function, *arguments, key=key, workers=[address], pure=False)
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         with telling_losses(self.client):
@@ -103,23 +101,29 @@ class ClusterScheduler:
     def fetch_together(self, handles: list[Any]) -> list[Any]:
         """The results of tasks that wait for each other: where one is lost, the others are not waited for."""
         with telling_losses(self.client):
-            while not self.client.sync(_soon, handles, "FIRST_COMPLETED"):
-                if self.client.status == "running" and not self.client.nthreads():
-                    raise loss(self.client, "no worker")
-            left = [handle for handle in handles if handle.status == "pending"]
-            while left:
-                if any(handle.status not in ("pending", "finished") for handle in handles):
-                    raise loss(self.client, "a rank")
-                self.client.sync(_soon, left, "FIRST_COMPLETED")
-                left = [handle for handle in handles if handle.status == "pending"]
+            while left := [handle for handle in handles if handle.status == "pending"]:
+                self._wait(left, "FIRST_COMPLETED")
+                for handle in handles:
+                    if handle.status == "error":
+                        handle.result()
+                    elif handle.status not in ("pending", "finished"):
+                        raise loss(self.client, "a rank")
             return list(self.client.gather(handles))
 
     def settle(self, handles: list[Any]) -> None:
-        """Dask itself would wait for a worker for ever, where the last one is gone."""
         with telling_losses(self.client):
-            while not self.client.sync(_soon, handles):
-                if self.client.status == "running" and not self.client.nthreads():
-                    raise loss(self.client, "no worker")
+            self._wait(handles)
+
+    def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
+        """Wait for all, or for the first one. Dask itself would wait for ever, where a worker is gone without which
+        nothing goes on, or the last one is.
+        """
+        while not self.client.sync(_soon, handles, which):
+            self.silence.look()
+            if self.client.status == "running":
+                there = self.client.nthreads().keys()
+                if not there or self.needed - there:
+                    raise loss(self.client, "a worker")
 
     def settled(self, handles: list[Any]) -> bool:
         own = [handle.status for handle in handles if isinstance(handle, Future)]
@@ -144,12 +148,10 @@ class ClusterScheduler:
             admit_equals(self.client, packed)
 
     def leave_silent(self, seconds: float) -> None:
-        with telling_losses(self.client):
-            leave_silent(self.client, seconds)
+        self.silence.seconds = seconds
 
     def silent(self) -> set[str]:
-        with telling_losses(self.client):
-            return left(self.client)
+        return self.silence.left
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         results = [function(*arguments)] if here else []
@@ -197,31 +199,8 @@ class ClusterScheduler:
             offset, spans = taken[address]
             found.append(ProcessSpans(names[address], workers[address]["nthreads"], offset, spans, own))
 
-    def _addresses(self, count: int) -> list[str]:
-        """The workers that so many numbers stand for. A number keeps its worker as long as that lives; one that has to
-        share its worker with another gets its own as soon as one more is ready.
-        """
-        if not count:
-            return []
-        with telling_losses(self.client):
-            living = self.client.nthreads()
-        del self.numbered[count:]
-        own = set(self.numbered)
-        lost = bool(own - living.keys()) or len(self.numbered) < count
-        if living and (lost or (len(own) < len(self.numbered) and living.keys() - own)):
-            ready = (self.addresses() if own else set()) or living.keys()
-            seen: set[str] = set()
-            for number, address in enumerate([*self.numbered, *[""] * (count - len(self.numbered))]):
-                spare = sorted(ready - own - seen)
-                if number == len(self.numbered):
-                    self.numbered.append("")
-                if address not in living or (address in seen and spare):
-                    self.numbered[number] = spare[0] if spare else sorted(ready)[number % len(ready)]
-                seen.add(self.numbered[number])
-        return self.numbered
-
-    def _held(self, value: Any, worker: str | None) -> Any:
-        """A future of what is to stay on the workers: the state comes as arrays once, then as results."""
+    def held(self, value: Any, worker: str | None = None) -> Any:
+        """A future of what is to stay on the workers."""
         if isinstance(value, Future):
             return value
         with telling_losses(self.client):
@@ -408,8 +387,7 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     """ends_with_it   whether the cluster ends with its client: workers that close cannot give anything back"""
     from daskgpt.schedulers.workers import PrepareWorker
 
-    kinds: list[Any] = [TypicalDurations, StayAtHome, ForgetGroups, ForgetOrigins, ForgetDependencies, PrepareWorker]
-    for kind in kinds if ends_with_it else [TakeBack, *kinds]:
+    for kind in [PrepareWorker] if ends_with_it else [TakeBack, PrepareWorker]:
         give(client, kind(client))
     _await_heartbeats(client)
     return ClusterScheduler(client, description)

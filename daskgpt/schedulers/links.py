@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from threading import Condition
@@ -18,12 +18,15 @@ OP = "daskgpt-message"  # what workers call it
 SMALL_BYTES = 1 << 19  # of an array that is copied: what a part of a message costs besides its bytes
 
 
-def _parts(message: Any) -> list[Any]:
-    """A message as few arrays of bytes: its pickle with small arrays in it, and large ones that are not copied."""
+def _parts(message: Any, *, copied: bool) -> list[Any]:
+    """A message as few arrays of bytes: its pickle with small arrays in it, and large ones apart.
+
+    copied   whether these are copied: to a worker of the same process they would come as they are
+    """
     large: list[pickle.PickleBuffer] = []
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < SMALL_BYTES:
+        if copied or buffer.raw().nbytes < SMALL_BYTES:
             return True
         large.append(buffer)
         return False
@@ -70,11 +73,13 @@ class WorkerLink:
         """Send what is to be sent to a rank, and notice when it is gone."""
         comm = None
         try:
-            comm = await self.worker.rpc.connect(address)
+            comm, copied = await self.worker.rpc.connect(address), address.startswith("inproc")
             gone = asyncio.create_task(comm.read())  # nobody answers: it ends with the connection
             gone.add_done_callback(lambda ended: self._ended(rank, address, ended))
             while (message := await self.outgoing[rank].get()) is not None:
-                await comm.write({"op": OP, "reply": False, "epoch": self.epoch, "parts": _parts(message)})
+                parts = _parts(message, copied=copied)
+                done_of(self.worker)["sent"] += sum(part.data.nbytes for part in parts)
+                await comm.write({"op": OP, "reply": False, "epoch": self.epoch, "parts": parts})
         except OSError as error:
             self.fail(f"worker {address}: {error}")
         finally:
@@ -128,6 +133,7 @@ def mailboxes(worker: Any) -> dict[str, WorkerLink]:
     links: dict[str, WorkerLink] = worker.__dict__.setdefault("daskgpt_links", {})
 
     def deliver(epoch: str, parts: Sequence[np.ndarray]) -> None:
+        done_of(worker)["received"] += sum(part.nbytes for part in parts)
         if epoch in links:  # else of ranks that are over
             links[epoch].deliver(*pickle.loads(parts[0].data, buffers=[part.data for part in parts[1:]]))
 
@@ -139,6 +145,14 @@ def mailboxes(worker: Any) -> dict[str, WorkerLink]:
 def programs_of(worker: Any) -> dict[str, Any]:
     """What a worker is a rank of, by run: objects with a `link`."""
     found: dict[str, Any] = worker.__dict__.setdefault("daskgpt_programs", {})
+    return found
+
+
+def done_of(worker: Any) -> Counter[str]:
+    """What a worker's ranks have done besides what Dask counts: tasks, bytes sent and received, and busy seconds that
+    windows of steps were not.
+    """
+    found: Counter[str] = worker.__dict__.setdefault("daskgpt_done", Counter())
     return found
 
 

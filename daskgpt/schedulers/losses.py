@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -12,12 +14,16 @@ from uuid import uuid4
 import dask
 from distributed import Future, KilledWorker
 from distributed.client import ClosedClientError
+from distributed.scheduler import heartbeat_interval
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, as_it_is, task
-from daskgpt.schedulers.members import running
+from daskgpt.schedulers.members import members, running
 
 COPY = "recovery.copy"  # what Dask calls the tasks that copy
+EVERY = 0.5  # seconds between two looks at the heartbeats of workers
+HEARTBEATS = 3  # that must be missing at least; of many workers each sends fewer
+NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the whole machine is gone
 # With what Dask's client says that results are gone: the first for those that nobody can compute again, the second for
 # a task that was on several workers as they died, an OSError for a connection that broke meanwhile (also a timeout).
 SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
@@ -72,11 +78,11 @@ def present(client: Any, handles: Sequence[Any]) -> list[bool]:
 
 
 def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[list[Future]]:
-    """Two tasks for each result that return it: one where it is, one on another worker, on another host if possible.
+    """A task for each result that returns it on another worker than it is on, on another host if possible.
 
     Empty where there is one worker. Each has a key of its own, for Dask's memory manager drops replicas of a key
-    (those of `Client.replicate`, and the result itself where a step has sent it to others), whichever it likes. A copy
-    may come to lie elsewhere where its worker dies meanwhile.
+    (those of `Client.replicate`, say), whichever it likes. A copy may come to lie elsewhere where its worker dies
+    meanwhile.
 
     ready   as of `running`: on others only where nobody is
     """
@@ -89,33 +95,71 @@ def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> lis
     workers = running(client, ready) or running(client)
     if len(workers) < 2:
         return []
-    pairs = places_apart([(sizes[key], holders.get(key, ())) for key in keys], workers)
+    places = places_apart([(sizes[key], holders.get(key, ())) for key in keys], workers)
     token = uuid4().hex[:8]
-    graph: Graph = {}
-    where: dict[Any, str] = {}
-    for number, (key, pair) in enumerate(zip(keys, pairs)):
-        for copy, worker in enumerate(pair):
-            own = (f"{COPY}-{number}.{copy}_-{token}",)
-            graph[own], where[own] = task(own, as_it_is, [key]), worker
-    with dask.annotate(workers=where.get, allow_other_workers=True):
-        copies = iter(client.get(graph, list(graph), sync=False))
-    return [[next(copies), next(copies)] for _ in keys]
+    copies = [(f"{COPY}-{number}_-{token}",) for number in range(len(keys))]
+    graph: Graph = {own: task(own, as_it_is, [key]) for own, key in zip(copies, keys)}
+    with dask.annotate(workers=dict(zip(copies, places)).get, allow_other_workers=True):
+        return [[copy] for copy in client.get(graph, copies, sync=False)]
 
 
-def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequence[str]) -> list[tuple[str, str]]:
-    """Two workers for each result (its bytes, and who has it): one that has it, and another one.
+def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequence[str]) -> list[str]:
+    """Another worker for each result (its bytes, and who has it) than those that have it.
 
     The largest first, each time to who has been given least.
     """
     given: Counter[str] = Counter()
     places = {}
     for number, (size, holders) in sorted(enumerate(results), key=lambda item: -item[1][0]):
-        here = min([worker for worker in workers if worker in holders] or workers, key=lambda worker: given[worker])
-        others = [worker for worker in workers if worker != here]
-        elsewhere = [worker for worker in others if _host(worker) != _host(here)] or others
-        places[number] = here, min(elsewhere, key=lambda worker: given[worker])
-        given.update(dict.fromkeys(places[number], size))
+        others = [worker for worker in workers if worker not in holders] or list(workers)
+        hosts = {_host(worker) for worker in holders}
+        elsewhere = [worker for worker in others if _host(worker) not in hosts] or others
+        places[number] = min(elsewhere, key=lambda worker: given[worker])
+        given[places[number]] += size
     return [places[number] for number in range(len(results))]
+
+
+class Silence:
+    """Notices workers that say nothing, while results are waited for, and has Dask end them.
+
+    A process that ends closes its connections, which the scheduler sees at once. One that is stopped, and a machine
+    that is cut off or loses power, closes nothing: Dask waits 5 minutes (`distributed.scheduler.worker-ttl`, a setting
+    of the process in which the scheduler was started, not of ours) and a whole run with it.
+
+    Silence counts by looks, a late look for no more than any other: where this process or the scheduler was held up,
+    everybody seems silent.
+
+    seconds  for which a worker may say nothing; 0 = as long as Dask itself waits
+    left     addresses of the workers that were ended
+    """
+
+    def __init__(self, client: Any, ready: str) -> None:
+        """ready   what the heartbeats of a worker tell of that is prepared"""
+        self.client, self.ready, self.seconds, self.left = client, ready, 0.0, set[str]()
+        self.looked = 0.0
+        self.heard: dict[str, tuple[float, float]] = {}  # of a worker: its last heartbeat, and silence since then
+
+    def look(self) -> None:
+        """Called about every half second."""
+        now = time.monotonic()
+        if not self.seconds or now - self.looked < EVERY:
+            return
+        passed, self.looked = min(now - self.looked, 2 * EVERY), now
+        workers = members(self.client)
+        patience = max(self.seconds, HEARTBEATS * heartbeat_interval(len(workers)))
+        before, self.heard = self.heard, {}
+        for address, worker in workers.items():
+            last, silence = before.get(address, (0.0, 0.0))
+            self.heard[address] = worker["last_seen"], silence + passed if worker["last_seen"] == last else 0.0
+            prepared = self.ready in worker["metrics"]  # before, compiling holds it up
+            if prepared and self.heard[address][1] >= patience:
+                self._end(address)
+
+    def _end(self, address: str) -> None:
+        logging.getLogger("distributed.scheduler").warning("%s said nothing for %g s", address, self.seconds)
+        self.left.add(address)
+        how = {"wait_for_workers": False, "on_error": "return", "timeout": NANNY_SECONDS}
+        self.client.sync(self.client.scheduler.restart_workers, workers=[address], stimulus_id="daskgpt-silent", **how)
 
 
 def _host(address: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from daskgpt.schedulers.links import done_of
 from daskgpt.schedulers.losses import LostResults
 from daskgpt.schedulers.product_rate import IN_BRIEF, product_rate
 from daskgpt.schedulers.protocol import Scheduler
@@ -91,18 +92,19 @@ class Count:
         new = list(takewhile(lambda entry: entry is not self.latest, reversed(log)))
         self.received += sum(entry["total"] for entry in new)
         self.latest = new[0] if new else self.latest
-        tasks, busy, sent = (now - before for now, before in zip(self._sums(worker), self.before))
+        tasks, busy, sent, got = (now - before for now, before in zip(self._sums(worker), self.before))
         seconds = time.time() - self.began
         memory = worker.monitor.recent()["memory"]
         threads = worker.state.nthreads
-        return asdict(Use(self.began, seconds, threads, tasks, busy, self.received, sent, memory, self.products))
+        return asdict(Use(self.began, seconds, threads, tasks, busy, self.received + got, sent, memory, self.products))
 
     @staticmethod
-    def _sums(worker: Any) -> tuple[float, float, float]:
-        """Tasks, busy seconds and sent bytes since the worker began."""
+    def _sums(worker: Any) -> tuple[float, float, float, float]:
+        """Tasks, busy seconds, sent and received bytes since the worker began, of the last those of ranks alone."""
         sums = worker.digests_total.items()
         busy = sum(seconds for key, seconds in sums if key[0] == "execute" and _in_task(key[-2]))
-        return worker.state.executed_count, busy, worker.transfer_outgoing_bytes_total
+        done, sent = done_of(worker), worker.transfer_outgoing_bytes_total
+        return worker.state.executed_count + done["tasks"], busy + done["busy"], sent + done["sent"], done["received"]
 
 
 def _in_task(label: Any) -> bool:

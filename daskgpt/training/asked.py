@@ -29,15 +29,10 @@ def asked(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.n
     if scheduler.in_place:
         return function(state.parameters(scheduler))
     token = uuid4().hex[:8]
-    leaves: dict[Key, Any] = {}
-    kept = []
-    for number, (names, pack) in enumerate(zip(state.layout.packs, state.packs)):
-        if any(name.startswith("weight.") for name in names):
-            leaves[f"state-{number}_-{token}",] = pack
-            kept.append(names)
-    layout = Layout(tuple(kept))
+    own = state.weights
+    leaves: dict[Key, Any] = {(f"state-{number}_-{token}",): pack for number, pack in enumerate(own.packs)}
     key = (f"{ASKED}_-{token}",)
-    graph = {key: task(key, partial(_answer, function, layout), list(leaves))}
+    graph = {key: task(key, partial(_answer, function, own.layout), list(leaves))}
     (answer,) = scheduler.fetch(scheduler.run(Submission(graph, leaves, [key])))
     found: Answer = answer
     return found

@@ -100,7 +100,8 @@ def not_finite(scheduler: Scheduler, state: State) -> list[str]:
     graph: Graph = {}
     leaves: dict[Key, Any] = {}
     names: dict[Key, list[str]] = {}
-    for number, (held, pack) in enumerate(zip(state.layout.packs, state.packs)):
+    own = state.weights
+    for number, (held, pack) in enumerate(zip(own.layout.packs, own.packs)):
         leaf, key = (f"parameters-{number}_-{token}",), (f"parameters.finite-{number}_-{token}",)
         places = [place for place, name in enumerate(held) if name.startswith("weight.")]
         if places:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from daskgpt.config.model import GPT2Config
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import Key
 from daskgpt.graph.spans import Span
-from daskgpt.training.chunking import Work
 from daskgpt.training.grouping import groups_of
 from daskgpt.training.step import TrainingStep
 
@@ -19,10 +17,8 @@ LONG_ENOUGH = 25e-3
 # Tasks of single kernels are for looking at: merging those of one chunk costs no parallelism, and separate ones are
 # ordered so that about a quarter more memory is held.
 MERGED_GRAINS = GRAINS[GRAINS.index("segment") :]
-# A cluster's task costs 2 to 4 ms, whatever it does; but with tasks of blocks weights and sums travel while other
-# blocks compute. With tasks of whole chunks a step on three workers takes 0.7 of the time where a block is expected to
-# take 2 ms (tiny), 0.8 over 1 Gb/s; with 18 ms (6 x 384) 0.8, but 1.1 over 1 Gb/s.
-BLOCK_LONG_ENOUGH = 10e-3
+# Where Dask's scheduler schedules each task, one costs 2 to 4 ms, whatever it does.
+SCHEDULED = "block"
 
 
 class GrainChoice:
@@ -32,8 +28,7 @@ class GrainChoice:
     open    whether that step is still to be measured; no step overlaps with it then
     """
 
-    def __init__(self, grain: str, barrier: str, in_place: bool, block_seconds: float) -> None:
-        """block_seconds  that a block is expected to take a worker, see `expected_block`"""
+    def __init__(self, grain: str, barrier: str, in_place: bool) -> None:
         self.first, self.open = grain, False
         if grain != "auto":
             return
@@ -44,7 +39,7 @@ class GrainChoice:
             self.first, self.open = MERGED_GRAINS[0], True
         else:
             # The packs of a cluster's state follow the grain: it is there from the start.
-            self.first = "block" if block_seconds >= BLOCK_LONG_ENOUGH else "chunk"
+            self.first = SCHEDULED
 
     def settle(self, step: TrainingStep, spans: Iterable[Span], threads: int) -> str:
         """Give the step the finest merged grain whose tasks last long enough; say what was found.
@@ -62,15 +57,6 @@ class GrainChoice:
             + ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())
             + ")"
         )
-
-
-def expected_block(config: GPT2Config, batch_shape: tuple[int, int], workers: int) -> float:
-    """Seconds that a block's forward or backward pass is expected to take one thread of each of so many workers.
-
-    More threads do not make a block shorter here: where all that a worker sums is one task, one of them does it.
-    """
-    work = Work.expected(config, batch_shape)
-    return (work.tokens + work.attention) / workers / (2 * config.blocks)
 
 
 def mean_seconds(step: TrainingStep, spans: Iterable[Span], grains: Iterable[str]) -> Mapping[str, float]:

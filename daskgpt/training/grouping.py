@@ -10,7 +10,6 @@ from daskgpt.graph.distribute import Posted, Send, ShardUpdate, Store
 from daskgpt.graph.grain import GroupOf, groups, in_order
 from daskgpt.graph.inplace import OfRows, RowSum, RowUpdate
 from daskgpt.graph.nodes import Graph, Key, is_leaf
-from daskgpt.graph.spreading import Join
 from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
 from daskgpt.model.optimizer import SQUARES
 from daskgpt.model.origins import Origin
@@ -134,7 +133,23 @@ def _is_piece_before(graph: Graph, key: Key, later: Key) -> bool:
 
 def is_sum(graph: Graph, key: Key) -> bool:
     """Whether a task makes a sum over the batch, or the last part of one."""
-    return isinstance(getattr(graph[key], "func", None), ChunkSum | RowSum | Join)
+    return isinstance(getattr(graph[key], "func", None), ChunkSum | RowSum)
+
+
+def updated_by(graph: Graph) -> dict[Key, Origin]:
+    """Tasks that update a parameter, pick from what such a task returns, or make the sum that it reads; its origin."""
+    found: dict[Key, Origin] = {}
+    for key, node in graph.items():
+        origin = origin_of(node)
+        if origin is None or origin.phase != "update" or not origin.parameter:
+            continue
+        found[key] = origin
+        sums = [] if is_pick(node) else list(node.dependencies)
+        while sums:
+            if is_sum(graph, each := sums.pop()):
+                found[each] = origin
+                sums += graph[each].dependencies
+    return found
 
 
 def update_group(origin: Origin, grain: str) -> Hashable:

@@ -23,8 +23,7 @@ from daskgpt.training.step import Outcome
 class InnerSteps:
     """Some steps of one replica, which returns what they tell and how long they took; its weights; its moments.
 
-    A cluster may run a task twice, and what it is given belongs to others too: there it works on copies. Where no task
-    runs twice the moments are written over, and so are weights that are the replica's own.
+    The moments are written over, and so are weights that are the replica's own.
     """
 
     run = 0

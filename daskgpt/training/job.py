@@ -207,6 +207,10 @@ class Job:
         """Whether after so many steps there is one state of the run: not while replicas are on their own."""
         return self.round_end(max(done - 1, 0)) == done
 
+    def begins_round(self, done: int) -> bool:
+        """Whether the replicas begin a round after so many steps: where they meet, and at the beginning."""
+        return not done or self.meets(done)
+
 
 def require_memory(job: Job) -> None:
     """Refuse what cannot fit into the memory of this machine, before anything is built.

@@ -9,24 +9,21 @@ from math import gcd
 import numpy as np
 
 from daskgpt.graph.distribute import Rank
-from daskgpt.graph.recording import STATE
 from daskgpt.graph.spans import Span
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.chunk_choice import ChunkChoice, described
-from daskgpt.training.first_state import first_packs
-from daskgpt.training.grain_choice import GrainChoice, expected_block
+from daskgpt.training.chunk_choice import ChunkChoice
+from daskgpt.training.grain_choice import GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep, repacked_state
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep
 
 
 def training_step(
-    job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int = 1, rank: Rank | None = None
+    job: Job, chunk: tuple[int, int], grain: str, in_place: bool, rank: Rank | None = None
 ) -> TrainingStep:
     """A job's step, recorded.
 
-    parts   over how many workers it is spread out of place
-    rank    whose step it is, where several processes share a batch in place
+    rank    whose step it is, where several processes share a batch
     """
     return TrainingStep(
         job.config,
@@ -38,7 +35,6 @@ def training_step(
         barrier=job.dataflow.barrier,
         in_place=in_place,
         groups=job.groups,
-        parts=parts,
         accumulate=micro_batches_of(job, rank),
         seed=job.run.seed,
         rank=rank,
@@ -62,8 +58,9 @@ class JobSteps:
     choice   of its grain
     open     while one of them is, the next step is measured and must come alone
     workers  over how many it is spread, as far as there are sequences
-    follows  whether it is recorded again where other numbers of workers have come to stay
     """
+
+    recovers = False  # from the loss of a worker
 
     def __init__(
         self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, rank: Rank | None = None
@@ -81,12 +78,8 @@ class JobSteps:
         self.chunks = ChunkChoice(
             job.config, shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
         )
-        self.workers = self.seen = len(scheduler.addresses())
-        block = expected_block(job.config, job.micro_shape, max(self.workers, 1))
-        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place, block)
-        self.follows = not scheduler.in_place
-        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, self.workers, rank)
-        self._recorded: dict[tuple[tuple[int, int], str, int], TrainingStep] = {}  # by chunk, grain and workers
+        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, rank)
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
             if warning := self.chunks.fit(self.step, window, available_memory()):
@@ -113,7 +106,7 @@ class JobSteps:
         text = f"{self.step.grain}, {self.step.runnable.tasks} tasks a step"
         if self.choice.open:
             return ""
-        return text if self.step.in_place else f"{text}, each costs a cluster 2 to 4 ms besides its kernels"
+        return text if self.step.in_place else f"{text}, each of which costs Dask's scheduler some milliseconds"
 
     @property
     def open(self) -> bool:
@@ -127,37 +120,8 @@ class JobSteps:
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """The state before the first step, see `TrainingStep.initial`; on a cluster it is made there."""
-        if self.scheduler.in_place:
-            return self.step.initial(parameters, moments, step)
-        runnable, job = self.step.runnable, self.job
-
-        def home_of(pack: int) -> int | None:
-            return runnable.homes.get((STATE, pack))
-
-        made = (self.scheduler, runnable.layout, home_of, job.config, job.precision, parameters, moments)
-        return State(runnable.layout, first_packs(*made), step)
-
-    def look(self, workers: int) -> None:
-        """Told every few seconds how many workers there are: the steps to come are spread over as many, once they are
-        the same number at two looks. No bit depends on it.
-        """
-        stay, self.seen = workers == self.seen, workers
-        if not self.follows or self.open or not stay or workers in (0, self.workers):
-            return
-        job, before, self.workers = self.job, self.step, workers
-        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, self.scheduler.threads)
-        # Where a library multiplies, bits follow the chunks.
-        chunk = self.chunks.first if self.chunks.free else before.chunk
-        if chunk != before.chunk or min(workers, job.batch_shape[0] // chunk[0]) != before.spread_over:
-            self.step = self._for_workers(chunk, before.grain, workers)
-            self.say(f"workers    {workers} take part from now on: {described(job.batch_shape, chunk)}")
-
-    def _for_workers(self, chunk: tuple[int, int], grain: str, workers: int) -> TrainingStep:
-        """Recorded once: where workers come and go, the same numbers of them come again."""
-        if (chunk, grain, workers) not in self._recorded:
-            self._recorded[chunk, grain, workers] = training_step(self.job, chunk, grain, False, workers)
-        return self._recorded[chunk, grain, workers]
+        """The state before the first step, see `TrainingStep.initial`."""
+        return self.step.initial(parameters, moments, step)
 
     def run(
         self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
@@ -167,7 +131,7 @@ class JobSteps:
         limits   of a step that comes alone
         length   of the run in steps; 0 = as the job says
         """
-        state, length = repacked_state(self.scheduler, self.step, state), length or self.job.horizon.at(state.step)
+        length = length or self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
                 handles, state = self.step.submit(self.scheduler, state, batches[0], length, limits)

@@ -4,11 +4,12 @@ The sequences of each step are dealt to R replicas, consecutive ones to each. A 
 its own, with its own moments; then the mean of (start - end) over the replicas is the gradient of one Nesterov step on
 the weights that all of them start the next round with.
 
-    a stretch    some steps of a round: one task a replica, so long that what a task costs a cluster does not matter
-    a shard      some tensors, whose outer step is one task, on the worker where the replica of that number is
+    a stretch    some steps of a round: one task a replica
+    a shard      some tensors, whose outer step is one task, of the rank that has the replica of that number
 
 The state is packed: weights by shard, their momentum by shard, the moments of each replica, and while a round lasts,
-the weights of each. No bit depends on who computes it, nor on how a round is cut into stretches.
+the weights of each. Several ranks have some replicas each, and the packs that are at home with these. No bit depends on
+who computes it, nor on how a round is cut into stretches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.graph.nodes import Graph, Key, as_it_is, task
+from daskgpt.graph.distribute import Peers, own_part
+from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import STATE, Layout, Submission
 from daskgpt.graph.repeated import Repeated
 from daskgpt.model.optimizer import hyper_of
@@ -28,28 +30,13 @@ from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chunk_choice import ChunkChoice
-from daskgpt.training.first_state import first_packs
 from daskgpt.training.inner_steps import InnerSteps, OuterStep, Shard
 from daskgpt.training.inputs import Moment
 from daskgpt.training.job import OUTER, Job, of_replica
-from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep, held_weights, streams_of
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to see steps go on
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
-
-
-def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> Any:
-    """The steps that a job asks for; say is told what was found."""
-    if job.local.local_steps:
-        return LocalSteps(job, scheduler, say)
-    if job.dataflow.engine == "ranks" and not scheduler.in_place:
-        from daskgpt.schedulers.cluster import ClusterScheduler  # which needs `distributed`
-        from daskgpt.training.rank_steps import RankSteps
-
-        assert isinstance(scheduler, ClusterScheduler)
-        return RankSteps(job, scheduler, say)
-    return JobSteps(job, scheduler, say)
 
 
 def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
@@ -70,19 +57,22 @@ class LocalSteps:
     """Runs a job's steps by replicas, a stretch at a time; used like `JobSteps`.
 
     step     of one replica, recorded
-    layout   of the state; of the last packs, the replicas' weights, there are none where they meet
+    layout   of the state; of the last packs, the replicas' weights, there are none where they meet; those that are at
+             home with another rank are None
     shards   names of the tensors of each
     """
 
     open = False  # nothing is measured that later steps depend on
-    follows = False  # replicas are as many as was asked for, whoever makes their steps
+    recovers = False  # from the loss of a worker
 
-    def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> None:
-        self.job, self.scheduler, self.replicas = job, scheduler, job.local.replicas
+    def __init__(
+        self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, peers: Peers | None = None
+    ) -> None:
+        """peers   where other ranks have some of the replicas"""
+        self.job, self.scheduler, self.replicas, self.peers = job, scheduler, job.local.replicas, peers
         self.chunks = ChunkChoice(job.config, job.replica_shape, job.dataflow, job.precision, 1, in_place=True)
         self.step = replica_step(job, self.chunks.first)
-        free = available_memory()
-        at_once = min(self.replicas, scheduler.threads)
+        free, at_once = available_memory(), min(self.replicas, scheduler.threads)
         if scheduler.in_place and (warning := self.chunks.fit(self.step, 1, free and free // at_once)):
             say(f"memory     {warning}")
         self.repeated = Repeated(self.step.runnable)
@@ -135,40 +125,54 @@ class LocalSteps:
         most = max(1, round(TASK_SECONDS / max(self.seconds, 1e-6)))
         return -(-left // -(-left // most))
 
-    def look(self, workers: int) -> None:
-        """Told how many workers there are, as `JobSteps` is."""
-
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
         """The state where the replicas meet; see `JobSteps.initial`."""
         job, layout = self.job, Layout(self.layout.packs[: -self.replicas])
-        if not self.scheduler.in_place:
-            made = (self.scheduler, layout, self.home, job.config, job.precision, parameters, moments)
-            return State(self.layout, first_packs(*made), step)
         values: dict[str, Any] = held_weights(job.config, parameters, job.precision)
         for key, tensor in job.moments.items():
             values[key] = moments[key] if moments else np.full(tensor.shape, 0, job.precision.dtype)
         return State(self.layout, layout.pack(values), step)
 
-    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
+    def run(
+        self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
+    ) -> tuple[list[Outcome], State]:
         """A step a batch, all of one round: what they tell, means over the replicas, and the state after them."""
+        told, state = self.run_own(state, batches, length)
+        return self.mean([told]), state
+
+    def run_own(
+        self, state: State, batches: Sequence[Batch], length: int = 0
+    ) -> tuple[dict[int, tuple[list[Outcome], float]], State]:
+        """The same for the replicas that are here: outcomes and seconds of each.
+
+        batches   their sequences
+        """
         end = state.step + len(batches)
-        stretch = _Stretch(self, state, batches)
+        stretch = _Stretch(self, state, batches, length or self.job.horizon.at(state.step))
         told_of, packs = [stretch.told(r) for r in range(self.replicas)], stretch.packs(meet=self.job.meets(end))
-        leaves = {(STATE, number): pack for number, pack in enumerate(state.packs)}
-        given = {
-            key: pack for key, pack in leaves.items() if any(key in n.dependencies for n in stretch.graph.values())
-        }
-        homes = stretch.homes | {key: self.home(key[1]) for key in given}
-        handles = self.scheduler.run(Submission(stretch.graph, given, told_of + packs, len(batches), homes))
-        made = handles[self.replicas :]
-        if not self.job.meets(end) and not stretch.begins:
+        leaves = {(STATE, number): pack for number, pack in enumerate(state.packs) if pack is not None}
+        graph, keys = stretch.graph, [*told_of, *packs]
+        if self.peers:
+            homes = stretch.homes | {(STATE, number): self.home(number) for number in range(len(state.packs))}
+            ranks = {key: self.rank_of(home) for key, home in homes.items()}
+            keys = [key for key in keys if ranks[key] == self.peers.number]
+            graph, sent = own_part(graph, ranks, self.peers)
+            keys.append(sent)
+        given = {key: pack for key, pack in leaves.items() if any(key in node.dependencies for node in graph.values())}
+        found = dict(zip(keys, self.scheduler.run(Submission(graph, given, keys, len(batches)))))
+        made = [found.get(key) for key in packs]
+        if not self.job.meets(end):
             made = [*state.packs[: 2 * len(self.shards)], *made]
-        told = self.scheduler.fetch(handles[: self.replicas])
-        self.seconds = max(seconds for _, seconds in told) / len(batches)
-        outcomes = [self._mean(own) for own in zip(*(outcomes for outcomes, _ in told))]
-        return outcomes, State(self.layout, made, end)
+        told = {replica: found[key] for replica, key in enumerate(told_of) if key in found}
+        return told, State(self.layout, made, end)
+
+    def mean(self, told: Sequence[Mapping[int, tuple[list[Outcome], float]]]) -> list[Outcome]:
+        """What the replicas of all ranks tell, as one outcome a step."""
+        by_replica = {replica: own for each in told for replica, own in each.items()}
+        self.seconds = max(seconds / len(outcomes) for outcomes, seconds in by_replica.values())
+        return [self._mean(own) for own in zip(*(by_replica[replica][0] for replica in range(self.replicas)))]
 
     def _mean(self, own: Sequence[Outcome]) -> Outcome:
         """Of what the replicas tell of a step."""
@@ -182,8 +186,15 @@ class LocalSteps:
         """Whether a round begins with a state."""
         return len(state.packs) < len(self.layout.packs)
 
+    def rank_of(self, replica: int) -> int:
+        """The rank that has a replica."""
+        if not self.peers:
+            return 0
+        ranks = range(self.peers.count)
+        return next(rank for rank in ranks if replica in replicas_of(rank, len(ranks), self.replicas))
+
     def home(self, pack: int) -> int:
-        """The number of the worker where a pack is at home."""
+        """The replica that a pack is at home with."""
         shards = len(self.shards)
         return pack % shards if pack < 2 * shards else (pack - 2 * shards) % self.replicas
 
@@ -191,23 +202,23 @@ class LocalSteps:
 class _Stretch:
     """The graph of some steps of a round.
 
-    homes   number of the worker where a task is at home: where its replica is, or the replica of its shard's number
+    homes   the replica that a task is at home with: its own, or that of its shard's number
     """
 
-    def __init__(self, steps: LocalSteps, state: State, batches: Sequence[Batch]) -> None:
+    def __init__(self, steps: LocalSteps, state: State, batches: Sequence[Batch], length: int) -> None:
         self.steps, self.begins = steps, steps.meets(state)
         self.graph: Graph = {}
         self.homes: dict[Key, int] = {}
-        job, row = steps.job, steps.step.row
-        length = job.horizon.at(state.step)
-        moments = [
-            Moment(
-                *batch,
-                hyper_of(job.optimizer, row, number, length),
-                streams_of(job.optimizer, job.run.seed, number, len(batch[0])),
-            )
-            for number, batch in enumerate(batches, state.step)
-        ]
+        job, row, peers = steps.job, steps.step.row, steps.peers
+        here = replicas_of(peers.number, peers.count, steps.replicas) if peers else range(steps.replicas)
+        size = job.replica_shape[0]
+        self.first = size * here.start  # sequence of the batch that is here
+        own = slice(self.first, size * here.stop)
+        moments = []
+        for number, batch in enumerate(batches, state.step):
+            random = streams_of(job.optimizer, job.run.seed, number, job.batch_shape[0])
+            hyper = hyper_of(job.optimizer, row, number, length)
+            moments.append(Moment(*batch, hyper, None if random is None else random[own]))
         self.inner = [self._inner(replica, moments) for replica in range(steps.replicas)]
 
     def told(self, replica: int) -> Key:
@@ -219,22 +230,18 @@ class _Stretch:
         steps, replicas = self.steps, range(self.steps.replicas)
         moments = [self._add("inner.moments", itemgetter(2), [self.inner[r]], r) for r in replicas]
         if not meet:
-            # A run begins with arrays of this process, which a cluster then has as well.
-            shared = [] if not self.begins else range(2 * len(steps.shards))
-            kept = [self._add("outer.kept", as_it_is, [(STATE, n)], steps.home(n), n) for n in shared]
-            own = [self._add("inner.weights", itemgetter(1), [self.inner[r]], r) for r in replicas]
-            return kept + moments + own
+            return moments + [self._add("inner.weights", itemgetter(1), [self.inner[r]], r) for r in replicas]
         outer = [self._outer(shard) for shard in range(len(steps.shards))]
         weights = [self._add("outer.weights", itemgetter(0), [key], shard) for shard, key in enumerate(outer)]
         return weights + [self._add("outer.momentum", itemgetter(1), [key], s) for s, key in enumerate(outer)] + moments
 
     def _inner(self, replica: int, moments: Sequence[Moment]) -> Key:
         steps, shards = self.steps, len(self.steps.shards)
-        size = steps.job.replica_shape[0]
-        mine = [moment.of(replica * size, (replica + 1) * size) for moment in moments]
+        size, low = steps.job.replica_shape[0], replica * steps.job.replica_shape[0] - self.first
+        mine = [moment.of(low, low + size) for moment in moments] if low >= 0 else []  # another rank's
         numbers = list(range(shards)) if self.begins else [2 * shards + steps.replicas + replica]
         weights = steps.layout.packs[:shards] if self.begins else (steps.weights,)
-        copied = ("",) if not steps.scheduler.in_place else ("weight.",) if self.begins else ()
+        copied = ("weight.",) if self.begins else ()  # which all replicas begin with
         given = Layout((*weights, steps.moments))
         function = InnerSteps(steps.repeated, given, mine, copied=copied)
         needs = [(STATE, number) for number in [*numbers, 2 * shards + replica]]
@@ -253,6 +260,11 @@ class _Stretch:
         key = (f"{kind}-replicas_-{self.steps.step.recorded.token}", home, part)
         self.graph[key], self.homes[key] = task(key, function, needs), home
         return key
+
+
+def replicas_of(rank: int, ranks: int, replicas: int) -> range:
+    """The replicas of one of several ranks: consecutive ones, nearly as many as the others have."""
+    return range(rank * replicas // ranks, (rank + 1) * replicas // ranks)
 
 
 def _shards(sizes: Mapping[str, int], count: int) -> list[tuple[str, ...]]:

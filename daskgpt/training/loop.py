@@ -25,7 +25,7 @@ from daskgpt.training.checkpoints import checkpoints, step_folder
 from daskgpt.training.finite import Finite
 from daskgpt.training.job import Job, describe
 from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.local_steps import LocalSteps, steps_of
+from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.outliers import Outliers
 from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
@@ -38,7 +38,7 @@ from daskgpt.training.step_metrics import StepMetrics
 from daskgpt.training.validation import Validation
 from daskgpt.training.watching import Watcher
 
-Steps = JobSteps | LocalSteps
+Steps = Any  # JobSteps, LocalSteps or RankSteps
 Sampler = Callable[[Scheduler, State], str]  # what is shown of a state
 RUNNING = RLock()  # held by the thread whose run trains; its callbacks may train as well
 Watching = Sequence[tuple[int, Watcher]]  # with the first step that each wants to see
@@ -78,6 +78,15 @@ def run_job(
             progress.close()
             if folder:
                 folder.close()
+
+
+def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> Steps:
+    """The steps that a job asks for; say is told what was found."""
+    if not scheduler.in_place and (job.local.local_steps or job.dataflow.engine == "ranks"):
+        from daskgpt.training.rank_steps import RankSteps  # which needs `distributed`
+
+        return RankSteps(job, scheduler, say)  # type: ignore[arg-type]
+    return (LocalSteps if job.local.local_steps else JobSteps)(job, scheduler, say)
 
 
 @contextmanager
@@ -145,8 +154,7 @@ class _Loop:
             progress.say(line)
         if steps.described_tasks:  # else it is said when it is known
             progress.say(f"grain      {steps.described_tasks}")
-        steps.follows = steps.follows and not watchers  # which know the tasks of one recorded step
-        watching = [(watcher.begin(job, steps.step, self.scheduler), watcher) for watcher in watchers]
+        watching = [(watcher.begin(job, steps, self.scheduler), watcher) for watcher in watchers]
         folder = self.folder.path if self.folder else None
         recovery = Recovery(job, self.scheduler, steps, self.beginning, folder, progress.say, asked_to_stop)
         self.usage.begin(products=bool(self.folder or on_step))

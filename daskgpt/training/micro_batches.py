@@ -10,8 +10,7 @@ from daskgpt.graph.calls import origin_of
 from daskgpt.graph.grain import GroupOf
 from daskgpt.graph.nodes import Graph, Key
 from daskgpt.model.origins import Origin
-from daskgpt.training.grouping import LOOKAHEAD
-from daskgpt.training.placement import updated_by
+from daskgpt.training.grouping import LOOKAHEAD, update_group, updated_by
 
 
 def accumulated_step(
@@ -25,13 +24,10 @@ def accumulated_step(
     return accumulated(graph, micro_batches, token, origin, over=over, ranked=ranked)
 
 
-def accumulated_groups(
-    graph: Graph, group_of: GroupOf, grain: str, unit_of: Callable[[Origin], Hashable], *, apart: bool
-) -> GroupOf:
+def accumulated_groups(graph: Graph, group_of: GroupOf, grain: str, *, apart: bool) -> GroupOf:
     """The groups of such a step: a micro-batch's sums for tensors that are updated together are a task.
 
     group_of   of all other tasks
-    unit_of    origin of an update -> what is updated together with it
     apart      whether there are barriers inside of the step, which a task must not lie across
     """
     updated = updated_by(graph)
@@ -44,8 +40,8 @@ def accumulated_groups(
         origin = updated.get(key) or origin_of(graph[key])  # where other ranks come between a sum and its update
         if grain == "kernel" or function.micro is None or origin.block is None:
             return None
-        unit = unit_of(origin)
-        return "micro", function.share, function.micro, unit, origin_of(graph[key]).stage if apart else ""
+        unit = update_group(origin, grain)
+        return "micro", function.micro, unit, origin_of(graph[key]).stage if apart else ""
 
     return group
 
@@ -63,9 +59,9 @@ def accumulated_waits(graph: Graph, micro_batches: MicroBatches) -> dict[Key, li
         if origin is None or origin.block is None or origin.phase != "backward" or place is None:
             continue
         if isinstance(node.func, MicroSum):
-            sums[place[1], origin.block].append(key)
+            sums[place, origin.block].append(key)
         else:
-            backward[key] = place[1], origin.block
+            backward[key] = place, origin.block
     return {
         key: sums[micro, block + LOOKAHEAD]
         for key, (micro, block) in backward.items()
@@ -80,6 +76,6 @@ def accumulated_stage(
 
     def stage(key: Key) -> str:
         place = micro_of(graph, key, micro_batches)
-        return stage_of(key) if place is None else f"{stage_of(key)} {place[1]}"
+        return stage_of(key) if place is None else f"{stage_of(key)} {place}"
 
     return stage

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from distributed import get_worker
 
-from daskgpt.graph.distribute import Rank
+from daskgpt.graph.distribute import Peers, Rank
+from daskgpt.graph.spans import Span, recorded_spans
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
-from daskgpt.schedulers.links import LostRank, WorkerLink, end_programs, programs_of
+from daskgpt.schedulers.links import LostRank, WorkerLink, done_of, end_programs, programs_of
 from daskgpt.schedulers.local import local_scheduler
+from daskgpt.schedulers.protocol import clock_offset
+from daskgpt.schedulers.task_stream import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.step import Batch, Limits, Outcome, State
 
-Owned = dict[str, list[tuple[int, int]]]  # rows of each tensor that a rank updates
+Rows = list[tuple[int, int]]  # from which row to which
+Owned = dict[str, Rows]  # of each array of a state
 
 
 class RankProgram:
@@ -26,22 +31,29 @@ class RankProgram:
 
     def __init__(self, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> None:
         worker = get_worker()
-        self.job, self.epoch = job, epoch
+        self.job, self.epoch, self.count = job, epoch, len(addresses)
         self.link = WorkerLink(worker, epoch, number, addresses)
-        rank = Rank(number, len(addresses), job.groups, *job.batch_shape, self.link)
         threads = worker.state.nthreads
-        scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
+        self.scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         self.said: list[str] = []
-        self.steps = JobSteps(job, scheduler, self.said.append, rank=rank if len(addresses) > 1 else None)
         self.state: State | None = None
+        self.first, self.kept = 0, list[Span]()  # step of the first run, and what a timeline shows
+        self.steps = self._steps(number)
+
+    def _steps(self, number: int) -> Any:
+        rank = Rank(number, self.count, self.job.groups, *self.job.batch_shape, self.link)
+        return JobSteps(self.job, self.scheduler, self.said.append, rank=rank if self.count > 1 else None)
 
     def owned(self) -> Owned:
-        """The rows of each tensor that are updated here."""
-        shapes = {name: tensor.shape for name, tensor in tensors(self.job.config).items()}
-        rows = {name: self.steps.step.owned_rows(name) for name in shapes}
-        return {name: [own.indices(shapes[name][0])[:2] for own in some] for name, some in rows.items() if some}
+        """The rows of each array that are updated here."""
+        found: Owned = {}
+        weights = {f"weight.{name}": tensor for name, tensor in tensors(self.job.config).items()}
+        for name, tensor in (weights | self.job.moments).items():
+            rows = self.steps.step.owned_rows(name.partition(".")[2])
+            found[name] = [own.indices(tensor.shape[0])[:2] for own in rows]
+        return {name: rows for name, rows in found.items() if rows}
 
-    def load(self, values: Mapping[str, Any], step: int) -> None:
+    def load(self, values: Mapping[str, np.ndarray], step: int) -> None:
         """Begin with a state: all weights, and the moments that are owned, or none for zeros."""
         parameters = {name.removeprefix("weight."): np.array(v) for name, v in values.items() if name[:7] == "weight."}
         self.state = self.steps.initial(parameters, None, step)
@@ -51,9 +63,10 @@ class RankProgram:
                 for rows in self.steps.step.owned_rows(name.partition(".")[2]):
                     held[name][rows] = value[rows]
 
-    def run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> list[Outcome]:
-        """A step a batch."""
-        state = self._state_after(first)
+    def run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
+        """A step a batch; returns what they tell."""
+        state = self.state_after(first)
+        self.first = first - self.scheduler.runs
         outcomes: list[Outcome] = []
         while len(outcomes) < len(batches):
             together = min(self.steps.together(state.step), len(batches) - len(outcomes))
@@ -63,18 +76,58 @@ class RankProgram:
         self.state = state
         return outcomes
 
-    def copy(self, step: int, names: Sequence[str], rows: slice | None = None) -> tuple[np.ndarray, ...]:
-        """Arrays of the state after some steps, or some of their rows."""
-        state = self._state_after(step)
-        held, table = state.layout.unpack(state.packs), tensors(self.job.config)
-        copies = {name: values_of(held[name])[rows or slice(None)].copy() for name in names}
-        whole = [name for name in names if name.startswith("weight.")]
-        return tuple((copies | {n: self.job.precision.hold(table[n[7:]], copies[n]) for n in whole}).values())
+    def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
+        """Copies of some rows of arrays of the state after some steps."""
+        state = self.state_after(step)
+        held = state.layout.unpack(state.packs)
+        values = [values_of(held[name]) for name in names]
+        return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
 
-    def _state_after(self, step: int) -> State:
+    def state_after(self, step: int) -> State:
+        """The state, which must be the one after so many steps."""
         if self.state is None or self.state.step != step or self.link.lost:
             raise LostRank(self.link.lost or f"the state after {step} steps is gone")
         return self.state
+
+
+class LocalRankProgram(RankProgram):
+    """One rank of a job of local steps: some replicas, and the packs of the state that are at home with them."""
+
+    def _steps(self, number: int) -> Any:
+        return LocalSteps(self.job, self.scheduler, self.said.append, Peers(number, self.count, self.link))
+
+    def _is_here(self, pack: int) -> bool:
+        own: bool = self.steps.rank_of(self.steps.home(pack)) == self.steps.peers.number
+        return own
+
+    def owned(self) -> Owned:
+        known, packs = tensors(self.job.config), enumerate(self.steps.layout.packs)
+        names = [name for number, own in packs if self._is_here(number) for name in own]
+        return {name: [(0, known[name.partition(".")[2]].shape[0])] for name in names}
+
+    def load(self, values: Mapping[str, np.ndarray], step: int) -> None:
+        layout, apart = self.steps.layout, not self.job.begins_round(step)
+        names = layout.packs if apart else layout.packs[: -self.job.local.replicas]
+        packs = [self._pack(own, values) if self._is_here(number) else None for number, own in enumerate(names)]
+        self.state = State(layout, packs, step)
+
+    def _pack(self, names: Sequence[str], values: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
+        known, pack = tensors(self.job.config), []
+        for name in names:
+            tensor = known[name.partition(".")[2]]
+            value = np.array(values[name]) if name in values else np.full(tensor.shape, 0, self.job.precision.dtype)
+            pack.append(self.job.precision.hold(tensor, value) if name.startswith("weight") else value)
+        return tuple(pack)
+
+    def run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
+        told, self.state = self.steps.run_own(self.state_after(first), batches, length)
+        return told
+
+    def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
+        state = self.state_after(step)
+        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
+        held = {name: value for own, pack in packs for name, value in zip(own, pack)}
+        return [[values_of(held[name]).copy()] for name in names]
 
 
 def programs() -> dict[str, RankProgram]:
@@ -92,10 +145,9 @@ def _program(run: str, epoch: str) -> RankProgram:
 
 def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> Owned:
     """Make this worker a rank: it records its step. Returns the rows that it owns."""
-    if get_worker().address != addresses[number]:
-        raise LostRank("its worker is gone")
     end_programs(run, get_worker())
-    program = programs()[run] = RankProgram(job, epoch, number, addresses)
+    kind = LocalRankProgram if job.local.local_steps else RankProgram
+    program = programs()[run] = kind(job, epoch, number, addresses)
     return program.owned()
 
 
@@ -106,51 +158,75 @@ def load_rank(run: str, epoch: str, step: int, names: Sequence[Sequence[str]] | 
         random = RandomParameters(program.job.config, names)
         values = {f"weight.{name}": value for name, value in random.items()}
     else:
-        values = {name: values_of(value) for own, pack in zip(names, packs) for name, value in zip(own, pack)}
+        values = {name: value for own, pack in zip(names, packs) for name, value in zip(own, pack)}
     program.load(values, step)
 
 
+class Window(NamedTuple):
+    """What a rank has done.
+
+    told      by its steps
+    seconds   that they took
+    said      lines for people
+    calls     the last kernel calls, for Dask's task stream
+    """
+
+    told: Any
+    seconds: float
+    said: list[str]
+    calls: list[ShownCall]
+
+
 def run_window(
-    run: str, epoch: str, first: int, length: int, batches: Sequence[Batch], limits: Limits
-) -> tuple[list[Outcome], float, list[str]]:
-    """Make some steps: what they tell, how long they took, and what is to be said."""
+    run: str, epoch: str, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool
+) -> Window:
+    """Make some steps; kept: whether their kernel calls are kept for a timeline."""
     program, start = _program(run, epoch), time.perf_counter()
-    try:
-        outcomes = program.run(first, length, batches, limits)
-    except BaseException:
-        program.link.fail("a rank has failed")
-        raise
+    with recorded_spans() as spans:
+        try:
+            told = program.run(first, length, batches, limits)
+        except BaseException:
+            program.link.fail("a rank has failed")
+            raise
+    program.kept += spans if kept else []
     said, program.said[:] = program.said[:], []
-    return outcomes, time.perf_counter() - start, said
+    seconds, done = time.perf_counter() - start, done_of(get_worker())
+    kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
+    done["busy"] += sum(span.end - span.start for span in kernels) - seconds
+    done["tasks"] += len(batches) * program.steps.step.runnable.tasks
+    return Window(told, seconds, said, shown_calls(spans, clock_offset()))
 
 
-def copy_state(
-    run: str, epoch: str, step: int, names: Sequence[str], rows: slice | None = None
-) -> tuple[np.ndarray, ...]:
-    """A copy of arrays of the state, or of some of their rows."""
+def copy_rows(run: str, epoch: str, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
+    """Copies of some rows of arrays of the state."""
     return _program(run, epoch).copy(step, names, rows)
 
 
-def join_rows(places: Sequence[Sequence[tuple[int, int]]], *parts: Sequence[Sequence[np.ndarray]]) -> tuple[Any, ...]:
-    """Whole arrays from rows of several ranks; places: of each part, from which row to which."""
-    count = max(last for own in places for _, last in own)
+def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
+    """Whole arrays from copies of their rows.
+
+    rows   of each part, of each array
+    """
     arrays = []
-    for number in range(len(parts[0][0])):
-        first = parts[0][0][number]
-        whole = np.empty((count, *first.shape[1:]), first.dtype)
-        for own, part in zip(places, parts):
-            for (low, high), rows in zip(own, part):
-                whole[low:high] = rows[number]
+    for number, places in enumerate(zip(*rows)):
+        pieces = [(place, part[number][i]) for own, part in zip(places, parts) for i, place in enumerate(own)]
+        if len(pieces) == 1:
+            arrays.append(pieces[0][1])
+            continue
+        whole = np.empty((max(last for (_, last), _ in pieces), *pieces[0][1].shape[1:]), pieces[0][1].dtype)
+        for (first, last), values in pieces:
+            whole[first:last] = values
         arrays.append(whole)
     return tuple(arrays)
 
 
-def copy_rows(run: str, epoch: str, step: int, names: Sequence[str], places: Sequence[tuple[int, int]]) -> list[Any]:
-    """Copies of some rows of arrays, for each of some places."""
-    return [copy_state(run, epoch, step, names, slice(*place)) for place in places]
+def hold_pack(job: Job, names: Sequence[str], arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
+    """Weights as a step holds them."""
+    known = tensors(job.config)
+    return tuple(job.precision.hold(known[name.partition(".")[2]], array) for name, array in zip(names, arrays))
 
 
-def abort(run: str, epoch: str, dask_worker: Any) -> None:
+async def abort(run: str, epoch: str, dask_worker: Any) -> None:
     """Let a rank that waits for others fail."""
     program = programs_of(dask_worker).get(run)
     if program is not None and program.epoch == epoch:

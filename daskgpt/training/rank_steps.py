@@ -3,69 +3,96 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
-from daskgpt.config.errors import refusal
 from daskgpt.config.groups import groups_of_rank
-from daskgpt.graph.recording import Layout
+from daskgpt.graph.nodes import Graph, Key, task
+from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.links import end_programs
+from daskgpt.schedulers.task_stream import show
 from daskgpt.training import rank_program
 from daskgpt.training.chunk_choice import ChunkChoice
-from daskgpt.training.first_state import first_packs
 from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep
+from daskgpt.training.local_steps import LocalSteps, replicas_of
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State
 
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
+PACK_BYTES = 1 << 25  # of small arrays that are copied, sent and kept together
 
 
 class LiveState(State):
     """The state on the ranks after some steps. Whoever asks for its packs before the next step gets copies."""
 
     def __init__(self, steps: RankSteps, step: int) -> None:
-        self.steps, self.layout, self.step = steps, steps.layout, step
-        self.copies: list[Any] = []
+        self.steps, self.step = steps, step
+        self.layout = steps.layout_after(step)
+        self.copies: dict[int, Any] = {}
+        self.held: list[Any] = []
 
     @property
     def packs(self) -> list[Any]:  # type: ignore[override]
-        """Futures of the copies."""
-        if not self.copies:
-            self.copies = self.steps.copied(self)
-        return self.copies
+        """Futures of copies."""
+        return self._copied(range(len(self.layout.packs)))
+
+    @property
+    def weights(self) -> State:
+        """Copies of the parameters alone, as a step holds them."""
+        numbers = [n for n, names in enumerate(self.layout.packs) if names[0].startswith("weight.")]
+        layout, copies = Layout(tuple(self.layout.packs[number] for number in numbers)), self._copied(numbers)
+        job, run = self.steps.job, self.steps.scheduler.run
+        if not job.precision.packed:
+            return State(layout, copies, self.step)
+        if not self.held:
+            token = uuid4().hex[:8]
+            leaves: dict[Key, Any] = {(f"state.copy-{n}_-{token}",): copy for n, copy in zip(numbers, copies)}
+            graph: Graph = {}
+            for names, leaf in zip(layout.packs, leaves):
+                key = (f"state.hold-{leaf[0]}",)
+                graph[key] = task(key, partial(rank_program.hold_pack, self.steps.sent_job, names), [leaf])
+            self.held = run(Submission(graph, leaves, list(graph)))
+        return State(layout, self.held, self.step)
+
+    def _copied(self, numbers: Sequence[int]) -> list[Any]:
+        missing = [number for number in numbers if number not in self.copies]
+        if missing:
+            made = self.steps.copied(self, [self.layout.packs[number] for number in missing])
+            self.copies |= dict(zip(missing, made))
+        return [self.copies[number] for number in numbers]
 
 
 class RankSteps:
     """Runs a job's steps on the workers of a cluster; used like `JobSteps`.
 
     epoch   of the ranks that have the state: others begin with each change of workers and each loss
-    owned   of each rank the rows that it updates
+    owned   of each rank the rows of each array that it updates
+    local   the local steps of the job, where it has any
     """
 
     open = False  # chunks and grain are settled by each rank
-    follows = False
+    recovers = True
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Callable[[str], None] = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.client.id} {uuid4().hex[:8]}", ""
+        self.local = LocalSteps(job, scheduler, say) if job.local.local_steps else None
         self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, scheduler.threads)
-        self.moments = {
-            name: [key for key in job.moments if key.partition(".")[2] == name] for name in tensors(job.config)
-        }
-        self.layout = Layout(
-            (*((f"weight.{name}",) for name in self.moments), *(tuple(own) for own in self.moments.values() if own))
-        )
+        self.layout = self.local.layout if self.local else Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.live: LiveState | None = None
+        self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
         self.seen = self.workers = len(scheduler.addresses())
 
@@ -77,18 +104,12 @@ class RankSteps:
     @property
     def chunk(self) -> tuple[int, int]:
         """Sequences and tokens in a chunk, where a batch is not shared by ranks."""
-        return self.chunks.first
-
-    @property
-    def step(self) -> TrainingStep:
-        """Errors   ValueError: what looks at tasks of one recorded step has none to look at"""
-        rule, advice = "what watches a step needs tasks that Dask's scheduler runs", "Give --engine tasks."
-        raise refusal(ValueError, "train", rule, {"engine": "ranks"}, advice)
+        return self.local.chunk if self.local else self.chunks.first
 
     @property
     def described_chunks(self) -> str:
         """For people: each rank chooses its own."""
-        return "chosen by each worker for its share of the batch"
+        return self.local.described_chunks if self.local else "chosen by each worker for its share of the batch"
 
     @property
     def described_tasks(self) -> str:
@@ -101,6 +122,8 @@ class RankSteps:
         every = self.job.run.snapshot_every
         if self.job.optimizer.skip_outliers:
             most = 1
+        if self.local:
+            most = min(most, self.job.round_end(number) - number)
         return min(most, every - number % every) if every > 0 else most
 
     def look(self, workers: int) -> None:
@@ -109,61 +132,79 @@ class RankSteps:
             self.workers = workers
         self.seen = workers
 
+    def layout_after(self, step: int) -> Layout:
+        """The packs that there are after some steps: where replicas meet, they have no weights of their own."""
+        if self.local and self.job.begins_round(step):
+            return Layout(self.layout.packs[: -self.local.replicas])
+        return self.layout
+
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """A state that ranks can begin with; without moments, which are zeros then, it has packs of weights only."""
-        layout = self.layout if moments else Layout(self.layout.packs[: len(self.moments)])
-        job, random = self.job, isinstance(parameters, RandomParameters)
-        made = (self.scheduler, layout, lambda pack: None, job.config, job.precision, parameters, moments)
-        return State(layout, [] if random and not moments else first_packs(*made), step)
+        """A state that ranks can begin with: packs of what is given, kept by workers; random weights are no pack."""
+        if isinstance(parameters, RandomParameters) and not moments:
+            return State(Layout(()), [], step)
+        layout = Layout(tuple(own for own in self.layout_after(step).packs if moments or own[0].startswith("weight.")))
+        packs = []
+        for names in layout.packs:  # one at a time: they may come from a file
+            own = (parameters[n.removeprefix("weight.")] if n[:7] == "weight." else (moments or {})[n] for n in names)
+            packs.append(self.scheduler.held(tuple(own)))
+        return State(layout, packs, step)
 
     def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
         """A step a batch: what they tell, and the state after them."""
-        if state is not self.live or (self.workers != len(self.addresses) and self._others()):
+        if state is not self.live or (self.workers != len(self.addresses) and self._ranks() != self.addresses):
             self._begin(state)
         first, length = state.step, self.job.horizon.at(state.step)
-        size = self.job.batch_shape[0] // self.job.groups
         windows = []
         for number, address in enumerate(self.addresses):
-            own = groups_of_rank(number, len(self.addresses), self.job.groups)
-            rows = slice(own.first * size, (own.first + own.count) * size)
+            rows = self._sequences(number)
             mine = [tuple(np.ascontiguousarray(part[rows]) for part in batch) for batch in batches]
-            given = (self.run_name, self.epoch, first, length, mine, limits)
+            given = (self.run_name, self.epoch, first, length, mine, limits, self.kept)
             windows.append((rank_program.run_window, given, address))
-        told = self._each("window", windows)
-        outcomes = told[0][0]
-        self.seconds = max(seconds for _, seconds, _ in told) / len(batches)
-        for line in told[0][2]:
+        ended = self._each("window", windows)
+        self.seconds = max(window.seconds for window in ended) / len(batches)
+        for line in ended[0].said:
             self.say(f"rank 0     {line}")
+        calls = {address: window.calls for address, window in zip(self.addresses, ended)}
+        with suppress(OSError):  # nobody needs it
+            self.scheduler.client.run_on_scheduler(show, calls, wait=False)
         self.live = LiveState(self, first + len(batches))
+        outcomes = self.local.mean([window.told for window in ended]) if self.local else ended[0].told
         return outcomes, self.live
 
     def close(self) -> None:
         """Forget the state on the workers, and the copies of it."""
+        self.scheduler.needed = set()
         if self.live:
-            self.live.copies, self.live = [], None
+            self.live.copies, self.live.held, self.live = {}, [], None
         with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone
             self.scheduler.client.run(end_programs, self.run_name, on_error="ignore")
 
-    def _others(self) -> bool:
-        """Whether other ranks would share the batch if they began now."""
-        return self._ranks() != self.addresses
+    def _sequences(self, rank: int) -> slice:
+        """The sequences of the batch that a rank works on."""
+        count = len(self.addresses)
+        if self.local:
+            replicas, size = replicas_of(rank, count, self.local.replicas), self.job.replica_shape[0]
+            return slice(replicas.start * size, replicas.stop * size)
+        own, size = groups_of_rank(rank, count, self.job.groups), self.job.batch_shape[0] // self.job.groups
+        return slice(own.first * size, (own.first + own.count) * size)
 
     def _ranks(self) -> list[str]:
+        """Addresses of the workers that would share the batch if they began now."""
         addresses = sorted(self.scheduler.addresses(), key=lambda a: (a not in self.addresses, a))
-        return addresses[: self.job.groups]
+        return addresses[: self.local.replicas if self.local else self.job.groups]
 
     def _begin(self, state: State) -> None:
         """Make the workers that are there ranks, with this state."""
         start = time.perf_counter()
         packs, layout = list(state.packs), state.layout
-        self.live, self.epoch = None, uuid4().hex[:8]
+        self.live, self.epoch, self.scheduler.needed = None, uuid4().hex[:8], set()
         before, self.addresses = self.addresses, self._ranks()
         left = self.scheduler.addresses() & set(before) - set(self.addresses)
         if left:
-            told = {"workers": list(left), "wait": False, "on_error": "ignore"}
-            self.scheduler.client.run(end_programs, self.run_name, **told)
+            self.scheduler.client.run(end_programs, self.run_name, workers=list(left), on_error="ignore")
+        self.scheduler.needed = set(self.addresses)
         ranks = [
             (rank_program.begin_rank, (self.run_name, self.sent_job, self.epoch, number, self.addresses), address)
             for number, address in enumerate(self.addresses)
@@ -171,11 +212,7 @@ class RankSteps:
         self.owned = self._each("begin", ranks)
         loads = []
         for number, address in enumerate(self.addresses):
-            chosen = [
-                (names, pack)
-                for names, pack in zip(layout.packs, packs)
-                if names[0].startswith("weight.") or names[0].partition(".")[2] in self.owned[number]
-            ]
+            chosen = [(names, pack) for names, pack in zip(layout.packs, packs) if self._is_read(names, number)]
             names_or_seed = [names for names, _ in chosen] or self.job.run.seed
             given = (self.run_name, self.epoch, state.step, names_or_seed, *(pack for _, pack in chosen))
             loads.append((rank_program.load_rank, given, address))
@@ -184,32 +221,32 @@ class RankSteps:
             count, seconds = len(self.addresses), time.perf_counter() - start
             self.say(f"workers    {count} share each batch from now on ({seconds:.1f} s)")
 
-    def copied(self, state: LiveState) -> list[Any]:
-        """Futures of copies of the packs of the layout."""
+    def _is_read(self, names: Sequence[str], rank: int) -> bool:
+        """Whether a rank begins with some of these arrays: all have all weights, replicas those at home with them."""
+        everywhere = not self.local and names[0].startswith("weight.")
+        return everywhere or not self.owned[rank].keys().isdisjoint(names)
+
+    def copied(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
+        """Futures of copies of arrays, a pack each."""
         assert state is self.live, "the state of a step before"
         found, at = [], (self.run_name, self.epoch, state.step)
-        for place, names in enumerate(self.layout.packs):
-            name = names[0].partition(".")[2]
-            owners = [rank for rank, owned in enumerate(self.owned) if name in owned]
-            if place < len(self.moments) or len(owners) == 1:
-                rank = place % len(self.addresses) if place < len(self.moments) else owners[0]
-                found.append(self._submit("state.copy", rank_program.copy_state, (*at, names), self.addresses[rank]))
-                continue
-            rows = [self.owned[rank][name] for rank in owners]
-            parts = [
-                self._submit("state.rows", rank_program.copy_rows, (*at, names, own), self.addresses[rank])
-                for rank, own in zip(owners, rows)
-            ]
-            joined = (rank_program.join_rows, (rows, *parts), self.addresses[owners[0]])
-            found.append(self._submit("state.copy", *joined))
+        for names in packs:
+            parts, rows = [], list[list[rank_program.Rows]]()
+            most, where = 0, ""
+            for rank, owned in enumerate(self.owned):
+                own = [owned.get(name, []) for name in names]
+                if any(own):
+                    rows.append(own)
+                    given = (*at, names, own)
+                    parts.append(self._submit("state.rows", rank_program.copy_rows, given, self.addresses[rank]))
+                    if (count := sum(last - first for places in own for first, last in places)) > most:
+                        most, where = count, self.addresses[rank]
+            found.append(self._submit("state.copy", rank_program.join_rows, (rows, *parts), where))
         self.scheduler.settle(found)
         return found
 
     def _submit(self, name: str, function: Callable[..., Any], given: Sequence[Any], address: str) -> Any:
-        key = f"{name}-{uuid4().hex}"
-        # On another worker, where there is no such rank, it fails: so a run hears of a lost worker.
-        where = {"workers": [address], "allow_other_workers": True}
-        return self.scheduler.client.submit(function, *given, key=key, pure=False, **where)
+        return self.scheduler.submit_to(address, name, function, *given)
 
     def _each(self, name: str, calls: Sequence[tuple[Callable[..., Any], Sequence[Any], str]]) -> list[Any]:
         """The results of a task of each rank; where one fails, the others are told, who may wait for it."""
@@ -217,6 +254,22 @@ class RankSteps:
         try:
             return self.scheduler.fetch_together(handles)
         except BaseException:
-            self.live = None
+            self.live, self.scheduler.needed = None, set()
             self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
             raise
+
+
+def _packs(job: Job) -> Iterator[tuple[str, ...]]:
+    """The arrays of a state by kind, small ones together."""
+    known = tensors(job.config)
+    for names in ([f"weight.{name}" for name in known], list(job.moments)):
+        pack, size = list[str](), 0
+        for name in sorted(names, key=lambda name: name.partition(".")[0]):
+            nbytes = prod(known[name.partition(".")[2]].shape) * job.precision.dtype.itemsize
+            if pack and (size + nbytes > PACK_BYTES or pack[0].partition(".")[0] != name.partition(".")[0]):
+                yield tuple(pack)
+                pack, size = [], 0
+            pack.append(name)
+            size += nbytes
+        if pack:
+            yield tuple(pack)

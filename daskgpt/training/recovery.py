@@ -68,7 +68,7 @@ class Recovery:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.points = RecoveryPoints(self.job, self.scheduler, self.say)
+        self.points = RecoveryPoints(self.job, self.scheduler, self.say, active=self.steps.recovers)
 
     def after(self, state: State) -> None:
         """Called after each step with the state."""
@@ -76,7 +76,7 @@ class Recovery:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.after(state)
-        if not self.scheduler.in_place and time.monotonic() - self.looked > LOOKING:
+        if self.steps.recovers and time.monotonic() - self.looked > LOOKING:
             self._look()
 
     def news(self) -> dict[str, Any]:
@@ -91,6 +91,8 @@ class Recovery:
 
         Errors   LostCluster where nobody is left to go on with, LostResults where something is lost meanwhile
         """
+        if not self.steps.recovers:
+            raise error
         start = time.perf_counter()
         if not self.again:
             self.lost_at = start

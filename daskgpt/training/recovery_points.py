@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 from daskgpt.model.parameters import value_count
@@ -22,8 +22,8 @@ HERE_BYTES = 2**26  # of a state that this process keeps a copy of where there i
 class Point:
     """A state that is kept.
 
-    packs   of the state, until the copies are made
-    copies  of each pack, on different workers; None until they are begun
+    packs   of the state, on the workers that it was made on
+    copies  of each pack, on another worker; None until they are begun
     """
 
     def __init__(self, state: State) -> None:
@@ -33,9 +33,8 @@ class Point:
 
     def whole(self, scheduler: Scheduler) -> State | None:
         """The state, each pack from where it still is; None where one is nowhere."""
-        choices = [[pack] for pack in self.packs] or self.copies or []
-        if self.packs and self.copies:
-            choices = [[pack, *copies] for pack, copies in zip(self.packs, self.copies)]
+        kept, copies = [[pack] for pack in self.packs], self.copies or []
+        choices = [own + others for own, others in zip_longest(kept, copies, fillvalue=[])]
         there = iter(scheduler.present(list(chain(*choices))))
         found = [[copy for copy in own if next(there)] for own in choices]
         return State(self.layout, [own[0] for own in found], self.step) if all(found) else None
@@ -49,10 +48,10 @@ class RecoveryPoints:
     soon   whether one is due at once: there is none, or it is not on two workers
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None], *, active: bool = True) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
         self.every = job.run.snapshot_every
-        self.active = not scheduler.in_place and self.every != 0
+        self.active = active and self.every != 0
         self.kept: Point | None = None
         self.making: Point | None = None
         self.soon, self.alone = True, False
@@ -125,7 +124,6 @@ class RecoveryPoints:
             self.cost = max(time.perf_counter() - start, LEAST_COST)
             self._tell()
         if self.scheduler.settled(copies):
-            point.packs = []
             self.kept, self.making, self.soon = point, None, False
 
     def _copy_here(self, point: Point) -> bool:
@@ -134,7 +132,7 @@ class RecoveryPoints:
             self.making, self.soon = None, False
             self._tell()
             return False
-        point.copies = [[pack] for pack in self.scheduler.fetch(point.packs)]
+        point.copies, point.packs = [[pack] for pack in self.scheduler.fetch(point.packs)], []
         return True
 
     def _bytes(self) -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,13 @@ from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.opened import ReadLater
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine_memory import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.best_checkpoint import NONE, Best, point_best
 from daskgpt.training.checkpoints import Checkpoint, prune, step_folder, write_checkpoint
-from daskgpt.training.fetched_state import FetchedState
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import FolderLost, RunFolder
 from daskgpt.training.step import State
@@ -35,6 +34,32 @@ COPY_BYTES = 2**24  # that one task copies
 # Niceness of the writer beside steps, which use all cores: it takes what they leave, and a hundredth of a core.
 BESIDE = 19
 SPARE = 1.1  # free memory for a copy, as a multiple of it
+
+
+class FetchedState(Mapping[str, np.ndarray]):
+    """The arrays of a state that a cluster keeps, by name: fetched a pack at a time, and held until another one is.
+
+    Errors   schedulers.losses.LostResults where one is gone
+    """
+
+    def __init__(self, scheduler: Scheduler, layout: Layout, packs: Sequence[Any]) -> None:
+        self.scheduler, self.packs = scheduler, list(zip(layout.packs, packs))
+        self.place = {name: number for number, (names, _) in enumerate(self.packs) for name in names}
+        self.latest: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.latest:
+            self.latest = {}  # before there are others
+            names, pack = self.packs[self.place[name]]
+            (fetched,) = self.scheduler.fetch([pack])
+            self.latest = {own: values_of(value) for own, value in zip(names, fetched)}
+        return self.latest[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.place)
+
+    def __len__(self) -> int:
+        return len(self.place)
 
 
 @dataclass
@@ -221,7 +246,7 @@ class Saver:
         """What gives the arrays of a state, by name, and whether training must wait until they are written."""
         layout, packs, scheduler = state.layout, state.packs, self.scheduler
         if not scheduler.in_place:
-            fetched = FetchedState(scheduler, state, self.job.config)  # now: the next step may change what is there
+            fetched = FetchedState(scheduler, layout, packs)  # now: the next step may change what is there
             return lambda: fetched, False
         values = _values(layout.unpack(packs))
         if copied and self.room_maker:

@@ -18,14 +18,24 @@ import dask.local
 import numpy as np
 
 from daskgpt.graph.calls import ChunkSum, KernelCall, Result
+from daskgpt.graph.distribute import (
+    Item,
+    Joined,
+    PartialTotals,
+    Posted,
+    Receive,
+    RowsOfTotals,
+    Send,
+    ShardUpdate,
+    Store,
+    TreeSum,
+)
 from daskgpt.graph.inplace import RowSum, RowUpdate
 from daskgpt.graph.nodes import Key, combined, is_leaf
 from daskgpt.graph.program import Call, Program, Values
-from daskgpt.graph.recording import STATE, Submission
-from daskgpt.graph.spreading import Join, PartJoin, PartTotal
+from daskgpt.graph.recording import Submission
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
-from daskgpt.model.precision import received, to_send
 from daskgpt.schedulers.local import LocalScheduler
 from daskgpt.training.step import TrainingStep
 
@@ -33,38 +43,39 @@ CLASSES = ("parameters", "gradients", "optimizer", "activations")
 
 
 class Account:
-    """Bytes of the arrays that stand-ins stand for, by class.
-
-    home       number of the worker that makes what is added
-    peaks      most bytes at once of what each worker has made
-    """
+    """Bytes of the arrays that stand-ins stand for, by class."""
 
     def __init__(self) -> None:
         self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
-        self.home, self.held, self.peaks = 0, Counter[int](), Counter[int]()
 
     def add(self, name: str, size: int) -> None:
         self.made[name] += size
         self.alive[name] += size
-        self.held[self.home] += size
-        self.peaks[self.home] = max(self.peaks[self.home], self.held[self.home])
         if self.alive.total() > self.at_peak.total():
             self.at_peak = self.alive.copy()
 
-    def remove(self, name: str, size: int, home: int) -> None:
+    def remove(self, name: str, size: int) -> None:
         self.alive[name] -= size
-        self.held[home] -= size
 
 
 class StandIn:
     """An array without data; the account has its bytes as long as somebody holds it."""
 
     def __init__(self, account: Account, name: str, nbytes: int) -> None:
-        self.account, self.name, self.nbytes, self.home = account, name, nbytes, account.home
+        self.account, self.name, self.nbytes = account, name, nbytes
         account.add(name, nbytes)
 
     def __del__(self) -> None:
-        self.account.remove(self.name, self.nbytes, self.home)
+        self.account.remove(self.name, self.nbytes)
+
+
+class Message:
+    """What comes from other ranks, or goes to them: at any place of it there is the same. It is not counted."""
+
+    nbytes = 0
+
+    def __getitem__(self, place: int) -> Message:
+        return self
 
 
 class Trial(LocalScheduler):
@@ -81,9 +92,7 @@ class Trial(LocalScheduler):
         self.account = Account()
         self.results: dict[Key, int] = {}
         values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.recorded.inputs.items()}
-        self.homes = step.runnable.homes
-        at = {name: (STATE, number) for number, names in enumerate(step.runnable.layout.packs) for name in names}
-        packs = step.runnable.layout.pack({name: self._state(name, at[name]) for name in step.recorded.state})
+        packs = step.runnable.layout.pack({name: self._state(name) for name in step.recorded.state})
         if window > 1:
             self.run(step.runnable.window_submission([values] * window, packs))
         else:
@@ -101,9 +110,8 @@ class Trial(LocalScheduler):
         }
         return super().run(submission._replace(graph=without_data))
 
-    def _state(self, name: str, leaf: Key) -> StandIn:
-        """A tensor of the state by its name there, KIND.NAME; leaf: of its pack."""
-        self.account.home = self.homes.get(leaf, 0)
+    def _state(self, name: str) -> StandIn:
+        """A tensor of the state by its name there, KIND.NAME."""
         kind, _, tensor = name.partition(".")
         return self._held(kind, self.tensors[tensor])
 
@@ -111,33 +119,19 @@ class Trial(LocalScheduler):
         precision = self.precision
         if kind == "weight":
             return StandIn(self.account, "parameters", precision.held_bytes(tensor))
-        return StandIn(self.account, "optimizer", math.prod(tensor.shape) * precision.dtype.itemsize)
+        rows = sum(len(range(*own.indices(tensor.shape[0]))) for own in self.step.owned_rows(tensor.name))
+        return StandIn(self.account, "optimizer", rows * math.prod(tensor.shape[1:]) * precision.dtype.itemsize)
 
     def _without_data(self, key: Key, program: Callable[..., Any]) -> Callable[..., Any]:
-        if program in (to_send, received):
-            return self._pack(key, self.precision.sent_bytes if program is to_send else self.precision.multiplied_bytes)
         if not isinstance(program, Program):  # a barrier
             return program
         without_data = copy(program)
         without_data.calls = tuple(replace(call, function=self._stand_in(call)) for call in program.calls)
 
         def run(*arguments: Any) -> Any:
-            self.account.home = self.homes.get(key, 0)
             result = without_data(*arguments)
             self.results[key] = sum(value.nbytes for value in _stand_ins(result))
             return result
-
-        return run
-
-    def _pack(self, key: Key, bytes_of: Callable[[Tensor], int]) -> Callable[..., Any]:
-        """What a task returns that sends, or receives, a pack of weights."""
-        own = [self.tensors[name.partition(".")[2]] for name in self.step.runnable.layout.packs[key[1]]]
-
-        def run(*_: Any) -> tuple[StandIn, ...]:
-            self.account.home = self.homes.get(key, 0)
-            made = tuple(StandIn(self.account, "parameters", bytes_of(tensor)) for tensor in own)
-            self.results[key] = sum(value.nbytes for value in made)
-            return made
 
         return run
 
@@ -148,6 +142,16 @@ class Trial(LocalScheduler):
             return lambda parts, start=(): self._row_sum(function, start)
         if isinstance(function, RowUpdate):
             return lambda *arguments: self._update(function)
+        if isinstance(function, ShardUpdate):
+            return lambda *arguments: self._shard_update(function)
+        if isinstance(function, Send | Posted | Store):
+            return lambda *arguments: None
+        if isinstance(function, Receive | Joined | Item):
+            return lambda *arguments: Message()
+        if isinstance(function, RowsOfTotals | TreeSum):
+            return lambda own, *others: own
+        if isinstance(function, PartialTotals):
+            return lambda *arguments: Message()
         if isinstance(function, KernelCall):
             return lambda *arguments: self._results(call.key, function)
         return function  # a pick
@@ -174,6 +178,13 @@ class Trial(LocalScheduler):
                 self._bands(call, bands, range(len(call.order.pieces)), 1)
                 del used
 
+    def _shard_update(self, function: ShardUpdate) -> None:
+        """In place as well: of the sum of all ranks, the rows that are used at once."""
+        shape = self.tensors[function.origin.parameter].shape
+        for bands in function.rule.at_once(function.shard.bands):
+            rows = Result((bands[-1][1] - bands[0][0], *shape[1:]), self.precision.dtype)
+            self._array("gradients", rows)
+
     def _bands(self, call: ChunkSum, bands: Sequence[tuple[int, int]], pieces: range, held: int) -> None:
         """The totals of some pieces' sum for a band of rows at a time, but for those that are held anyway."""
         most = call.order.most_totals(pieces)
@@ -184,13 +195,12 @@ class Trial(LocalScheduler):
             together += [self._array("gradients", rows) for _ in range(held, most)]
 
     def _results(self, key: Key, call: KernelCall) -> Any:
-        whole = key[:1] if isinstance(call, PartTotal | PartJoin) else key  # its number is of a part, not of a chunk
-        origin, results = call.origin, call.results(whole)
+        origin, results = call.origin, call.results(key)
         if isinstance(origin, Origin) and origin.parameter:
             kinds = ["weight", *["moment"] * (len(results) - 1)]
             made = [self._held(kind, self.tensors[origin.parameter]) for kind in kinds]
             return made[0] if len(made) == 1 else tuple(made)
-        summed = isinstance(call, ChunkSum | Join) and isinstance(origin, Origin) and origin.phase == "backward"
+        summed = isinstance(call, ChunkSum) and isinstance(origin, Origin) and origin.phase == "backward"
         made = [self._array("gradients" if summed else "activations", result) for result in results]
         if isinstance(call, ChunkSum):
             self._bands(call, call.bands()[:1], range(len(call.order.pieces)), 1)

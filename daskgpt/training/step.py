@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,17 +21,16 @@ from daskgpt.graph.distribute import Rank, Rows, ShardUpdate, distribute
 from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, Recorded
-from daskgpt.graph.repacking import repacked
 from daskgpt.kernels.norm import TOLD, squares
 from daskgpt.kernels.philox import streams
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Guarded, Optimizer, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor, tensors
-from daskgpt.model.precision import FLOAT32, Precision, read_rows, received, to_send, values_of, write_rows
+from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, write_rows
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.grouping import groups_of, memory_edges, ranked_groups, stage_of, title, update_group
+from daskgpt.training.grouping import groups_of, memory_edges, ranked_groups, stage_of, title
 from daskgpt.training.inputs import Moment, input_leaves, input_values
 from daskgpt.training.micro_batches import (
     accumulated_groups,
@@ -39,13 +38,11 @@ from daskgpt.training.micro_batches import (
     accumulated_step,
     accumulated_waits,
 )
-from daskgpt.training.placement import Ownership, banded_updates, homes_of, spread_groups, spread_step
 
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 Limits = tuple[float, float]  # of loss and norm, above which the update of a step is left out
 NO_LIMITS: Limits = (math.inf, math.inf)
-LARGE_TABLE = 10_000_000  # bytes, which take as long to send as the tasks cost that save it
 
 
 class Outcome(NamedTuple):
@@ -87,9 +84,16 @@ class State:
         layout = Layout((tuple(weights),))
         return cls(layout, layout.pack(weights))
 
+    @property
+    def weights(self) -> State:
+        """The packs with parameters in them, for who needs no more."""
+        held = [names for names in self.layout.packs if any(name.startswith("weight.") for name in names)]
+        return State(Layout(tuple(held)), [self.packs[self.layout.packs.index(names)] for names in held], self.step)
+
     def parameters(self, scheduler: Scheduler) -> dict[str, np.ndarray]:
         """The parameters as arrays here."""
-        return named_parameters(self.layout.unpack(scheduler.fetch(self.packs)))
+        own = self.weights
+        return named_parameters(own.layout.unpack(scheduler.fetch(own.packs)))
 
 
 def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -117,7 +121,6 @@ class TrainingStep:
         barrier: str = "step",
         in_place: bool = False,
         groups: int = 1,
-        parts: int = 1,
         accumulate: int = 1,
         seed: int = 0,
         rank: Rank | None = None,
@@ -125,7 +128,6 @@ class TrainingStep:
         """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
         in_place  whether the state's arrays are written over: for schedulers that never compute a task again
         groups    into how many groups of sequences sums over the batch are divided
-        parts     over how many workers the sequences are spread, out of place
         accumulate  into how many micro-batches the sequences are divided, that are worked on one after the other
         seed      of what dropout drops
         rank      which of several processes this one is, that share the batch in place; None where it is the only one
@@ -134,8 +136,7 @@ class TrainingStep:
         self.rank, self.sequences, self.whole_shape = rank, (first, last), batch_shape
         batch_shape = (last - first, batch_shape[1])
         self.config, self.optimizer, self.precision, self.barrier = config, optimizer, precision, barrier
-        self.in_place, self.groups, self.parts = in_place, groups, 1 if in_place else parts
-        self.accumulate, self.seed = accumulate, seed
+        self.in_place, self.groups, self.accumulate, self.seed = in_place, groups, accumulate, seed
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
@@ -174,42 +175,20 @@ class TrainingStep:
         self.set_grain(self.grain)
 
     @property
-    def spread_over(self) -> int:
-        """How many workers have sequences."""
-        return min(self.parts, self.batch_shape[0] // self.chunk[0])
-
-    @property
     def micro_batches(self) -> MicroBatches:
         """Which sequences belong to which."""
-        return MicroBatches(self.accumulate, self.batch_shape[0] // self.chunk[0], self.spread_over)
+        return MicroBatches(self.accumulate, self.batch_shape[0] // self.chunk[0])
 
     def _rewritten(self, graph: Graph, token: str) -> Graph:
-        spread = self.spread_over > 1
-        if spread:
-            graph = spread_step(graph, self._ownership(graph))
-        if self.accumulate > 1:
-            graph = accumulated_step(graph, self.micro_batches, token, over=self.in_place, ranked=self.rank is not None)
-        if self.apart or not spread:
+        if self.accumulate == 1:
             return graph
-        return banded_updates(graph, self._rule)
+        return accumulated_step(graph, self.micro_batches, token, over=self.in_place, ranked=self.rank is not None)
 
     def _rule(self, origin: Origin) -> InPlaceRule:
         """How a parameter is written over."""
         row = self.row.of(tensors(self.config)[origin.parameter])
         kernel = Guarded(row.in_place) if guards(self.optimizer) else row.in_place
         return InPlaceRule(self.precision.update(kernel), row.fused, row.whole)
-
-    def _ownership(self, graph: Graph) -> Ownership:
-        sizes = {name: math.prod(tensor.shape) for name, tensor in tensors(self.config).items()}
-        return Ownership(graph, self.spread_over, sizes, one_task=self.grain == "chunk")
-
-    @property
-    def _tables_stay(self) -> bool:
-        """Whether tokens are looked up by who owns the tables: where others have no values of them, only what products
-        take, and where a step would begin with waiting for a table that is not needed again before its end.
-        """
-        table = tensors(self.config)["wte.weight"]
-        return self.precision.packed or self.precision.sent_bytes(table) >= LARGE_TABLE
 
     def _in_place(self, loss: Key, token: str) -> Callable[[Graph], InPlace]:
         summed = math.prod(self.batch_shape)
@@ -222,7 +201,7 @@ class TrainingStep:
             ]
             if self.rank is None:
                 return update_in_place(graph, updates, self._rule, summed, apart=self.apart, by_rows=(squares,))
-            rows = Rows(read_rows, write_rows)
+            rows = Rows(read_rows, write_rows, self.precision.rounding)
             named = (updates, self._rule, self.rank, loss, rows, message, token, summed)
             return distribute(graph, *named, by_rows=(squares,))
 
@@ -234,7 +213,7 @@ class TrainingStep:
         Out of place the packs of the state change with the grain: set it before the first step.
         """
         graph = self.recorded.unmerged
-        parts, micro_batches, waits = self.spread_over, self.micro_batches, dict[Key, list[Key]]()
+        micro_batches, waits = self.micro_batches, dict[Key, list[Key]]()
         if self.large and grain != "chunk" and self.in_place and not self.apart:
             waits = memory_edges(graph, ranked=self.rank is not None)
             if self.accumulate > 1:
@@ -242,22 +221,13 @@ class TrainingStep:
         group_of = groups_of(graph, grain, updates=self.rank is None, apart=self.apart)
         if self.rank:
             group_of = ranked_groups(graph, group_of, grain, apart=self.apart)
-        unit_of: Callable[[Origin], Hashable] = partial(update_group, grain=grain)
-        if parts > 1:
-            ownership = self._ownership(graph)
-            unit_of = ownership.unit_of
-            group_of = spread_groups(graph, group_of, ownership, apart=self.apart, tables_stay=self._tables_stay)
         stage = stage_of(graph, self.barrier)
         if self.accumulate > 1:
-            group_of = accumulated_groups(graph, group_of, grain, unit_of, apart=self.apart)
+            group_of = accumulated_groups(graph, group_of, grain, apart=self.apart)
             stage = accumulated_stage(graph, stage, micro_batches)
         runnable = self.recorded.merged(group_of, title, waits)
         if self.apart:
             runnable = runnable.with_barriers(stage, tokens=not self.in_place)
-        if parts > 1:
-            chunks, packed = self.batch_shape[0] // self.chunk[0], self.precision.packed
-            home_of = homes_of(graph, ownership, chunks, tables_stay=self._tables_stay)
-            runnable = runnable.at_home(home_of, *((to_send, received) if packed else (None, None)))
         self.runnable, self.grain = runnable, grain
 
     def initial(
@@ -336,14 +306,6 @@ def message(kind: str, phase: str, number: int) -> Origin:
 def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:
     """The keys of the random numbers of each sequence of a step, int64 (sequences,); None where it needs none."""
     return streams(seed, step, sequences) if optimizer.dropout else None
-
-
-def repacked_state(scheduler: Scheduler, step: TrainingStep, state: State) -> State:
-    """A state as a step packs it: another one, which was recorded for other workers, may have left it."""
-    if state.layout == step.runnable.layout:
-        return state
-    packs = scheduler.run(repacked(step.runnable, state.layout, state.packs))
-    return State(step.runnable.layout, packs, state.step)
 
 
 def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:

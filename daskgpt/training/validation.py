@@ -52,7 +52,7 @@ class Validation:
 
     def loss(self, state: State, chunk: tuple[int, int]) -> float | None:
         """Mean over the windows [nats a token], None where the run is to end before all are measured."""
-        job = self.job
+        job, state = self.job, state.weights
         if self.inference is None or self.inference.runnable.layout != state.layout:
             size, precision = job.batch_shape, job.precision
             # There is work for everybody, and what a larger task lacks is only what it would hand on.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.step import TrainingStep
 
 
 class Watcher(Protocol):
     """Looks on at some steps of one run."""
 
-    def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
-        """Called before the first step; the number of the first step that it wants to see."""
+    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
+        """Called before the first step, with what runs them; the number of the first step that it wants to see."""
         ...
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:

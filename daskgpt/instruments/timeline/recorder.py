@@ -70,12 +70,12 @@ def timeline_of(
         threads = list(dict.fromkeys(span.thread for span in sorted(process.spans, key=lambda span: span.start)))
         numbers = {thread: len(lanes) + number for number, thread in enumerate(threads)}
         count = max(process.threads, len(threads))
-        lanes += [_lane(process.name, number, count) for number in range(count)]
+        lanes += [lane_name(process.name, number, count) for number in range(count)]
         for span in process.spans:
             if span.run in steps:
                 event = words.event(span, steps[span.run], numbers[span.thread], start - process.offset)
                 events += [event] if event else []
-    own = _until_done(windows, events, start)
+    own = until_done(windows, events, start)
     return Timeline(
         title=title,
         lanes=tuple(lanes),
@@ -95,13 +95,13 @@ def _transfers(process: ProcessSpans, lane: int, start: float) -> list[Transfer]
     ]
 
 
-def _until_done(windows: Sequence[Window], events: Sequence[Event], start: float) -> tuple[Window, ...]:
+def until_done(windows: Sequence[Window], events: Sequence[Event], start: float) -> tuple[Window, ...]:
     """The windows by the timeline's clock; the last one until its last event, which on a cluster comes after it."""
     own = [Window(window.steps, window.start - start, window.end - start) for window in windows]
     end = max((event.end for event in events), default=0.0)
     return (*own[:-1], Window(own[-1].steps, own[-1].start, max(own[-1].end, end)))
 
 
-def _lane(process: str, number: int, count: int) -> str:
+def lane_name(process: str, number: int, count: int) -> str:
     thread = f"thread {number + 1}"
     return ", ".join(filter(None, (process, thread if count > 1 or not process else "")))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
@@ -15,7 +16,6 @@ from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.instruments.timeline.writing import check_timeline_path, is_bare, write_timeline
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.step import TrainingStep
 
 
 @documented
@@ -56,9 +56,15 @@ class TimelineWatcher:
         self.config = config or TimelineConfig()
         self.timeline: Timeline | None = None
 
-    def begin(self, job: Job, step: TrainingStep, scheduler: Scheduler) -> int:
+    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
         require_shared_steps(job)
-        self.recorder = StepRecorder(step, scheduler)
+        self.recorder: Any
+        if job.dataflow.engine == "ranks" and not scheduler.in_place:
+            from daskgpt.instruments.timeline.ranks import RankRecorder  # which needs `distributed`
+
+            self.recorder = RankRecorder(steps)
+        else:
+            self.recorder = StepRecorder(steps.step, scheduler)
         self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
         return max(job.steps - self.config.timeline_steps, 0)
 

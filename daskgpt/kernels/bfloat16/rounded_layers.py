@@ -1,9 +1,7 @@
 """The layers whose products run in bfloat16: float32 in and out, operands rounded, sums in float32.
 
 A trained matrix is a `TrainedWeight`: its float32 values, which AdamW works on, and the same values rounded and packed
-for the products, which each update renews. A process that multiplies by it and does not update it has a
-`MultipliedWeight`, which comes to it as a `SentWeight`. Everything else (layernorm, softmax, GELU, sums, moments) stays
-float32.
+for the products, which each update renews. Everything else (layernorm, softmax, GELU, sums, moments) stays float32.
 """
 
 from __future__ import annotations
@@ -16,51 +14,11 @@ import numpy as np
 
 from daskgpt.kernels import embedding
 from daskgpt.kernels.arguments import check_rows
-from daskgpt.kernels.bfloat16 import PackedWeight, from_bfloat16, pack_weight, to_bfloat16, update_weight
+from daskgpt.kernels.bfloat16 import PackedWeight, pack_weight, update_weight
 from daskgpt.kernels.bfloat16 import backward_weight as weight_product
 from daskgpt.kernels.bfloat16 import backward_x as input_product
 from daskgpt.kernels.bfloat16 import forward as product
-from daskgpt.kernels.bfloat16.packed_weight import empty_weight
 from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
-
-PACKED_ROWS = 256  # that are widened at a time: some hundred kilobytes, in the second cache
-
-
-@dataclass(frozen=True, slots=True)
-class MultipliedWeight:
-    """A matrix packed in bfloat16: all that products need of it."""
-
-    packed: PackedWeight
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class SentWeight:
-    """A matrix in bfloat16 as it is sent to who multiplies by it: packed for both products it would be twice as much.
-
-    Shapes   bits (O, C), uint16
-    """
-
-    bits: np.ndarray
-
-    @classmethod
-    def of(cls, weight: TrainedWeight) -> SentWeight:
-        """Round the float32 values, as packing does."""
-        return cls(to_bfloat16(weight.values))
-
-    @property
-    def nbytes(self) -> int:
-        return self.bits.nbytes
-
-    def received(self) -> MultipliedWeight:
-        """The same bits that its owner multiplies by."""
-        packed = empty_weight(*self.bits.shape)
-        for first in range(0, len(self.bits), PACKED_ROWS):
-            pack_weight(from_bfloat16(self.bits[first : first + PACKED_ROWS]), packed, first=first)
-        return MultipliedWeight(packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +58,7 @@ class TrainedRows:
     last: int
 
 
-Multiplied = TrainedWeight | MultipliedWeight
-
-
-def linear_forward(x: np.ndarray, weight: Multiplied, bias: np.ndarray) -> np.ndarray:
+def linear_forward(x: np.ndarray, weight: TrainedWeight, bias: np.ndarray) -> np.ndarray:
     """y = x weightᵀ + bias.
 
     Shapes   x (b, t, C), weight (O, C), bias (O,) -> y (b, t, O)
@@ -112,7 +67,7 @@ def linear_forward(x: np.ndarray, weight: Multiplied, bias: np.ndarray) -> np.nd
     return product(x, weight.packed, bias)
 
 
-def linear_without_bias(x: np.ndarray, weight: Multiplied) -> np.ndarray:
+def linear_without_bias(x: np.ndarray, weight: TrainedWeight) -> np.ndarray:
     """y = x weightᵀ.
 
     Shapes   x (b, t, C), weight (V, C) -> y (b, t, V)
@@ -121,7 +76,7 @@ def linear_without_bias(x: np.ndarray, weight: Multiplied) -> np.ndarray:
     return product(x, weight.packed)
 
 
-def linear_backward_x(dy: np.ndarray, weight: Multiplied) -> np.ndarray:
+def linear_backward_x(dy: np.ndarray, weight: TrainedWeight) -> np.ndarray:
     """dx = dy weight.
 
     Shapes   dy (b, t, O), weight (O, C) -> dx (b, t, C)
@@ -148,7 +103,7 @@ def embedding_forward(tokens: np.ndarray, wte: TrainedWeight, positions: np.ndar
 
 
 def crossentropy_forward(
-    x: np.ndarray, wte: Multiplied, targets: np.ndarray, vocabulary: int
+    x: np.ndarray, wte: TrainedWeight, targets: np.ndarray, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cross-entropy of every token, and its gradient with respect to the logits, as `crossentropy.forward`.
 
@@ -159,7 +114,7 @@ def crossentropy_forward(
     return softmax_losses(dlogits, targets, vocabulary), dlogits
 
 
-def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: Multiplied) -> np.ndarray:
+def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: TrainedWeight) -> np.ndarray:
     """dx = dy (dlogits wte).
 
     Shapes   dy (b, t), dlogits (b, t, V padded), wte (V padded, C) -> dx (b, t, C)
