@@ -19,6 +19,7 @@ from command_lines import PATIENCE
 from distributed import Client, WorkerPlugin
 from namespaces import Hosts
 
+from daskgpt.graph import program
 from daskgpt.schedulers.members import running
 
 ROOT = Path(__file__).parents[1]
@@ -195,6 +196,33 @@ class KillItself(WorkerPlugin):
             self.left -= 1
             if self.left <= 0:
                 kill_once(self.once)
+
+
+class KillInKernel(WorkerPlugin):
+    """Kills its worker with SIGKILL as it ends its `after`th kernel call of a kind inside of a window of steps.
+
+    kind   part of the call's name
+    """
+
+    name = "kill-itself"
+
+    def __init__(self, kind: str, after: int, once: Path) -> None:
+        self.kind, self.left, self.once = kind, after, once
+
+    def setup(self, worker: Any) -> None:
+        self.span = program.Span
+
+        def dying(key: Any, *rest: Any) -> Any:
+            if self.kind in key[0]:
+                self.left -= 1
+                if self.left <= 0:
+                    kill_once(self.once)
+            return self.span(key, *rest)
+
+        program.Span = dying
+
+    def teardown(self, worker: Any) -> None:
+        program.Span = self.span
 
 
 class KillAsItSends(WorkerPlugin):

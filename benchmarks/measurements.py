@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from timeline_picture import PICTURE, picture
@@ -26,7 +26,6 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "measurements"
 PLACE = re.compile(r"(<!-- measured: (?P<name>[^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Iterable[tuple[str, ...]]
-SENT = "tasks a worker, the most that one sends and gets, all together"  # what records of plans say that they have
 
 
 def pages() -> list[Path]:
@@ -186,35 +185,6 @@ def fork_join() -> list[str]:
     return table(head, map(row, records("fork_join")))
 
 
-def task_costs() -> list[str]:
-    """What a task costs a cluster, and what that means for the default model, as a paragraph."""
-    few, many = 17, 48
-    step = found_as("dials", f"tiny on two worker processes, {few} tasks a step; with --grain block {many}").figures
-    times = {name: figure.median for name, figure in step.items()}
-    more = (times["blocks"] - times["workers"]) / (many - few)
-    slower = times["workers"] / times["threads"]
-    return [
-        f"**What a task costs.** A step of the default model takes {spread(step['workers'])} ms with two workers in "
-        f"{few} tasks, and {spread(step['blocks'])} ms in {many}: {number(more, 0)} ms more for each.",
-        f"Two threads take {spread(step['threads'])} ms; it is {number(slower, 1)} times as long on workers: hence "
-        "`--steps 100` above.",
-        f"The header says how many tasks a step has (`grain      chunk, {few} tasks a step, ...`). A small model's are "
-        "as large as can be: the forward and backward pass of a worker's sequences is one, and all that it updates.",
-    ]
-
-
-def workers_traffic() -> list[str]:
-    """What workers send by their plans."""
-    plans = [one.figures for one in records("clusters") if one.settings["what"].endswith(SENT)]
-
-    def row(known: Mapping[str, Figure]) -> tuple[str, ...]:
-        workers, tasks = (number(known[name].median) for name in ("workers", "tasks"))
-        return workers, tasks, *(f"{number(known[name].median, 1)} GB" for name in ("most", "got", "all"))
-
-    head = "workers | tasks a step a worker | most that one sends a step | most that one gets | all together"
-    return table(head, map(row, plans))
-
-
 def bandwidths() -> list[str]:
     """Steps on hosts whose links are limited."""
 
@@ -325,8 +295,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "generation compared": generation_compared,
     "fork-join": fork_join,
     "default run": default_run,
-    "task costs": task_costs,
-    "workers' traffic": workers_traffic,
     "bandwidths": bandwidths,
     "local steps": local_steps,
 }

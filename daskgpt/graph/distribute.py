@@ -184,12 +184,15 @@ class Receive:
 
 
 class Posted:
-    """Comes after all that this rank sends of some buckets."""
+    """Comes after all that this rank sends of the buckets up to one.
+
+    number   of that one
+    """
 
     axes = ""
 
-    def __init__(self, origin: Any) -> None:
-        self.origin = origin
+    def __init__(self, origin: Any, number: int = 0) -> None:
+        self.origin, self.number = origin, number
 
     def __call__(self, *_: Any) -> None:
         pass
@@ -438,7 +441,7 @@ class _Pass:
                 if theirs := [partial[each] for each in bucket if each[1].owner == other]:
                     done.append(self._send(other, "totals", number, theirs, "backward"))
             posted.append((f"posted-{number}_-{self.token}",))
-            self.new[posted[-1]] = task(posted[-1], Posted(self._message("posted", "backward", number)), done)
+            self.new[posted[-1]] = task(posted[-1], Posted(self._message("posted", "backward", number), number), done)
         for number, bucket in enumerate(buckets):
             own = [each for each in bucket if each[1].owner == self.rank.number]
             if own:

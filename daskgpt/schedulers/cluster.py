@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import multiprocessing
@@ -95,8 +96,14 @@ class ClusterScheduler:
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         with telling_losses(self.client):
-            self.settle(handles)
-            return list(self.client.gather(handles))
+            fetching = self.client.sync(_begun, self.client, handles)
+            try:
+                while not self.client.sync(_soon, [fetching]):
+                    self._look()
+            except LostResults:
+                self.client.loop.add_callback(fetching.cancel)
+                raise
+            return list(self.client.sync(_result, fetching))
 
     def fetch_together(self, handles: list[Any]) -> list[Any]:
         """The results of tasks that wait for each other: where one is lost, the others are not waited for."""
@@ -115,15 +122,20 @@ class ClusterScheduler:
             self._wait(handles)
 
     def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
-        """Wait for all, or for the first one. Dask itself would wait for ever, where a worker is gone without which
-        nothing goes on, or the last one is.
-        """
+        """Wait for all, or for the first one."""
         while not self.client.sync(_soon, handles, which):
-            self.silence.look()
-            if self.client.status == "running":
-                there = self.client.nthreads().keys()
-                if not there or self.needed - there:
-                    raise loss(self.client, "a worker")
+            self._look()
+
+    def _look(self) -> None:
+        """Look at the workers, while results are waited for: Dask itself would wait for ever.
+
+        Errors   LostResults where a worker is gone without which nothing goes on, or the last one is
+        """
+        self.silence.look()
+        if self.client.status == "running":
+            there = self.client.nthreads().keys()
+            if not there or self.needed - there:
+                raise loss(self.client, "a worker")
 
     def settled(self, handles: list[Any]) -> bool:
         own = [handle.status for handle in handles if isinstance(handle, Future)]
@@ -216,11 +228,22 @@ async def _soon(handles: list[Any], which: str = "ALL_COMPLETED") -> bool:
     It is told without an error: one that comes through `Client.sync` makes a cycle of itself and the frames below it,
     and what they know, such as the state of a step, would stay on the workers until Python looks for garbage.
     """
+    if isinstance(handles[0], asyncio.Future):
+        return bool((await asyncio.wait(handles, timeout=LOOKING))[0])
     try:
         await wait(handles, timeout=LOOKING, return_when=which)
     except TimeoutError:
         return False
     return True
+
+
+async def _begun(client: Any, handles: list[Any]) -> Any:
+    """A future of the loop, of results that are fetched."""
+    return asyncio.ensure_future(client.gather(handles, asynchronous=True))
+
+
+async def _result(fetching: Any) -> Any:
+    return await fetching
 
 
 @contextmanager

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 from daskgpt.graph.calls import ChunkSum, KernelCall, is_pick, origin_of
-from daskgpt.graph.distribute import Posted, Send, ShardUpdate, Store
+from daskgpt.graph.distribute import (
+    Item,
+    Joined,
+    OfAllRanks,
+    PartialTotals,
+    Posted,
+    Receive,
+    Send,
+    ShardUpdate,
+    Store,
+    TreeSum,
+)
 from daskgpt.graph.grain import GroupOf, groups, in_order
-from daskgpt.graph.inplace import OfRows, RowSum, RowUpdate
+from daskgpt.graph.inplace import OfRows, RowSum, RowUpdate, dependents_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
 from daskgpt.model.optimizer import SQUARES
@@ -17,6 +29,7 @@ from daskgpt.model.origins import Origin
 # Blocks, and chunks in the head, that may be worked on before the oldest of them is done with.
 LOOKAHEAD = 2
 OUTSIDE = "outside"  # of the blocks
+GLUE = Item | TreeSum | Receive  # of a rank: what belongs to the task that reads it
 
 
 def groups_of(graph: Graph, grain: str, *, updates: bool = False, apart: bool = False) -> GroupOf:
@@ -58,18 +71,7 @@ def ranked_groups(graph: Graph, group_of: GroupOf, grain: str, *, apart: bool) -
     """
     if apart:
         return group_of
-
-    # Where a chunk is one task, so is all that is summed and sent, or updated and sent, of a bucket.
-    together: dict[Key, Hashable] = {}
-    for key, node in graph.items() if grain == "chunk" else ():
-        function = getattr(node, "func", None)
-        if isinstance(function, Posted) or (isinstance(function, Send) and function.channel[0] == "weights"):
-            sends = [other for other in node.dependencies if isinstance(getattr(graph.get(other), "func", None), Send)]
-            sends = [send for send in sends if graph[send].func.channel[0] == "totals"]
-            bucket = key[0]
-            for other in [key, *sends, *node.dependencies, *(d for send in sends for d in graph[send].dependencies)]:
-                if isinstance(getattr(graph.get(other), "func", None), RowSum | ShardUpdate) or other in (key, *sends):
-                    together[other] = bucket
+    together = bucket_groups(graph) if grain == "chunk" else {}
 
     def ranked_group(key: Key) -> Hashable:
         if key in together:
@@ -84,6 +86,44 @@ def ranked_groups(graph: Graph, group_of: GroupOf, grain: str, *, apart: bool) -
         return None if unit == OUTSIDE else (type(function).__name__, unit, key[1:])
 
     return ranked_group
+
+
+def bucket_groups(graph: Graph) -> dict[Key, Hashable]:
+    """Where a chunk is one task, so is all that is summed and sent of a bucket, all that is updated and sent, and all
+    that is received at the end.
+
+    What comes from other ranks, and what is made of it for one of these, belongs to it.
+    """
+    found: dict[Key, Hashable] = {}
+    for key, node in graph.items():
+        function = getattr(node, "func", None)
+        if isinstance(function, Store):
+            found[key] = "store"
+        elif isinstance(function, Joined):
+            found[key] = "sent", 0
+        elif isinstance(function, Send):
+            kind, number = function.channel
+            if kind == "weights":
+                found |= dict.fromkeys([key, *_of(graph, key, ShardUpdate)], ("update", number))
+            elif kind in ("loss", "gather"):
+                found |= dict.fromkeys([key, *_of(graph, key, PartialTotals)], ("sent", 0))
+        elif isinstance(function, Posted):
+            sends = _of(graph, key, Send)
+            own = [key, *sends, *_of(graph, key, RowSum)]
+            own += [total for send in sends for total in _of(graph, send, RowSum)]
+            found |= {each: ("sent", function.number) for each in own if each not in found}
+    readers = dependents_of(graph)
+    for key in reversed(in_order(graph)):
+        groups, function = {found.get(reader) for reader in readers[key]}, getattr(graph[key], "func", None)
+        is_glue = isinstance(function, GLUE) or isinstance(getattr(function, "call", None), OfAllRanks)
+        if key not in found and len(groups) == 1 and is_glue:
+            found[key] = groups.pop()
+    return {key: group for key, group in found.items() if group is not None}
+
+
+def _of(graph: Graph, key: Key, kinds: Any) -> list[Key]:
+    """The tasks of some kinds that a task reads."""
+    return [other for other in graph[key].dependencies if isinstance(getattr(graph.get(other), "func", None), kinds)]
 
 
 def update_tasks(graph: Graph, sums: tuple[type, ...]) -> dict[Key, Origin]:

@@ -2,20 +2,22 @@
 
 import pytest
 from distributed import Client
-from machines import KillItself
+from machines import KillInKernel, KillItself
 from test_local_steps import same, train
 
-from daskgpt.training import local_steps
+from daskgpt.training import rank_steps
 
 STEPS = 30
 
 
-@pytest.mark.parametrize("kind", ["inner.steps", "outer.step", "inner.end", "recovery.copy"])
+@pytest.mark.parametrize("kind", ["attention.forward", "rank.window", "state.rows", "recovery.copy"])
 def test_a_worker_that_is_killed_costs_no_bit(kind, cluster, small_text, tmp_path, monkeypatch):
-    monkeypatch.setattr(local_steps, "TASK_SECONDS", 1e-3)  # several tasks a round, and recovery points inside of one
+    monkeypatch.setattr(
+        rank_steps, "WINDOW_SECONDS", 1e-3
+    )  # many windows a round
     train(small_text, tmp_path / "whole", steps=STEPS)
     cluster.have(3)
-    plugin = KillItself(kind, 4, tmp_path / "killed")
+    plugin = (KillInKernel if kind == "attention.forward" else KillItself)(kind, 4, tmp_path / "killed")
     with Client(cluster.address) as client:
         client.register_plugin(plugin)
         try:

@@ -16,11 +16,15 @@ COLOURS = {
     "split": "#97bbf5",
     "mean": "#303030",
 }
+MESSAGES = {"receive": "#d62728", "send": "#f4a3a3"}  # red, as on Dask's pages
 OTHER_COLOUR = "#d0a842"
 DARKER = 0.62  # of a forward kernel's colour: its backward kernels
 
 
 def colour_of(layer: str, backward: bool) -> str:
+    kind = layer.partition(".")[0]
+    if kind in MESSAGES:
+        return MESSAGES[kind]
     colour = COLOURS.get(layer, OTHER_COLOUR)
     if not backward:
         return colour
