@@ -86,6 +86,7 @@ class Program:
         packed    whether a tuple is returned even if there is one output
         """
         self.calls, self.arrivals, self.outputs = tuple(calls), tuple(arrivals), tuple(outputs)
+        self.kinds = tuple(call.kind for call in calls)
         self.readers, self.packed = readers, packed
         self.size = 1 + max((call.slot for call in calls), default=-1)
         self.size = max(self.size, 1 + max((slot for _, _, slot in arrivals), default=-1))
@@ -105,7 +106,7 @@ class Program:
         spans, meter, thread = RECORDER.spans, RECORDER.meter, get_ident()
         timed, seconds = spans is not None or meter is not None, dict[str, float]()
         run = RECORDER.first_run + self.run
-        for call in self.calls:
+        for call, kind in zip(self.calls, self.kinds):
             start = perf_counter() if timed else 0.0
             if call.flat:
                 slots[call.slot] = call.function(*[slots[slot] for slot in call.arguments])
@@ -114,7 +115,7 @@ class Program:
             if timed:
                 end = perf_counter()
                 if meter is not None:
-                    seconds[call.kind] = seconds.get(call.kind, 0.0) + end - start
+                    seconds[kind] = seconds.get(kind, 0.0) + end - start
                 if spans is not None:
                     spans.append(Span(call.key, thread, start, end, bytes_of(slots[call.slot]), run))
             for slot in call.ended:

@@ -29,8 +29,9 @@ FEW_ROWS = 8
 # Tokens cut as well: gathering, and sums of few tokens at a time (tiny: 5 % of a step with 32 tokens, 9 % with 16).
 FEW_TOKENS = 1.6
 TASK = 0.15e-3  # seconds that a task costs besides its kernels
-# One thread gets two chunks as well: the activations of half a batch stay in a cache, and its logits in memory.
-LEAST_CHUNKS = 2
+# One thread gets two chunks as well: the activations of half a batch stay in a cache, and its logits in memory. Not of
+# few tokens, of which kernels of half as many are the slower ones.
+LEAST_CHUNKS, FEW = 2, 512
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def cuttings(
         [given] if given else [part for part in range(1, whole + 1) if whole % part == 0]
         for whole, given in zip(batch_shape, (dataflow.batch_chunk, dataflow.sequence_chunk))
     ]
-    threads = max(threads, LEAST_CHUNKS)
+    threads = max(threads, LEAST_CHUNKS if math.prod(batch_shape) > FEW else 1)
     found = [_cutting(config, batch_shape, (b, t), threads, work) for b in sizes[0] for t in sizes[1]]
     return sorted(found, key=lambda cutting: (cutting.seconds, cutting.count, cutting.chunk))
 
