@@ -37,7 +37,7 @@ from daskgpt.model.parameters import RandomParameters
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.local_steps import LocalSteps
+from daskgpt.training.rank_steps import RankSteps
 
 WORKERS = 3
 ROUND = 50  # local steps
@@ -57,7 +57,7 @@ class Rounds:
     def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
         local = LocalConfig(local_steps=ROUND, replicas=WORKERS)
         self.job = replace(job, local=local, run=replace(job.run, steps=10**6))
-        self.steps, self.seed, self.losses = LocalSteps(self.job, scheduler, lambda _: None), seed, list[float]()
+        self.steps, self.seed, self.losses = RankSteps(self.job, scheduler, lambda _: None), seed, list[float]()
         self.state = self.steps.initial(RandomParameters(job.config, seed))
 
     def run(self, count: int) -> list[float]:
@@ -68,7 +68,6 @@ class Rounds:
             batches = [random_batch(self.job, self.seed, step) for step in steps]
             outcomes, self.state = self.steps.run(self.state, batches)
             self.losses += [outcome.loss for outcome in outcomes]
-        self.steps.scheduler.settle(self.state.packs)
         return [(time.perf_counter() - start) / ROUND]
 
     def cpu(self) -> Mapping[tuple[str, int], float]:

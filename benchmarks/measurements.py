@@ -130,19 +130,6 @@ def torch_ddp() -> list[str]:
     return table(f"{head} | workers' time / DDP's | workers' throughput / threads'", map(row, records("torch_ddp")))
 
 
-def workers_time() -> list[str]:
-    def row(one: Record) -> tuple[str, ...]:
-        known = one.figures
-        shares = (percent(known[f"workers_{name}"]) for name in ("kernels", "transfer", "scheduler", "idle"))
-        peaks = (known.get(f"{name}_peak") for name in ("cluster", "threads", "theirs"))
-        told = " / ".join("?" if peak is None else spread(peak) for peak in peaks)
-        who = one.settings["precision"], one.machine["processor"]
-        return *who, *shares, number(known["cluster_longest"].median), f"{told} GB"
-
-    head = "precision | processor | kernels | transfers | client and scheduler | idle | longest step / median"
-    return table(f"{head} | peak memory: workers, threads, DDP", map(row, records("torch_ddp")))
-
-
 def generation() -> list[str]:
     found = records("generation")[-1].figures
     ways = [name.removesuffix("_step").split("_") for name in found if name.endswith("_step")]
@@ -290,7 +277,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "steps earlier": steps_earlier,
     "one order of sums": one_order_of_sums,
     "torch-ddp": torch_ddp,
-    "workers' time": workers_time,
     "generation": generation,
     "generation compared": generation_compared,
     "fork-join": fork_join,

@@ -259,12 +259,12 @@ def run(
     compile_kernels(job.precision)
     if apart:
         compared, steps = compare_ddp_apart(job, asked.seed, options, turns)
-        return compared, Chunks(steps.step.chunk, steps.steps.described_chunks)
+        return compared, Chunks(steps.steps.chunk, steps.steps.described_chunks)
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         found: Measurement | PairedTurns | Programs
         if name == "torch-ddp":
             found, steps = compare_ddp(job, scheduler, asked.seed, options, turns)
-            return found, Chunks(steps.step.chunk, steps.steps.described_chunks)
+            return found, Chunks(steps.steps.chunk, steps.steps.described_chunks)
         steps = Steps(job, scheduler, asked.seed)
         if name == "torch":
             found = compare_torch(steps, options, asked.warmup, asked.steps)
@@ -272,7 +272,7 @@ def run(
             found = compare_llmc(steps, path, asked.warmup, asked.steps)
         else:
             found = measure(steps, asked.warmup, asked.steps, asked.recorded)
-        return found, Chunks(steps.step.chunk, steps.steps.described_chunks)
+        return found, Chunks(steps.steps.chunk, steps.steps.described_chunks)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def test_a_worker_is_asked_about_a_model_that_no_client_fetches(cluster, precisi
     assert found == wanted
 
 
-def test_recorded_spans_name_their_workers_times_and_senders(cluster):
+def test_recorded_spans_name_their_workers_and_times(cluster):
     cluster.have(2)
     begin = time.time()
     with daskgpt.open_scheduler(cluster.address) as scheduler, scheduler.record() as found:
@@ -101,9 +101,6 @@ def test_recorded_spans_name_their_workers_times_and_senders(cluster):
         assert process.spans
         assert all(begin < process.offset + span.start <= process.offset + span.end for span in process.spans)
         assert all(process.offset + span.end < time.time() for span in process.spans)
-    receipts = [(process.name, got) for process in found for got in process.receipts if got.start > begin - 1]
-    assert receipts
-    assert all(got.sender in {*names} - {name} and got.bytes > 0 and got.results > 0 for name, got in receipts)
 
 
 def left_on(dask_scheduler):

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
 
+import daskgpt
 from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.spans import RECORDER, bytes_of, recorded_spans
-from daskgpt.instruments.timeline import StepRecorder, TimelineConfig, writing
+from daskgpt.instruments.timeline import StepRecorder, TimelineConfig, TimelineWatcher, writing
 from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
-from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Transfer, Window, different_at_once
+from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, different_at_once
 from daskgpt.instruments.timeline.page import _means, lanes_of, time_axis
 from daskgpt.instruments.timeline.side_by_side import in_brief
 from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
-from daskgpt.instruments.timeline.worker_time import WorkerTime, worker_time
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.step import TrainingStep
 
@@ -100,7 +100,7 @@ def test_what_runs_at_the_same_time(barrier, steps, layers):
         assert all(found.phases[phase] > 0 for phase in ("forward", "backward", "update"))
 
 
-def test_a_cluster_records_kernels_and_transfers_of_its_workers_on_one_clock(cluster):
+def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     cluster.have(2)
     step, timeline = recorded("step", [(3,), (4,)], scheduler=cluster.address, grain="segment")
     counts = Counter((event.step, event.key) for event in timeline.events)
@@ -115,14 +115,28 @@ def test_a_cluster_records_kernels_and_transfers_of_its_workers_on_one_clock(clu
         assert event.step == 3 or event.start >= last.start - 0.01
         for reader in timeline.readers.get(event.key, ()):
             assert starts.get((event.step, reader), event.end) >= event.end - 0.01, "one clock for both workers"
-    assert timeline.transfers, "two workers share a step"
-    for transfer in timeline.transfers:
-        assert 0 <= transfer.start <= transfer.end <= last.end
-        assert min(transfer.bytes, transfer.results) > 0
-        assert transfer.sender == timeline.lanes[1 - transfer.lane]
     found = summarise(timeline)
     assert found.critical_path <= found.wall
     assert {"adamw", "linear"} <= {layer for layer, _ in found.kernels}
+
+
+def test_ranks_record_kernels_and_messages_on_one_clock(cluster, small_text):
+    cluster.have(2)
+    watcher = TimelineWatcher(TimelineConfig(timeline_steps=2))
+    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16, "groups": 2}
+    run = {"steps": 6, "validation_batches": 1}
+    daskgpt.fit(
+        daskgpt.preset("tiny", blocks=1), data, dataflow={"scheduler": cluster.address}, run=run, watchers=[watcher]
+    )
+    timeline = watcher.timeline
+    assert len(timeline.lanes) == 2
+    assert {event.step for event in timeline.events} == {4, 5}
+    end = {(event.step, event.lane, event.layer): event.end for event in timeline.events}
+    for event in timeline.events:
+        if event.layer.startswith("receive"):
+            sent = end[event.step, 1 - event.lane, event.layer.replace("receive", "send")]
+            assert sent <= event.end + 0.01, "one clock for both workers"
+    assert {"receive.totals", "receive.weights", "linear", "adamw"} <= {event.layer for event in timeline.events}
 
 
 # Timelines by hand.
@@ -131,7 +145,7 @@ def test_a_cluster_records_kernels_and_transfers_of_its_workers_on_one_clock(clu
 ONE_STEP = (Window((0,), 0.0, 10.0),)
 
 
-def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc", transfers=()):
+def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc"):
     """Steps of three tasks on two lanes: a 1 .. 3, then b 4 .. 8 and c 3 .. 5, which both need a."""
     a, b, c = keys = tuple((f"{name}.forward-{name}-token",) for name in "abc")
     calls = [("a", a, 0, 1, 3, 100), ("c", c, 1, 3, 5, 10), ("b", b, 0, 4, 8, 1000)]
@@ -144,7 +158,7 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc", transf
     before = {named[key]: {named[need] for need in own} for key, own in dict(earlier).items()}
     tasks = TaskGraph(keys, {a: set(), b: {a}, c: {a}}, before, frozenset(named[name] for name in awaited))
     lanes = ("thread 1", "thread 2")
-    return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks, {a: [b, c]}, tuple(transfers))
+    return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks, {a: [b, c]})
 
 
 def test_a_summary_worked_out_by_hand():
@@ -192,23 +206,8 @@ def test_curves_by_hand():
     assert (means[0], means[-1], sum(means) / len(means)) == pytest.approx((1, 3, 2))
 
 
-def test_where_workers_time_goes():
-    """Two workers of one thread for ten seconds: a from 1 to 4, b needs it and runs from 6 to 9 on the other one."""
-
-    def event(task, lane, start, end):
-        return Event(0, "linear", "forward", "h.0", "h.0", 0, (0, 0), lane, start, end, 8, (0, task), task, task)
-
-    events = (event("a", 0, 1.0, 3.0), event("a", 0, 3.5, 4.0), event("b", 1, 6.0, 9.0))
-    graph = TaskGraph(("a", "b"), {"a": set(), "b": {"a"}}, {}, frozenset({"b"}))
-    lanes, transfers = ("worker 0", "worker 1"), (Transfer(1, "worker 0", 5.0, 6.0, 8, 1),)
-    shares = worker_time(Timeline("", lanes, events, (Window((0,), 0.0, 10.0),), graph, {}, transfers))
-    # Scheduler: a's first second, and from a's end until its result is asked for.
-    expected = WorkerTime(kernels=5.5 / 20, tasks=0.5 / 20, transfer=1 / 20, scheduler=2 / 20, idle=11 / 20)
-    assert vars(shares) == pytest.approx(vars(expected))
-
-
 def test_lanes_of_a_page():
-    timeline = hand_made(transfers=[Transfer(1, "thread 1", 2.0, 2.5, 2_500, 3)])
+    timeline = hand_made()
     axis = time_axis([timeline, timeline])
     assert (axis.start, axis.end) == (0, 10_000)
     plot = lanes_of(timeline, axis)
@@ -219,10 +218,8 @@ def test_lanes_of_a_page():
     assert [own["lane"][0] for own in bars] == ["thread 1", "thread 1", "thread 2"]
     assert [own["bytes"][0] for own in bars] == ["100 B", "1.0 kB", "10 B"]
     assert bars[0]["bottom"][0] > 0.5 > bars[2]["top"][0], "the first lane is on top"
-    (passed,) = [own.data_source.data for own in plot.renderers if "sender" in own.data_source.data]
-    assert (passed["left"], passed["right"], passed["bytes"], passed["results"]) == ([2000], [2500], ["2.5 kB"], [3])
     (legend,) = plot.above
-    assert sorted(item.label.value for item in legend.items) == ["a", "b", "c", "transfer"]
+    assert sorted(item.label.value for item in legend.items) == ["a", "b", "c"]
     assert not lanes_of(timeline, axis, legend=False).above
 
 
@@ -255,17 +252,16 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
 
 
 def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothing(tmp_path):
-    timeline = hand_made(transfers=[Transfer(1, "thread 1", 2.0, 2.5, 50, 3)])
+    timeline = hand_made()
     trace, page = writing.write_timeline(timeline, tmp_path / "deep" / "run")
     found = json.loads(trace.read_text())["traceEvents"]
     own = [event for event in found if event["ph"] == "X"]
     times = [(event["tid"], event["ts"], event["dur"]) for event in own]
-    assert times == [(0, 1e6, 2e6), (1, 3e6, 2e6), (0, 4e6, 4e6), (3, 2e6, 5e5)]
+    assert times == [(0, 1e6, 2e6), (1, 3e6, 2e6), (0, 4e6, 4e6)]
     told = {"layer": "a", "pass": "forward", "where": "a", "block": None}
     assert own[0]["args"] == told | {"chunk": None, "step": 0, "bytes": 100, "task": "a"}
-    assert own[3]["args"] == {"bytes": 50, "results": 3, "sender": "thread 1"}
     names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
-    assert names == {0: "thread 1", 1: "thread 2", 3: "thread 2, transfers"}
+    assert names == {0: "thread 1", 1: "thread 2"}
     counters = Counter(event["name"] for event in found if event["ph"] == "C")
     assert counters == {"memory of activations and gradients": 2, "layers at once": 5}
     assert in_brief(timeline).startswith("10,000.00 ms a step; kernels run 40% of the threads' time;")

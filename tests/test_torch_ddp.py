@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 
 from daskgpt.instruments.compare.apart import Apart
-from daskgpt.instruments.compare.torch_ddp import Programs
+from daskgpt.instruments.compare.torch_ddp import Programs, WorkerTime
 from daskgpt.instruments.compare.turns import Turn, take_turns
-from daskgpt.instruments.timeline.worker_time import WorkerTime
 
 
 class Program:
@@ -42,13 +41,13 @@ def test_three_take_turns_and_are_compared_within_one():
     turns = take_turns([Program(seconds, order) for seconds in (2, 1, 4)], 4, 3)
     assert order == [(seconds, 3) for seconds in (2, 1, 4, 1, 4, 2, 4, 2, 1, 2, 1, 4)]
     assert turns[1].seconds == ((2, 2, 6), (1, 1, 3), (4, 4, 12))
-    shares = WorkerTime(0.5, 0.1, 0.2, 0.15, 0.05)
+    shares = WorkerTime(0.5, 0.2, 0.3)
     found = Programs("PyTorch 2", 2, turns, 5, (3 * 10**9, 10**9, 10**9), (5.5, 5.5, 5.5), shares)
     assert found.ratio(0, 2).median == 0.5
     assert found.longest(0) == 3
     record = found.record()
     assert (record["ratio"], record["throughput_of_threads"], record["left_out_turns"]) == (0.5, 0.5, 1)
-    assert (record["workers_transfer"], record["cluster_ms_q3"], record["theirs_peak_gb"]) == (0.2, 3333.333, 1)
+    assert (record["workers_messages"], record["cluster_ms_q3"], record["theirs_peak_gb"]) == (0.2, 3333.333, 1)
     figures = {name: figure.median for name, figure in found.figures().items()}
     assert (figures["threads"], figures["cluster_longest"], figures["cluster_peak"]) == (1666.67, 3, 3)
     lines = found.describe().splitlines()

@@ -17,7 +17,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.plan import plan
 from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline import StepRecorder, Summary, Timeline, summarise
+from daskgpt.instruments.timeline import Summary, Timeline, summarise
 from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import Job, compile_kernels
@@ -194,9 +194,5 @@ def _job(
 
 
 def _execution(run: Steps, seconds: list[float], steps: int) -> Execution:
-    done, losses = len(run.losses), tuple(run.losses)
-    recorder = StepRecorder(run.step, run.scheduler)
-    for first in range(done, done + steps, run.window):
-        with recorder.window(range(first, first + run.window)):
-            run.run(run.window)
-    return Execution(run.scheduler.threads, Spread.of(seconds), losses, recorder.finish())
+    losses = tuple(run.losses)
+    return Execution(run.scheduler.threads, Spread.of(seconds), losses, run.timeline(steps))

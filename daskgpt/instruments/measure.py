@@ -10,6 +10,8 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
+from daskgpt.instruments.timeline import StepRecorder, Timeline
+from daskgpt.instruments.timeline.colours import is_message
 from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.model.step_operations import step_operations
@@ -17,8 +19,9 @@ from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.product_rate import product_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.phases import busy_by_pass
+from daskgpt.training.loop import steps_of
+
+RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
 
 
 @dataclass(frozen=True)
@@ -65,44 +68,63 @@ class Steps:
 
     def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
         self.job, self.scheduler, self.seed = job, scheduler, seed
-        self.steps = JobSteps(job, scheduler)
-        self.step = self.steps.step
+        self.steps = steps_of(job, scheduler, lambda line: None)
+        self.ranks = self.steps.recovers  # whether workers share a batch
         self.state = self.steps.initial(RandomParameters(job.config, seed))
         self.losses: list[float] = []
 
     def run(self, count: int) -> list[float]:
         """Seconds of each of some further steps, from a batch to its loss.
 
-        Steps that overlap (barrier none) are timed together, and always so many: a value for each window is its mean.
-        A cluster has a step's loss before its backward pass, so a step is timed from loss to loss; what it still does
-        when the last loss is there, backward and update, counts to the first step, whose time has no such part.
+        Steps that overlap (barrier none), and steps of workers that share a batch, are timed together, and always so
+        many: a value for each window is its mean. With --engine tasks a cluster has a step's loss before its backward
+        pass, so a step is timed from loss to loss; what it still does when the last loss is there counts to the first
+        step, whose time has no such part.
         """
         window = self.window
         end, seconds = len(self.losses) + count, []
         while (done := len(self.losses)) < end:
-            batches = [random_batch(self.job, self.seed, done + number) for number in range(window)]
+            size = min(window, end - done) if self.ranks else window
+            batches = [random_batch(self.job, self.seed, done + number) for number in range(size)]
             start = perf_counter()
             outcomes, self.state = self.steps.run(self.state, batches)
             seconds.append((perf_counter() - start) / len(outcomes))
             self.losses += [outcome.loss for outcome in outcomes]
         start = perf_counter()
         self.settle()
-        if seconds and not self.scheduler.in_place:
+        if seconds and not self.scheduler.in_place and not self.ranks:
             seconds[0] += (perf_counter() - start) / window
         return seconds
 
     def settle(self) -> None:
         """Wait until a cluster has done what it goes on doing after a step's loss is there: the updates."""
-        self.scheduler.settle(self.state.packs)
+        if not self.ranks:
+            self.scheduler.settle(self.state.packs)
+
+    def recorder(self) -> Any:
+        """What records these steps as a timeline."""
+        if self.ranks:
+            from daskgpt.instruments.timeline.ranks import RankRecorder  # which needs `distributed`
+
+            return RankRecorder(self.steps)
+        return StepRecorder(self.steps.step, self.scheduler)
+
+    def timeline(self, count: int) -> Timeline:
+        """The timeline of so many further steps, of some more where the last window has more."""
+        recorder, size, done = self.recorder(), self.window, len(self.losses)
+        for first in range(done, done + count, size):
+            with recorder.window(range(first, first + size)):
+                self.run(size)
+        made: Timeline = recorder.finish()
+        return made
 
     def recorded(self, count: int) -> tuple[dict[str, float], float]:
         """Busy seconds by pass of all threads, and seconds, both a step, over some further steps."""
         done, start = len(self.losses), perf_counter()
-        with self.scheduler.record() as processes:
-            self.run(count)
-            seconds = perf_counter() - start
-        ran = len(self.losses) - done
-        busy = busy_by_pass(self.step.recorded, [span for process in processes for span in process.spans])
+        timeline = self.timeline(count)
+        seconds, ran = perf_counter() - start, len(self.losses) - done
+        kernels = [event for event in timeline.events if not is_message(event.layer)]
+        busy = {phase: sum(event.seconds for event in kernels if event.phase == phase) for phase in PHASES}
         return {name: busy[name] / ran for name in PHASES}, seconds / ran
 
     def reset_peak(self) -> None:
@@ -123,12 +145,21 @@ class Steps:
     @property
     def window(self) -> int:
         """How many steps the scheduler gets at once."""
+        if self.ranks:
+            return RANKS_WINDOW
         return self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
 
     @property
     def tasks(self) -> int:
         """Tasks of one step."""
-        return self.step.runnable.tasks
+        tasks: int = self.steps.tasks if self.ranks else self.steps.step.runnable.tasks
+        return tasks
+
+    @property
+    def grain(self) -> str:
+        """Of the steps so far."""
+        grain: str = self.steps.used_grain if self.ranks else self.steps.step.grain
+        return grain
 
 
 def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
@@ -148,7 +179,7 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
         matmul_rate=sum(scheduler.everywhere(matmul_rate, threads)),
         peak=peak,
         tasks=steps.tasks,
-        grain=steps.step.grain,
+        grain=steps.grain,
         threads=threads,
     )
 

@@ -191,7 +191,7 @@ class ClusterScheduler:
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
-        from daskgpt.schedulers.workers import RecordSpans, received, take_spans
+        from daskgpt.schedulers.workers import RecordSpans, take_spans
 
         found: list[ProcessSpans] = []
         with telling_losses(self.client):
@@ -200,16 +200,15 @@ class ClusterScheduler:
             yield found
         finally:
             with telling_losses(self.client):
-                taken, receipts = (self.client.run(asked, on_error="ignore") for asked in (take_spans, received))
+                taken = self.client.run(take_spans, on_error="ignore")
                 with suppress(OSError):  # of a worker that leaves: the others have been told as well
                     self.client.unregister_worker_plugin(RecordSpans.name)
             workers = members(self.client)
         names = {address: f"worker {worker['name']}" for address, worker in workers.items()}
-        stayed = taken.keys() & receipts.keys() & names.keys()  # one may leave at any moment
+        stayed = taken.keys() & names.keys()  # one may leave at any moment
         for address in sorted(stayed, key=lambda address: names[address]):
-            own = [got._replace(sender=names.get(got.sender, got.sender)) for got in receipts[address]]
             offset, spans = taken[address]
-            found.append(ProcessSpans(names[address], workers[address]["nthreads"], offset, spans, own))
+            found.append(ProcessSpans(names[address], workers[address]["nthreads"], offset, spans))
 
     def held(self, value: Any, worker: str | None = None) -> Any:
         """A future of what is to stay on the workers."""

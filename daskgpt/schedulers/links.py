@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from threading import Condition
@@ -148,11 +148,11 @@ def programs_of(worker: Any) -> dict[str, Any]:
     return found
 
 
-def done_of(worker: Any) -> Counter[str]:
+def done_of(worker: Any) -> dict[str, float]:
     """What a worker's ranks have done besides what Dask counts: tasks, bytes sent and received, and busy seconds that
     windows of steps were not.
     """
-    found: Counter[str] = worker.__dict__.setdefault("daskgpt_done", Counter())
+    found: dict[str, float] = worker.__dict__.setdefault("daskgpt_done", defaultdict(float))
     return found
 
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from daskgpt.graph.recording import Submission
 from daskgpt.graph.spans import Span
-
-
-class Receipt(NamedTuple):
-    """Results that a worker got from another one: seconds of the time of day, bytes, and the sender's name."""
-
-    start: float
-    end: float
-    bytes: int
-    sender: str
-    results: int
 
 
 @dataclass(frozen=True)
@@ -27,7 +17,6 @@ class ProcessSpans:
     """The kernel calls that one process recorded.
 
     name      "" for this process
-    receipts  what it got from others, also long before
     threads   in which it runs tasks
     offset    seconds that its perf_counter lacks to the time of day, which all processes share
     """
@@ -36,7 +25,6 @@ class ProcessSpans:
     threads: int
     offset: float
     spans: list[Span]
-    receipts: list[Receipt] = field(default_factory=list)
 
 
 class Scheduler(Protocol):

@@ -16,7 +16,7 @@ from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.allocator import keep_memory
 from daskgpt.schedulers.leaving import named
 from daskgpt.schedulers.links import end_programs
-from daskgpt.schedulers.protocol import Receipt, clock_offset
+from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.usage import KERNEL, METRIC, Count
 
 
@@ -78,15 +78,3 @@ def take_spans() -> tuple[float, list[Span]]:
     """A worker's clock offset, and the spans that it has recorded so far."""
     spans, RECORDER.spans = RECORDER.spans or [], []
     return clock_offset(), spans
-
-
-def received(dask_worker: Any) -> list[Receipt]:
-    """What a worker has got from others lately, from asking to having, with the senders' addresses.
-
-    Dask notes the times by the scheduler's clock.
-    """
-    late = dask_worker.scheduler_delay
-    return [
-        Receipt(entry["start"] - late, entry["stop"] - late, entry["total"], entry["who"], len(entry["keys"]))
-        for entry in dask_worker.transfer_incoming_log
-    ]

@@ -378,4 +378,5 @@ def _together(job: Job, steps: Steps, number: int, watching: Watching, saver: Sa
     ends += [end] if saver and (end := saver.next_fixed(number)) else []
     ends += [end] if (end := job.horizon.next_change(number)) else []
     ends += [(number // every + 1) * every] if (every := job.run.sample_every) else []
-    return min(steps.together(number), min(ends) - number)
+    together: int = min(steps.together(number), min(ends) - number)
+    return together

@@ -169,12 +169,15 @@ class Window(NamedTuple):
     seconds   that they took
     said      lines for people
     calls     the last kernel calls, for Dask's task stream
+    tasks     of one of its steps, and how large they are
     """
 
     told: Any
     seconds: float
     said: list[str]
     calls: list[ShownCall]
+    tasks: int
+    grain: str
 
 
 def run_window(
@@ -193,8 +196,10 @@ def run_window(
     seconds, done = time.perf_counter() - start, done_of(get_worker())
     kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
     done["busy"] += sum(span.end - span.start for span in kernels) - seconds
-    done["tasks"] += len(batches) * program.steps.step.runnable.tasks
-    return Window(told, seconds, said, shown_calls(spans, clock_offset()))
+    step = program.steps.step
+    done["tasks"] += len(batches) * step.runnable.tasks
+    calls = shown_calls(spans, clock_offset())
+    return Window(told, seconds, said, calls, step.runnable.tasks, step.grain)
 
 
 def copy_rows(run: str, epoch: str, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:

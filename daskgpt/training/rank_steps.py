@@ -92,6 +92,7 @@ class RankSteps:
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.live: LiveState | None = None
+        self.tasks, self.used_grain = 0, self.grain  # of the last steps: tasks of all ranks, and the grain of the first
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
         self.seen = self.workers = len(scheduler.addresses())
@@ -166,6 +167,7 @@ class RankSteps:
         self.seconds = max(window.seconds for window in ended) / len(batches)
         for line in ended[0].said:
             self.say(f"rank 0     {line}")
+        self.tasks, self.used_grain = sum(window.tasks for window in ended), ended[0].grain
         calls = {address: window.calls for address, window in zip(self.addresses, ended)}
         with suppress(OSError):  # nobody needs it
             self.scheduler.client.run_on_scheduler(show, calls, wait=False)

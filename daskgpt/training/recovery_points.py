@@ -34,7 +34,8 @@ class Point:
     def whole(self, scheduler: Scheduler) -> State | None:
         """The state, each pack from where it still is; None where one is nowhere."""
         kept, copies = [[pack] for pack in self.packs], self.copies or []
-        choices = [own + others for own, others in zip_longest(kept, copies, fillvalue=[])]
+        none: list[Any] = []
+        choices = [own + others for own, others in zip_longest(kept, copies, fillvalue=none)]
         there = iter(scheduler.present(list(chain(*choices))))
         found = [[copy for copy in own if next(there)] for own in choices]
         return State(self.layout, [own[0] for own in found], self.step) if all(found) else None

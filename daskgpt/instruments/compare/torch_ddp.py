@@ -27,8 +27,7 @@ from daskgpt.instruments.compare.turns import (
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline.recorder import StepRecorder
-from daskgpt.instruments.timeline.worker_time import WorkerTime, worker_time
+from daskgpt.instruments.timeline.colours import is_message
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
@@ -38,6 +37,18 @@ STEPS_APART = 4  # of a turn of programs that are opened for it
 CLUSTER, THREADS, THEIRS = range(3)
 NAMES = ("cluster", "threads", "theirs")
 LABELS = ("daskgpt, cluster", "daskgpt, threads")
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """Shares of the time of all workers' threads: in kernels, sending and waiting for messages, and the rest."""
+
+    kernels: float
+    messages: float
+    rest: float
+
+    def text(self) -> str:
+        return f"{self.kernels:.1%} kernels, {self.messages:.1%} messages, {self.rest:.1%} between tasks"
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Programs:
 
     @property
     def steps_a_turn(self) -> int:
-        return len(self.turns[0].seconds[CLUSTER])
+        return len(self.turns[0].seconds[THREADS])
 
     @property
     def disturbed(self) -> int:
@@ -241,8 +252,9 @@ def _programs(
 
 
 def recorded_time(steps: Steps, count: int) -> WorkerTime:
-    """Where the workers' time goes in so many steps, one after the other as they are timed."""
-    recorder = StepRecorder(steps.step, steps.scheduler)
-    with recorder.window(range(count)):
-        steps.run(count)
-    return worker_time(recorder.finish())
+    """Where the workers' time goes in some steps, which are recorded."""
+    timeline = steps.timeline(count)
+    whole = len(timeline.lanes) * sum(window.end - window.start for window in timeline.windows)
+    messages = sum(event.seconds for event in timeline.events if is_message(event.layer))
+    kernels = sum(event.seconds for event in timeline.events) - messages
+    return WorkerTime(kernels / whole, messages / whole, 1 - (kernels + messages) / whole)

@@ -16,7 +16,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
-from daskgpt.instruments.timeline import StepRecorder, Summary, Timeline, summarise
+from daskgpt.instruments.timeline import Summary, summarise
 from daskgpt.model.origins import PHASES
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import compile_kernels
@@ -58,12 +58,12 @@ def run(order: Order) -> dict[str, Any]:
         number = _count(study, steps.run(study.warmup))
         steps.reset_peak()
         bare = steps.run(-(-number // 2))
-        timeline = recorded(steps, number)
+        timeline = steps.timeline(number)
         bare += steps.run(-(-number // 2))
         peak = steps.peak()
         seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
         summary = summarise(timeline)
-        tasks, grain, chunk = steps.tasks, steps.step.grain, steps.step.chunk
+        tasks, grain, chunk = steps.tasks, steps.grain, steps.steps.chunk
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "batch_chunk_used": chunk[0],
@@ -88,15 +88,6 @@ def run(order: Order) -> dict[str, Any]:
 def _count(study: StudyConfig, warm: list[float]) -> int:
     """How many steps are timed: so many and so long as is asked for, by the shortest step so far."""
     return max(study.steps, math.ceil(study.seconds / min(warm)))
-
-
-def recorded(steps: Steps, count: int) -> Timeline:
-    """The timeline of so many further steps, of some more where the last window has more."""
-    recorder, size, done = StepRecorder(steps.step, steps.scheduler), steps.window, len(steps.losses)
-    for first in range(done, done + count, size):
-        with recorder.window(range(first, first + size)):
-            steps.run(size)
-    return recorder.finish()
 
 
 def _summary(found: Summary, step: float) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.study.dials import BARRIERS
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
 from daskgpt.instruments.study.numbers import model_name
-from daskgpt.instruments.study.one import recorded
 from daskgpt.instruments.timeline import (
     Timeline,
     describe_summary,
@@ -39,7 +38,7 @@ def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> list
         with open_scheduler("threads", point.threads) as scheduler:
             steps = Steps(job, scheduler, study.seed)
             steps.run(max(study.warmup, study.window))
-            found = [recorded(steps, study.window) for _ in range(study.repetitions)]
+            found = [steps.timeline(study.window) for _ in range(study.repetitions)]
         timeline = timelines[f"barrier {look.label}"] = min(found, key=_seconds)
         pages.append(write_timeline(timeline, folder / barrier)[1])
         print(f"\nbarrier {barrier}: {pages[-1]}\n{describe_summary(summarise(timeline))}")

@@ -21,10 +21,14 @@ OTHER_COLOUR = "#d0a842"
 DARKER = 0.62  # of a forward kernel's colour: its backward kernels
 
 
+def is_message(layer: str) -> bool:
+    """Whether an event of this name sends to another worker, or waits for one."""
+    return layer.partition(".")[0] in MESSAGES
+
+
 def colour_of(layer: str, backward: bool) -> str:
-    kind = layer.partition(".")[0]
-    if kind in MESSAGES:
-        return MESSAGES[kind]
+    if is_message(layer):
+        return MESSAGES[layer.partition(".")[0]]
     colour = COLOURS.get(layer, OTHER_COLOUR)
     if not backward:
         return colour

@@ -60,24 +60,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """Results that one worker got from another, from asking to having.
-
-    lane     the first of the worker that got them
-    sender   name of the other worker
-    start    and end, in seconds since the timeline began
-    results  how many came together
-    """
-
-    lane: int
-    sender: str
-    start: float
-    end: float
-    bytes: int
-    results: int
-
-
-@dataclass(frozen=True)
 class Window:
     """Steps that were handed to the scheduler together, and when: seconds since the timeline began."""
 
@@ -116,7 +98,6 @@ class Timeline:
     """Recorded steps: events by their start, lanes by name, and what waits for what.
 
     readers     of each kernel call's result, in the same step
-    transfers   between the workers of a cluster
     """
 
     title: str
@@ -125,7 +106,6 @@ class Timeline:
     windows: tuple[Window, ...]
     tasks: TaskGraph
     readers: dict[Key, list[Key]]
-    transfers: tuple[Transfer, ...] = ()
 
     @property
     def steps(self) -> list[int]:

@@ -29,13 +29,12 @@ from bokeh.resources import INLINE
 
 from daskgpt.instruments.timeline.colours import colour_of
 from daskgpt.instruments.timeline.curves import Curve, layers_at_once, live_bytes
-from daskgpt.instruments.timeline.events import Event, Timeline, Transfer
+from daskgpt.instruments.timeline.events import Event, Timeline
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
 from daskgpt.model.layers import LAYERS
 
 STEP_COLOURS = ("#c3ccd5", "#4f5a65")
 MEMORY_COLOUR, LAYERS_COLOUR, MEAN_COLOUR = "#4269d0", "#3ca951", "#14451d"
-TRANSFER_COLOUR = "#d6001c"
 MEANS = 150
 LANE_HEIGHT, MARGIN, LEGEND_HEIGHT, CURVE_HEIGHT, LEFT = 84, 155, 80, 180, 100  # pixels
 LEGEND_COLUMNS = 5  # narrow enough for half a screen
@@ -49,13 +48,6 @@ TOOLTIPS = """
 step @step, chunk @chunk<br>
 @ms ms, from @from to @to ms<br>
 returned @bytes, in task @task, @lane
-</div>
-"""
-
-TRANSFER_TOOLTIPS = """
-<div style="font: 12px sans-serif">
-<b>transfer</b> &nbsp; from @sender to @lane<br>
-@bytes, results: @results, @ms ms
 </div>
 """
 
@@ -109,10 +101,6 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
                 own.append(_bars(plot, timeline, events, colour_of(layer, backward)))
         items.append(LegendItem(label=layer, renderers=own))
         renderers += own
-    if timeline.transfers:
-        transfers = _transfers(plot, timeline)
-        items.append(LegendItem(label="transfer", renderers=[transfers]))
-        plot.add_tools(HoverTool(renderers=[transfers], tooltips=TRANSFER_TOOLTIPS, point_policy="follow_mouse"))
     _steps(plot, timeline)
     plot.add_tools(HoverTool(renderers=renderers, tooltips=TOOLTIPS, point_policy="follow_mouse"))
     if legend:
@@ -120,17 +108,6 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
         names.border_line_color, names.location, names.padding = None, "top_left", 2
         plot.add_layout(names, "above")
     return plot
-
-
-def _transfers(plot: Any, timeline: Timeline) -> Any:
-    """A strip above the lane of the worker that waits for results of another."""
-    transfers = timeline.transfers
-    own = {
-        "sender": [transfer.sender for transfer in transfers],
-        "results": [transfer.results for transfer in transfers],
-    }
-    colour = TRANSFER_COLOUR
-    return _quads(plot, timeline, transfers, (0.43, 0.53), own, fill_color=colour, line_color=colour, line_width=0.5)
 
 
 def _bars(plot: Any, timeline: Timeline, events: Sequence[Event], colour: str) -> Any:
@@ -151,7 +128,7 @@ def _bars(plot: Any, timeline: Timeline, events: Sequence[Event], colour: str) -
 def _quads(
     plot: Any,
     timeline: Timeline,
-    bars: Sequence[Event | Transfer],
+    bars: Sequence[Event],
     height: tuple[float, float],
     own: Mapping[str, object],
     **look: Any,

@@ -79,7 +79,6 @@ class RankRecorder:
             windows=until_done(self.windows, events, start),
             tasks=_together([part.tasks for _, part in parts]),
             readers={key: readers for _, part in parts for key, readers in part.readers.items()},
-            transfers=(),
         )
 
     def _title(self) -> str:

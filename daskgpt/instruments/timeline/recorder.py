@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from time import time
 
-from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Transfer, Window, Words
+from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, Words
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
 from daskgpt.training.step import TrainingStep
 
@@ -64,9 +64,7 @@ def timeline_of(
     words, start = Words(step.runnable), windows[0].start
     lanes: list[str] = []
     events: list[Event] = []
-    transfers: list[Transfer] = []
     for process in processes:
-        transfers += _transfers(process, len(lanes), start)
         threads = list(dict.fromkeys(span.thread for span in sorted(process.spans, key=lambda span: span.start)))
         numbers = {thread: len(lanes) + number for number, thread in enumerate(threads)}
         count = max(process.threads, len(threads))
@@ -83,16 +81,7 @@ def timeline_of(
         windows=own,
         tasks=TaskGraph.of(step.runnable),
         readers=words.readers,
-        transfers=tuple(sorted((t for t in transfers if t.start >= 0 and t.end <= own[-1].end), key=lambda t: t.start)),
     )
-
-
-def _transfers(process: ProcessSpans, lane: int, start: float) -> list[Transfer]:
-    """What a worker got from others; `lane` is its first one, `start` the timeline's, as the time of day."""
-    return [
-        Transfer(lane, receipt.sender, receipt.start - start, receipt.end - start, receipt.bytes, receipt.results)
-        for receipt in process.receipts
-    ]
 
 
 def until_done(windows: Sequence[Window], events: Sequence[Event], start: float) -> tuple[Window, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
-from daskgpt.instruments.timeline.events import Event, Timeline, Transfer
+from daskgpt.instruments.timeline.events import Event, Timeline
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
@@ -18,15 +18,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
         {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
         for lane, name in enumerate(timeline.lanes)
     ]
-    # Lanes of their own, for a worker's kernels run on while it waits for results of others.
-    below = len(timeline.lanes)
-    names += [
-        {"ph": "M", "pid": 0, "tid": below + lane, "name": "thread_name", "args": {"name": f"{name}, transfers"}}
-        for lane, name in enumerate(timeline.lanes)
-        if any(transfer.lane == lane for transfer in timeline.transfers)
-    ]
     events = [_complete(event) for event in timeline.events]
-    transfers = [_transfer(transfer, below) for transfer in timeline.transfers]
     counters = [
         {"ph": "C", "pid": 0, "name": name, "ts": _microseconds(time), "args": {unit: value}}
         for name, unit, curve in (
@@ -35,7 +27,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
         )
         for time, value in curve
     ]
-    return {"traceEvents": [process, *names, *events, *transfers, *counters], "displayTimeUnit": "ms"}
+    return {"traceEvents": [process, *names, *events, *counters], "displayTimeUnit": "ms"}
 
 
 def _complete(event: Event) -> dict[str, Any]:
@@ -58,19 +50,6 @@ def _complete(event: Event) -> dict[str, Any]:
         "ts": _microseconds(event.start),
         "dur": _microseconds(event.seconds),
         "args": arguments,
-    }
-
-
-def _transfer(transfer: Transfer, below: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": below + transfer.lane,
-        "name": f"from {transfer.sender}",
-        "cat": "transfer",
-        "ts": _microseconds(transfer.start),
-        "dur": _microseconds(transfer.end - transfer.start),
-        "args": {"bytes": transfer.bytes, "results": transfer.results, "sender": transfer.sender},
     }
 
 

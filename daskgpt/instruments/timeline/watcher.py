@@ -69,7 +69,8 @@ class TimelineWatcher:
         return max(job.steps - self.config.timeline_steps, 0)
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
-        return self.recorder.window(steps)
+        recording: AbstractContextManager[None] = self.recorder.window(steps)
+        return recording
 
     def end(self) -> None:
         if not self.recorder.windows:
