@@ -119,7 +119,7 @@ def check_workers(workers: int | None, *, plan: bool) -> None:
 
 
 def planned(job: Job, workers: int | None) -> str:
-    """What `--plan` prints; workers: of a cluster that the step is spread over, each of one thread; None for no such
+    """What `--plan` prints; workers: of a cluster that share the step, each of one thread; None for no such
     step.
     """
     if workers is None:

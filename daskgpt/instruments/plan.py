@@ -53,7 +53,7 @@ def plan(
 ) -> Plan:
     """What a step will take, without running it; what `python -m daskgpt.train --plan` does, from Python.
 
-    workers   of a cluster that the step is spread over, each of one thread; 0 for the scheduler that dataflow names
+    workers   of a cluster that share the step, each of one thread; 0 for the scheduler that dataflow names
 
     Errors    ValueError where the configurations do not fit each other
 

@@ -57,7 +57,6 @@ class JobSteps:
     chunks   the choice of its chunks
     choice   of its grain
     open     while one of them is, the next step is measured and must come alone
-    workers  over how many it is spread, as far as there are sequences
     """
 
     recovers = False  # from the loss of a worker
