@@ -86,7 +86,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--workers",
         type=int,
-        help="with --plan: of a step that so many workers share, what each sends and receives, and what one runs and holds",
+        help="with --plan: of a step that so many workers share, what each sends, and what one runs and holds",
     )
     flags.add_argument(
         "--against",

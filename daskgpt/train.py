@@ -67,7 +67,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--workers",
         type=int,
-        help="with --plan: of a step that so many workers share, what each sends and receives, and what one runs and holds",
+        help="with --plan: of a step that so many workers share, what each sends, and what one runs and holds",
     )
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (
