@@ -137,6 +137,7 @@ def main(arguments: list[str]) -> None:
         browser = Browser(client.dashboard_link.replace("/status", "/daskgpt"))
         windows = Windows(browser, values.pairs, values.window)
         run = ["--steps", str(windows.all_steps), "--validate-every", "0", "--validation-batches", "1"]
+        run += ["--snapshot-every", str(values.window)]  # there workers end what they make at a time
         given = train.parsed([*run, "--save-minutes", "0", *flags])
         job = train.job_of(given, from_flags(RunConfig, given), None)
         configurations = job.config, job.data, job.optimizer, job.dataflow, job.run
