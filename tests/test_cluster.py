@@ -188,8 +188,9 @@ def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, mo
     assert not list(tmp_path.glob("run/step-*"))
 
 
-def test_dasks_own_report_speaks_of_layers_and_passes(cluster, small_text, tmp_path, capsys):
-    flags = f"{FLAGS} --engine tasks --steps 2 --grain kernel --scheduler {cluster.address}"
+@engines
+def test_dasks_own_report_speaks_of_layers_and_passes(engine, cluster, small_text, tmp_path, capsys):
+    flags = f"{FLAGS} --engine {engine} --steps 2 --grain kernel --scheduler {cluster.address}"
     flags += f" --data {small_text} --out {tmp_path / 'run'}"
     assert train.main([*flags.split(), "--performance-report", "report.html"]) == 0
     page = (tmp_path / "run" / "report.html").read_text()

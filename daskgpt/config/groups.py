@@ -39,8 +39,13 @@ ONE_GROUP = Groups()
 
 def groups_of_rank(rank: int, count: int, groups: int) -> Groups:
     """The groups of one of several ranks: consecutive ones, nearly as many as the others have."""
-    first, last = rank * groups // count, (rank + 1) * groups // count
-    return Groups(last - first, first, groups)
+    own = share_of_rank(rank, count, groups)
+    return Groups(len(own), own.start, groups)
+
+
+def share_of_rank(rank: int, count: int, things: int) -> range:
+    """The share of one of several ranks in some things: consecutive ones, nearly as many as the others have."""
+    return range(rank * things // count, (rank + 1) * things // count)
 
 
 def groups_setting() -> Any:

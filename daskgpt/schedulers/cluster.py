@@ -210,13 +210,13 @@ class ClusterScheduler:
             offset, spans = taken[address]
             found.append(ProcessSpans(names[address], workers[address]["nthreads"], offset, spans))
 
-    def held(self, value: Any, worker: str | None = None) -> Any:
+    def held(self, value: Any) -> Any:
         """A future of what is to stay on the workers."""
         if isinstance(value, Future):
             return value
         with telling_losses(self.client):
             try:
-                return self.client.scatter([value], hash=False, workers=[worker] if worker else None)[0]
+                return self.client.scatter([value], hash=False)[0]
             except KeyError:  # the scheduler knows that worker no longer
                 raise loss(self.client, "a worker") from None
 

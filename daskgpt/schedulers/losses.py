@@ -26,8 +26,8 @@ HEARTBEATS = 3  # that must be missing at least; of many workers each sends fewe
 NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the whole machine is gone
 # With what Dask's client says that results are gone: the first for those that nobody can compute again, the second for
 # a task that was on several workers as they died, an OSError for a connection that broke meanwhile (also a timeout).
-LOST_SOURCE = "Worker holding Actor was lost"  # what Dask says of any result whose source cannot be made again
 SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
+LOST_SOURCE = "Worker holding Actor was lost"  # what Dask says of any result whose source cannot be made again
 
 
 class LostResults(RuntimeError):

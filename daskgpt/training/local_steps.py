@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from daskgpt.config.groups import share_of_rank
 from daskgpt.graph.distribute import Peers, own_part
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import STATE, Layout, Submission
@@ -191,7 +192,7 @@ class LocalSteps:
         if not self.peers:
             return 0
         ranks = range(self.peers.count)
-        return next(rank for rank in ranks if replica in replicas_of(rank, len(ranks), self.replicas))
+        return next(rank for rank in ranks if replica in share_of_rank(rank, len(ranks), self.replicas))
 
     def home(self, pack: int) -> int:
         """The replica that a pack is at home with."""
@@ -210,7 +211,7 @@ class _Stretch:
         self.graph: Graph = {}
         self.homes: dict[Key, int] = {}
         job, row, peers = steps.job, steps.step.row, steps.peers
-        here = replicas_of(peers.number, peers.count, steps.replicas) if peers else range(steps.replicas)
+        here = share_of_rank(peers.number, peers.count, steps.replicas) if peers else range(steps.replicas)
         size = job.replica_shape[0]
         self.first = size * here.start  # sequence of the batch that is here
         own = slice(self.first, size * here.stop)
@@ -260,11 +261,6 @@ class _Stretch:
         key = (f"{kind}-replicas_-{self.steps.step.recorded.token}", home, part)
         self.graph[key], self.homes[key] = task(key, function, needs), home
         return key
-
-
-def replicas_of(rank: int, ranks: int, replicas: int) -> range:
-    """The replicas of one of several ranks: consecutive ones, nearly as many as the others have."""
-    return range(rank * replicas // ranks, (rank + 1) * replicas // ranks)
 
 
 def _shards(sizes: Mapping[str, int], count: int) -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from daskgpt.config.groups import groups_of_rank
+from daskgpt.config.groups import groups_of_rank, share_of_rank
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import RandomParameters, tensors
@@ -23,7 +23,7 @@ from daskgpt.schedulers.task_stream import show
 from daskgpt.training import rank_program
 from daskgpt.training.chunk_choice import ChunkChoice
 from daskgpt.training.job import Job
-from daskgpt.training.local_steps import LocalSteps, replicas_of
+from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State
 
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
@@ -187,7 +187,7 @@ class RankSteps:
         """The sequences of the batch that a rank works on."""
         count = len(self.addresses)
         if self.local:
-            replicas, size = replicas_of(rank, count, self.local.replicas), self.job.replica_shape[0]
+            replicas, size = share_of_rank(rank, count, self.local.replicas), self.job.replica_shape[0]
             return slice(replicas.start * size, replicas.stop * size)
         own, size = groups_of_rank(rank, count, self.job.groups), self.job.batch_shape[0] // self.job.groups
         return slice(own.first * size, (own.first + own.count) * size)

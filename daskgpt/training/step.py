@@ -172,6 +172,10 @@ class TrainingStep:
             in_place=self._in_place(keys_of(loss)[0], tape.token) if self.in_place else None,
             rewrite=partial(self._rewritten, token=tape.token),
         )
+        self._owned: dict[str, list[slice]] = {}
+        for node in self.recorded.unmerged.values():
+            if isinstance(own := getattr(node, "func", None), ShardUpdate):
+                self._owned.setdefault(own.origin.parameter, []).append(own.shard.rows)
         self.set_grain(self.grain)
 
     @property
@@ -253,9 +257,7 @@ class TrainingStep:
         """The rows of a tensor that are updated here: all, where no other rank updates any."""
         if not self.rank:
             return [slice(None)]
-        functions = (getattr(node, "func", None) for node in self.recorded.unmerged.values())
-        shards = (each for each in functions if isinstance(each, ShardUpdate) and each.origin.parameter == parameter)
-        return sorted((each.shard.rows for each in shards), key=lambda rows: rows.start)
+        return sorted(self._owned.get(parameter, []), key=lambda rows: rows.start)
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray, steps: int
