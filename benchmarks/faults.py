@@ -45,7 +45,7 @@ from namespaces import Hosts
 from small_runs import FLAGS
 from watched_run import WatchedRun
 
-from daskgpt.schedulers.members import members
+from daskgpt.schedulers.membership import members
 
 KINDS = ("kill", "kill", "terminate", "stop")  # kills twice as often
 HOST_KINDS = ("kill", "stop", "partition", "restart")  # in namespaces

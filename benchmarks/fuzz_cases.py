@@ -26,7 +26,7 @@ from daskgpt.formats.llmc_tokens import read_tokens, write_tokens
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.published import held
 from daskgpt.formats.run_model import StoredModel, write_run_models
-from daskgpt.training.checkpoints import Checkpoint, write_checkpoint
+from daskgpt.training.checkpoint import Checkpoint, write_checkpoint
 
 STEP = "step-00000003"
 BYTES = 200e6

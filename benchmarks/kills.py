@@ -20,7 +20,7 @@ from pathlib import Path
 from command_lines import PATIENCE, run, write_text
 from small_runs import FLAGS, losses_of, steps_in, tensors_of
 
-from daskgpt.training.checkpoints import STATE, checked_state, checkpoints, newest_good, step_folder
+from daskgpt.training.checkpoint import STATE, checked_state, checkpoints, newest_good, step_folder
 
 STEPS = 400
 LIVES = ("--scheduler threads --threads 2", "--scheduler sync --batch-chunk 2", "--barrier none --window 3")

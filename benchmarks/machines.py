@@ -20,7 +20,7 @@ from distributed import Client, WorkerPlugin
 from namespaces import Hosts
 
 from daskgpt.graph import program
-from daskgpt.schedulers.members import running
+from daskgpt.schedulers.membership import running
 
 ROOT = Path(__file__).parents[1]
 

@@ -2,7 +2,7 @@
 
 In turns, each in a process of its own: README's first command, in a terminal, and the same steps bare: nothing is
 shown, logged, saved or sampled, and the only validation is the last one, which does not count. Of the first a table
-says what each part took, as `Result.besides` has it, and as a share of the time from the first step to the last. What
+says what each part took, as `Result.timers` has it, and as a share of the time from the first step to the last. What
 parts take beside the steps (a checkpoint's writer) or inside of them (kernels recorded now and then) no clock tells:
 that is the ratio of what is left of both, turn by turn, 1 where there is nothing.
 
@@ -50,7 +50,7 @@ def whole(arguments: list[str], folder: Path) -> dict[str, Any]:
     def reported(job: Any, result: Any, seconds: float) -> None:
         report(job, result, seconds)
         own = {AT_THE_END: sampled[-1]}
-        told.update(seconds=result.seconds, besides=result.besides | own, validation=result.validation_loss)
+        told.update(seconds=result.seconds, besides=result.timers | own, validation=result.validation_loss)
 
     train.report, train.shown_sample = reported, shown
     assert train.main([*arguments, "--out", str(folder / "run")]) == 0
@@ -63,7 +63,7 @@ def bare(arguments: list[str], folder: Path) -> dict[str, Any]:
     run = replace(from_flags(RunConfig, values), validate_every=0, out="", log="", snapshot_every=0)
     job = train.job_of(values, run, None)
     result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, job.run, local=job.local, quiet=True)
-    return {"seconds": result.seconds, "besides": result.besides, "validation": result.validation_loss}
+    return {"seconds": result.seconds, "besides": result.timers, "validation": result.validation_loss}
 
 
 WAYS = {"whole": whole, "bare": bare}

@@ -34,9 +34,9 @@ from daskgpt.schedulers.cluster import borrowed_cluster
 from daskgpt.train import job_of
 from daskgpt.train import parser as flags_of_train
 from daskgpt.training.job import Job
-from daskgpt.training.loop import run_job
 from daskgpt.training.resuming import Beginning
 from daskgpt.training.start import start_values
+from daskgpt.training.trainer import run_job
 
 TOOL, SYNCHRONOUS = "benchmarks/replicas.py", "synchronous"
 MEASURED = 3  # rounds, or synchronous steps, over which bytes are measured; one before them is not

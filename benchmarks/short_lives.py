@@ -29,7 +29,7 @@ from faults import LONGER
 from machines import wait_until
 from watched_run import WatchedRun
 
-from daskgpt.schedulers.members import members
+from daskgpt.schedulers.membership import members
 
 LEAST, MOST = 1, 4  # workers
 LIFE, STAGGER = 60.0, 15.0  # seconds

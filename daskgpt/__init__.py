@@ -34,7 +34,7 @@ _PUBLIC = {
     "check_layer": "instruments.layer_check",
     "dataflow": "instruments.dataflow",
     "digest": "model.parameters",
-    "fit": "training.fitting",
+    "fit": "training.trainer",
     "initial_parameters": "model.parameters",
     "load": "training.run_folder",
     "loss_and_gradients": "training.inference",

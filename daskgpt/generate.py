@@ -17,7 +17,7 @@ from daskgpt.generation.decoder import Weights
 from daskgpt.generation.ending import end_of_text, shown
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import PRECISIONS, Rate, Texts, check_prompt
-from daskgpt.schedulers.copy_rate import copy_rate
+from daskgpt.schedulers.machine import copy_rate
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.run_folder import read_model_of, trained_with
 

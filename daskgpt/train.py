@@ -22,19 +22,17 @@ from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
 from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.instruments.timeline.watcher import require_shared_steps
-from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.asked import asked
-from daskgpt.training.checkpoints import BEST, step_of
+from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.horizon import one_horizon
-from daskgpt.training.job import Job, compile_kernels, require_memory
-from daskgpt.training.loop import run_job
+from daskgpt.training.inference import asked
+from daskgpt.training.job import Job, require_memory
 from daskgpt.training.result import Result
 from daskgpt.training.resuming import SECTIONS, Beginning, Resumed, changeable, may_not_change
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import Start, open_dataset, start_values
 from daskgpt.training.step import State
-from daskgpt.training.watching import Watcher
+from daskgpt.training.trainer import Watcher, train
 
 DEFAULT = "tiny"  # the preset
 EPILOG = (
@@ -119,10 +117,8 @@ def main(arguments: list[str]) -> int:
     first = resumed.beginning() if resumed else Beginning(start_values(job, start))
     watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []
     watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []
-    compile_kernels(job.precision)
-    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        sampler = partial(shown_sample, job) if job.run.sample_tokens else None
-        result = run_job(job, scheduler, first, folder, watchers=watchers, sampler=sampler)
+    sampler = partial(shown_sample, job) if job.run.sample_tokens else None
+    result = train(job, first, folder, watchers=watchers, sampler=sampler)
     report(job, result, time.perf_counter() - begin)
     return STOPPED if result.stopped else 0
 

@@ -15,7 +15,7 @@ from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.chunk_choice import ChunkChoice
+from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.inference import Inference
 from daskgpt.training.run_folder import load
 from daskgpt.training.step import State

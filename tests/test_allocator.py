@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from daskgpt.schedulers import allocator
+from daskgpt.schedulers import local
 
 
 def test_the_library_is_told_to_keep_memory_in_one_heap(monkeypatch):
@@ -10,7 +10,7 @@ def test_the_library_is_told_to_keep_memory_in_one_heap(monkeypatch):
     for name, answer, kept in (("glibc", 1, True), ("glibc", 0, False), ("musl", 1, False)):
         told: list = []
         library = SimpleNamespace(mallopt=lambda *given, told=told, answer=answer: told.append(given) or answer)
-        monkeypatch.setattr(allocator.platform, "libc_ver", lambda name=name: (name, "2"))
-        monkeypatch.setattr(allocator.ctypes, "CDLL", lambda path, library=library: library)
-        assert allocator.keep_memory() is kept
+        monkeypatch.setattr(local.platform, "libc_ver", lambda name=name: (name, "2"))
+        monkeypatch.setattr(local.ctypes, "CDLL", lambda path, library=library: library)
+        assert local.keep_memory() is kept
         assert told == ([(-8, 1), (-4, 0), (-1, -1)] if name == "glibc" else [])

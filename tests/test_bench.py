@@ -31,7 +31,7 @@ from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.model.parameters import parameter_count
 from daskgpt.model.step_operations import step_operations
-from daskgpt.schedulers import machine_memory
+from daskgpt.schedulers import machine as machine_memory
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.step import TrainingStep
 

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
-from daskgpt.training import checkpoints, saving
-from daskgpt.training.checkpoints import DamagedCheckpoint, checked_state
+from daskgpt.training import checkpoint, saving
+from daskgpt.training.checkpoint import DamagedCheckpoint, checked_state
 
 CONSTANT = daskgpt.OptimizerConfig(schedule="constant")
 
@@ -161,8 +161,8 @@ def test_a_checkpoint_of_another_step_or_version_is_refused(saved, tmp_path):
     with pytest.raises(DamagedCheckpoint, match="step 5"):
         checked_state(moved)
     state = json.loads((moved / "state.json").read_text()) | {"version": 2}
-    del state[checkpoints.DIGEST]
-    state[checkpoints.DIGEST] = checkpoints._digest_of(state)
+    del state[checkpoint.DIGEST]
+    state[checkpoint.DIGEST] = checkpoint._digest_of(state)
     (moved / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="version"):
         checked_state(moved)

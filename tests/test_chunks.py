@@ -12,14 +12,12 @@ from test_one_number import needs_own_product
 from daskgpt import digest, train
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.graph.program import calls_of
-from daskgpt.graph.spans import Span
+from daskgpt.graph.program import Span, calls_of
 from daskgpt.kernels.float32.blas import VARIABLE
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.chunk_choice import ChunkChoice
-from daskgpt.training.chunking import Work, cuttings
+from daskgpt.training.autotune import ChunkChoice, Work, cuttings
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.stand_ins import Trial, most_bytes

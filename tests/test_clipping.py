@@ -21,7 +21,7 @@ from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.training.outliers import LEAST, WINDOW, Outliers
+from daskgpt.training.safeguards import LEAST, WINDOW, Outliers
 from daskgpt.training.step import NO_LIMITS, Outcome, TrainingStep
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["clipping"]

@@ -18,9 +18,9 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.members import running
-from daskgpt.schedulers.usage import METRIC
-from daskgpt.training.asked import asked
+from daskgpt.schedulers.membership import running
+from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.training.inference import asked
 from daskgpt.training.step import State, TrainingStep
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
@@ -182,7 +182,7 @@ def test_a_cluster_is_found_by_its_file_and_by_the_environment(cluster):
 def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, monkeypatch):
     cluster.have(2)
     known = {"daskgpt": "0.0 (00000000)", "float32 products": "fused"}
-    monkeypatch.setattr("daskgpt.schedulers.admission.identity", lambda packed: known)
+    monkeypatch.setattr("daskgpt.schedulers.membership.identity", lambda packed: known)
     with pytest.raises(RuntimeError, match=r"must have the versions.*worker=tcp://127.*daskgpt=.*the run: 0\.0 "):
         fit(small_text, tmp_path / "run", cluster.address)
     assert not list(tmp_path.glob("run/step-*"))

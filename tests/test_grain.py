@@ -23,12 +23,11 @@ from daskgpt.graph import calls, inplace
 from daskgpt.graph.accumulating import MicroBatches, MicroSum
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.graph.program import Call, Program, calls_of
-from daskgpt.graph.spans import Span, recorded_spans
+from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
 from daskgpt.instruments.memory import predict
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.grain_choice import GrainChoice
+from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 

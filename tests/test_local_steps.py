@@ -16,9 +16,9 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.train import main as train_command
-from daskgpt.training import local_steps
+from daskgpt.training import diloco
+from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.start import open_dataset
 from daskgpt.training.step import TrainingStep
 
@@ -103,7 +103,7 @@ def test_the_bits_are_those_of_replicas_and_nesterov_by_hand(replicas, length, n
 
 @pytest.mark.parametrize("seconds", [0, 1e-3, 1e9])
 def test_no_bit_depends_on_how_many_steps_are_a_task(seconds, small_text, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(local_steps, "TASK_SECONDS", seconds)
+    monkeypatch.setattr(diloco, "TASK_SECONDS", seconds)
     train(small_text, tmp_path / "run", scheduler="threads", threads=5, batch_chunk=1)
     assert same(tmp_path / "run", whole)
 
@@ -159,7 +159,7 @@ def test_stretches_of_a_round_are_about_equal():
     with open_scheduler("sync", 1) as scheduler:
         steps = LocalSteps(Job(MODEL, *given, local=daskgpt.LocalConfig(local_steps=50, replicas=2)), scheduler)
     assert steps.together(0) == 1, "until a step is measured"
-    steps.seconds = local_steps.TASK_SECONDS / 40
+    steps.seconds = diloco.TASK_SECONDS / 40
     assert [steps.together(number) for number in (1, 26, 50, 75, 100)] == [25, 24, 25, 25, 30]
 
 

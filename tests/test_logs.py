@@ -9,10 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import daskgpt
 from daskgpt.model.step_operations import step_operations
-from daskgpt.training import logs
-from daskgpt.training.logs import SINKS, Logs, chosen_sinks
-from daskgpt.training.metrics_file import metrics_lines
-from daskgpt.training.tensorboard_file import tagged
+from daskgpt.training import metrics as logs
+from daskgpt.training.metrics import SINKS, Logs, chosen_sinks, metrics_lines, tagged
 
 TOKENS = 4 * 16  # of a step of the smallest run
 

@@ -11,7 +11,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments import scaling
 from daskgpt.instruments.random_tokens import BenchConfig
 from daskgpt.instruments.records import read_records
-from daskgpt.training.besides import PARTS
+from daskgpt.training.step_metrics import PARTS
 
 ROW = {"step_ms_q1": 1, "step_ms_q3": 9, "tokens_per_s": 7, "tasks": 5, "peak_gb": 0.5, "others_cores": 0, "loss": "1"}
 ROW |= {"batch_chunk_used": 2, "sequence_chunk_used": 32, "grain_used": "block"}
@@ -43,10 +43,10 @@ def test_the_dials_that_are_given_stay():
 
 def test_a_result_tells_what_was_no_step(small_text, tmp_path):
     result = fit(small_text, tmp_path / "run", validate_every=4)
-    assert list(result.besides) == list(PARTS)
-    assert min(result.besides[part] for part in ("validation", "logs", "checkpoints")) > 0
-    assert result.besides["samples"] == 0, "only the command line shows some"
-    assert sum(result.besides.values()) < result.seconds
+    assert list(result.timers) == list(PARTS)
+    assert min(result.timers[part] for part in ("validation", "logs", "checkpoints")) > 0
+    assert result.timers["samples"] == 0, "only the command line shows some"
+    assert sum(result.timers.values()) < result.seconds
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     validations = sum(record.get("validation_s", 0.0) for record in records)
-    assert result.besides["validation"] == pytest.approx(validations, abs=1e-3 * len(records))  # they are rounded
+    assert result.timers["validation"] == pytest.approx(validations, abs=1e-3 * len(records))  # they are rounded

@@ -13,10 +13,10 @@ from machines import wait_until
 from small_runs import fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
-from daskgpt.schedulers import addresses, admission, cluster, losses, product_rate, security, usage
+from daskgpt.schedulers import addresses, cluster, failures, machine, membership, security, worker_metrics
 from daskgpt.training import recovery
 from daskgpt.training.rank_steps import RankSteps
-from daskgpt.training.recovery_points import RecoveryPoints
+from daskgpt.training.recovery import RecoveryPoints
 
 OPTIONS = {"threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
 
@@ -108,24 +108,24 @@ def test_why_a_scheduler_does_not_answer(said, reason, advice):
 
 
 def test_losses_are_told_as_one_error():
-    kinds = ("running", losses.LostResults, "worker"), ("closed", losses.LostCluster, "scheduler")
+    kinds = ("running", failures.LostResults, "worker"), ("closed", failures.LostCluster, "scheduler")
     for status, kind, keyword in kinds:
-        for error in (*losses.SIGNS[:1], *losses.SIGNS[2:]):
-            with pytest.raises(kind, match=keyword) as caught, losses.telling_losses(SimpleNamespace(status=status)):
+        for error in (*failures.SIGNS[:1], *failures.SIGNS[2:]):
+            with pytest.raises(kind, match=keyword) as caught, failures.telling_losses(SimpleNamespace(status=status)):
                 raise error
             assert type(caught.value) is kind
 
 
 def test_a_run_that_does_not_get_on_between_losses_ends():
     counted = recovery.Losses()
-    loss = losses.LostResults("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
+    loss = failures.LostResults("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
     for done in range(20):
         counted.count(done, 0, loss)  # a step more each time
     for restart in range(1, 20):
         counted.count(19, restart, loss)  # from a later point each time
     for _ in range(recovery.MOST_IN_VAIN - 1):
         counted.count(19, 19, loss)
-    with pytest.raises(losses.LostCluster, match="10 in a row at step=19; the last: KilledWorker"):
+    with pytest.raises(failures.LostCluster, match="10 in a row at step=19; the last: KilledWorker"):
         counted.count(19, 19, loss)
 
 
@@ -139,7 +139,7 @@ def test_after_a_loss_the_newest_state_is_gone_on_with(client, small_text, run, 
     def losing(self, state, *rest):
         if state.step == 8 and not lost:
             lost.append(state.step)
-            raise losses.LostResults("here", "a worker must live", "nothing")
+            raise failures.LostResults("here", "a worker must live", "nothing")
         return steps_run(self, state, *rest)
 
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
@@ -175,7 +175,7 @@ def test_recovery_points_come_as_often_as_they_cost_a_hundredth_or_losses_ask_fo
     points.cost = 2.0
     assert points.interval == 200
     points.begin, points.losses = -100, 4
-    monkeypatch.setattr("daskgpt.training.recovery_points.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("daskgpt.training.recovery.time.monotonic", lambda: 0.0)
     assert points.interval == 10  # sqrt(2 * 2 * 25)
     due = []
     for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -9), (False, -1, -11), (False, 3, 0)):
@@ -192,12 +192,12 @@ def test_a_worker_of_another_arithmetic_is_refused_or_ends(other, there, outcome
     closed = []
     loop = SimpleNamespace(add_callback=lambda *_, **own: closed.append(own))
     worker = SimpleNamespace(address="tcp://a:1", loop=loop, close=None, status=Status.running)
-    expected = admission.identity(True)
+    expected = membership.identity(True)
     assert {"daskgpt", "numpy", "numba", "float32 products", "bfloat16 products"} <= expected.keys()
-    assert "bfloat16 products" not in admission.identity(False)
+    assert "bfloat16 products" not in membership.identity(False)
     if other:
-        monkeypatch.setattr(admission, "one_order", lambda dtype: expected["float32 products"] == "library")
-    plugin = admission.Admission("name", expected, True, ["tcp://a:1"] if there else [])
+        monkeypatch.setattr(membership, "one_order", lambda dtype: expected["float32 products"] == "library")
+    plugin = membership.Admission("name", expected, True, ["tcp://a:1"] if there else [])
     if outcome == "refused":
         with pytest.raises(RuntimeError, match=r"worker=tcp://a:1, float32 products=\w+ \(the run: \w+\)\."):
             plugin.setup(worker)
@@ -219,7 +219,7 @@ def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, cli
             before = plugins()
             assert fit(small_text, client=other).losses == wanted.losses
             wait_until(lambda: plugins() == before, "the other's plugins go")
-            assert usage.METRIC in before
+            assert worker_metrics.METRIC in before
 
     with Client(threads) as other:
         wait_until(lambda: not plugins(), "all plugins go")
@@ -265,15 +265,15 @@ def test_every_source_file_counts_for_the_identity(tmp_path, monkeypatch):
     found = []
     for name, words in (("a.py", "1"), ("a.txt", "1"), ("a.py", "2"), ("b.py", "")):
         (tmp_path / name).write_text(words)
-        found.append(admission._sources.__wrapped__())
+        found.append(membership._sources.__wrapped__())
     assert found[0] == found[1]
     assert len(set(found)) == 3
 
 
 def test_a_worker_is_waited_for_until_the_end_of_patience():
-    lost = losses.LostResults("here", "rule", "got")
+    lost = failures.LostResults("here", "rule", "got")
     for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when it was asked to stop")):
-        with pytest.raises(losses.LostCluster, match=got):
+        with pytest.raises(failures.LostCluster, match=got):
             recovering([""] * 9, asked=asked, minutes=minutes)[0]._await_worker(lost)
     for who, words in ((["", "", "", "a"], 1), (["a"], 0)):
         found, said, _ = recovering(who)
@@ -282,16 +282,19 @@ def test_a_worker_is_waited_for_until_the_end_of_patience():
 
 
 def test_what_workers_did_is_told_between_looks_and_at_the_end():
-    later, before = usage.Use(1.0, 10.0, 2, 30, 8, 500, 100, 7, 3.0), usage.Use(1.0, 4.0, 2, 10, 4, 200, 100, 5, 2.0)
-    assert later.since(before) == usage.Use(1.0, 6.0, 2, 20, 4, 300, 0, 7, 3.0)
-    assert later.since(None) == later.since(usage.Use(2.0, 4.0, 2)) == later
-    assert before.and_then(later) == usage.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
-    assert usage.imbalance({"a": later, "b": before}) == pytest.approx(0.5 / 0.45 - 1)
-    assert usage.imbalance({"a": usage.Use(1.0, 1.0, 1)}) == 0
+    later, before = (
+        worker_metrics.Use(1.0, 10.0, 2, 30, 8, 500, 100, 7, 3.0),
+        worker_metrics.Use(1.0, 4.0, 2, 10, 4, 200, 100, 5, 2.0),
+    )
+    assert later.since(before) == worker_metrics.Use(1.0, 6.0, 2, 20, 4, 300, 0, 7, 3.0)
+    assert later.since(None) == later.since(worker_metrics.Use(2.0, 4.0, 2)) == later
+    assert before.and_then(later) == worker_metrics.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
+    assert worker_metrics.imbalance({"a": later, "b": before}) == pytest.approx(0.5 / 0.45 - 1)
+    assert worker_metrics.imbalance({"a": worker_metrics.Use(1.0, 1.0, 1)}) == 0
     told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
     scheduler = SimpleNamespace(in_place=False)
     scheduler.told = lambda name: {worker: vars(own) for worker, own in next(told).items()}
-    found = usage.Usage(scheduler)
+    found = worker_metrics.Usage(scheduler)
     found.begin()
     assert found.news() == {}
     assert [list(found.news(every=0)["workers"]) for _ in range(3)] == [["a"], ["b"], ["a"]], "who has news"
@@ -302,24 +305,24 @@ def test_what_workers_did_is_told_between_looks_and_at_the_end():
         "                 3.0    60%       50.0B     10.0B  b",
         "           the busiest was 0% busier than the mean",
     ]
-    found.whole, told = {str(number): later for number in range(usage.SHOWN + 2)}, iter([{}])
+    found.whole, told = {str(number): later for number in range(worker_metrics.SHOWN + 2)}, iter([{}])
     assert found.lines()[-2].strip() == "and 2 more"
 
 
 def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatch):
-    monkeypatch.setattr(usage, "product_rate", lambda *_: 5.0)
+    monkeypatch.setattr(worker_metrics, "product_rate", lambda *_: 5.0)
     state, monitor = SimpleNamespace(nthreads=2, executed_count=3), SimpleNamespace(recent=lambda: {"memory": 11})
     worker = SimpleNamespace(state=state, monitor=monitor, transfer_outgoing_bytes_total=50)
     worker.transfer_incoming_log, sums = [{"total": 100}], {("execute", "a", "thread-cpu", "s"): 1.0}
     worker.digests_total, found = sums, []
-    count = usage.Count(worker)
+    count = worker_metrics.Count(worker)
     for more in ([{"total": 20}, {"total": 3}], [], [{"total": 4}]):
         worker.transfer_incoming_log += more
         state.executed_count += 1
         worker.transfer_outgoing_bytes_total += 6
         for key in (("execute", "a", "kernel x", "s"), ("execute", "a", "disk", "s"), ("get", "thread-cpu", "s")):
             sums[key] = sums.get(key, 0.0) + 2.0
-        found.append(usage.Use(**count(worker)))
+        found.append(worker_metrics.Use(**count(worker)))
     counted = [(own.tasks, own.busy, own.received, own.sent) for own in found]
     assert counted == [(1, 2, 23, 6), (2, 4, 23, 12), (3, 6, 27, 18)]
     assert (found[0].threads, found[0].memory, found[0].products) == (2, 11, 5.0)
@@ -327,6 +330,6 @@ def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatc
 
 def test_a_rate_is_of_all_products_of_all_threads(monkeypatch):
     done = []
-    monkeypatch.setattr(product_rate, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
-    assert product_rate.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * product_rate.SIZE**3 / 0.03
+    monkeypatch.setattr(machine, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
+    assert machine.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * machine.SIZE**3 / 0.03
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"

@@ -15,8 +15,7 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.program import calls_of
-from daskgpt.graph.spans import RECORDER, bytes_of, recorded_spans
+from daskgpt.graph.program import RECORDER, bytes_of, calls_of, recorded_spans
 from daskgpt.instruments.timeline import StepRecorder, TimelineConfig, TimelineWatcher, writing
 from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
 from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, different_at_once

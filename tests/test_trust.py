@@ -8,7 +8,7 @@ import pytest
 from small_runs import fit, losses_of, tensors_of
 
 import daskgpt
-from daskgpt.training.checkpoints import _digest_of
+from daskgpt.training.checkpoint import _digest_of
 
 
 def resume(folder, **changes):
@@ -72,7 +72,7 @@ def test_an_address_that_stands_in_a_folder_is_not_connected_to(address, small_t
         resume(out, run={"steps": 14})
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:2")
     monkeypatch.setattr("daskgpt.training.resuming.chosen_address", lambda name: "tcp://127.0.0.1:2")
-    monkeypatch.setattr("daskgpt.training.fitting.open_scheduler", lambda address, *_: pytest.fail(address))
+    monkeypatch.setattr("daskgpt.training.trainer.open_scheduler", lambda address, *_: pytest.fail(address))
     with pytest.raises(pytest.fail.Exception, match="auto"):
         resume(out, run={"steps": 14})
     monkeypatch.undo()

@@ -11,12 +11,11 @@ from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.inference import Inference
+from daskgpt.training.inference import TOGETHER, Inference, Validation
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import training_step
 from daskgpt.training.resuming import Resumed
 from daskgpt.training.start import open_dataset
-from daskgpt.training.validation import TOGETHER, Validation
 
 
 def test_bits_a_byte_count_the_bytes_that_were_predicted(small_text, tmp_path):

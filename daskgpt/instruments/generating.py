@@ -20,8 +20,8 @@ from daskgpt.instruments.compare.turns import Side, Turn, disturbed, take_turns,
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
-from daskgpt.schedulers.copy_rate import copy_rate
 from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import copy_rate
 
 EARLY, LATE, BATCH = 10, 900, 8  # tokens that stand before, and texts
 TOKENS = 16  # of a turn

@@ -16,10 +16,10 @@ from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.product_rate import product_rate
+from daskgpt.schedulers.machine import product_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.loop import steps_of
+from daskgpt.training.trainer import steps_of
 
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
 

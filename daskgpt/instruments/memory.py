@@ -14,12 +14,11 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.traffic import Load, describe_loads, loads
 from daskgpt.model.parameters import tensors, value_count
 from daskgpt.schedulers.local import local_scheduler, usable_cores
-from daskgpt.schedulers.machine_memory import memory_limit
-from daskgpt.training.chunk_choice import ChunkChoice, described
-from daskgpt.training.grain_choice import GrainChoice
+from daskgpt.schedulers.machine import memory_limit
+from daskgpt.training.autotune import ChunkChoice, GrainChoice, described
+from daskgpt.training.diloco import SOME_STEPS, replica_step
 from daskgpt.training.job import Job, facts
 from daskgpt.training.job_steps import JobSteps, training_step
-from daskgpt.training.local_steps import SOME_STEPS, replica_step
 from daskgpt.training.stand_ins import CLASSES, Trial, rounded
 
 ASSUMED = "block"  # the grain, while only a measured step can tell

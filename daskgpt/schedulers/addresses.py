@@ -13,9 +13,8 @@ from distributed.comm.addressing import normalize_address
 from threadpoolctl import threadpool_limits
 
 from daskgpt.config.errors import require
-from daskgpt.schedulers.allocator import keep_memory
 from daskgpt.schedulers.cluster import borrowed_cluster, connected_cluster, local_cluster
-from daskgpt.schedulers.local import local_scheduler, usable_cores
+from daskgpt.schedulers.local import keep_memory, local_scheduler, usable_cores
 from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names

@@ -25,15 +25,13 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
-from daskgpt.schedulers.admission import admit_equals
-from daskgpt.schedulers.allocator import ENVIRONMENT
-from daskgpt.schedulers.leaving import TakeBack, give, take_back
-from daskgpt.schedulers.losses import LostResults, Silence, copies_apart, loss, present, telling_losses
-from daskgpt.schedulers.members import identity, members, running
+from daskgpt.schedulers.bounded_map import each_submitted
+from daskgpt.schedulers.failures import LostResults, Silence, copies_apart, loss, present, telling_losses
+from daskgpt.schedulers.local import ENVIRONMENT
+from daskgpt.schedulers.membership import TakeBack, admit_equals, give, members, running, scheduler_identity, take_back
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
-from daskgpt.schedulers.streaming import each_submitted
-from daskgpt.schedulers.usage import METRIC
+from daskgpt.schedulers.worker_metrics import METRIC
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
@@ -341,7 +339,7 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
         rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
         advice = f"Start one with `dask worker {address}`."
         raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
-    found = identity(client)
+    found = scheduler_identity(client)
     warn_of_open([found["address"], *found["workers"]])
     at = f"{address} ({named})" if named else address
     count = len(found["workers"])

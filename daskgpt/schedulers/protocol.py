@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Any, Protocol
 
+from daskgpt.graph.program import Span
 from daskgpt.graph.recording import Submission
-from daskgpt.graph.spans import Span
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from distributed import WorkerPlugin
 from distributed.metrics import context_meter
 from threadpoolctl import threadpool_limits
 
-from daskgpt.graph.spans import RECORDER, Span
+from daskgpt.graph.program import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.allocator import keep_memory
-from daskgpt.schedulers.leaving import named
 from daskgpt.schedulers.links import end_programs
+from daskgpt.schedulers.local import keep_memory
+from daskgpt.schedulers.membership import named
 from daskgpt.schedulers.protocol import clock_offset
-from daskgpt.schedulers.usage import KERNEL, METRIC, Count
+from daskgpt.schedulers.worker_metrics import KERNEL, METRIC, Count
 
 
 class PrepareWorker(WorkerPlugin):

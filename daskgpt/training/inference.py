@@ -1,23 +1,68 @@
-"""What a model makes of a batch: loss, logits, gradients, without an update."""
+"""Something asked of a model while it is trained, answered where its parameters are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import dask.array as da
 import numpy as np
 
 from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import GPT2Config
-from daskgpt.graph.nodes import from_numpy
-from daskgpt.graph.recording import Layout, Recorded
+from daskgpt.data.dataset import validation_batches
+from daskgpt.data.encodings import get_encoding, sizes_of
+from daskgpt.graph.nodes import Key, from_numpy, task
+from daskgpt.graph.recording import Layout, Recorded, Submission
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, title
-from daskgpt.training.inputs import Moment, input_leaves, input_values
-from daskgpt.training.step import Batch, Lazy, State, gradients_of, parameter_leaves
+from daskgpt.training.job import Job
+from daskgpt.training.step import (
+    Batch,
+    Lazy,
+    Moment,
+    State,
+    gradients_of,
+    input_leaves,
+    input_values,
+    named_parameters,
+    parameter_leaves,
+)
+
+ASKED = "model.ask"  # what Dask calls the task
+Answer = TypeVar("Answer")
+
+
+def asked(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
+    """What a function makes of a state's parameters, on a cluster in a task on one of the workers: none of them has to
+    fit in this process.
+
+    function   of the parameters by name; a cluster needs one that can be pickled, and an answer likewise
+
+    Errors     those of the function; schedulers.losses.LostResults where a parameter is gone
+    """
+    if scheduler.in_place:
+        return function(state.parameters(scheduler))
+    token = uuid4().hex[:8]
+    own = state.weights
+    leaves: dict[Key, Any] = {(f"state-{number}_-{token}",): pack for number, pack in enumerate(own.packs)}
+    key = (f"{ASKED}_-{token}",)
+    graph = {key: task(key, partial(_answer, function, own.layout), list(leaves))}
+    (answer,) = scheduler.fetch(scheduler.run(Submission(graph, leaves, [key])))
+    found: Answer = answer
+    return found
+
+
+def _answer(function: Callable[[dict[str, np.ndarray]], Answer], layout: Layout, *packs: Any) -> Answer:
+    return function(named_parameters(layout.unpack(packs)))
 
 
 class Inference:
@@ -106,3 +151,64 @@ def loss_and_gradients(
     }
     loss = mean_loss(tape, config, weights, lazy_inputs(tape, tokens, targets))
     return loss, gradients_of(tape, weights, loss)
+
+
+TOGETHER = 20  # batches in one graph
+
+
+class Validation:
+    """Measures the loss of fixed, evenly spread windows of the held-out text.
+
+    stop_requested   says whether somebody wants the run to end: a validation is given up then
+    """
+
+    def __init__(self, job: Job, scheduler: Scheduler, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        self.job, self.scheduler, self.stop_requested = job, scheduler, stop_requested
+        self.inference: Inference | None = None
+        self.bytes: int | None = None  # of text that is predicted; 0 where nobody knows
+
+    def of(self, state: State, chunk: tuple[int, int]) -> dict[str, Any]:
+        """Metrics of a state; none where the run is to end before all windows are measured.
+
+        validation_loss         [nats a token]
+        validation_bits_a_byte  all nats / ln 2 / bytes of text that was predicted: what other encodings have as well;
+                                missing where the encoding's vocabulary is not here
+        validation_s            what it took [s]
+        """
+        start = time.perf_counter()
+        if (loss := self.loss(state, chunk)) is None:
+            return {}
+        found: dict[str, Any] = {"validation_loss": loss}
+        if self.bytes is None:
+            self.bytes = self._count_bytes()
+        if self.bytes:
+            tokens = self.job.run.validation_batches * math.prod(self.job.batch_shape)
+            found["validation_bits_a_byte"] = loss * tokens / math.log(2) / self.bytes
+        return found | {"validation_s": round(time.perf_counter() - start, 3)}
+
+    def loss(self, state: State, chunk: tuple[int, int]) -> float | None:
+        """Mean over the windows [nats a token], None where the run is to end before all are measured."""
+        job, state = self.job, state.weights
+        if self.inference is None or self.inference.runnable.layout != state.layout:
+            size, precision = job.batch_shape, job.precision
+            # There is work for everybody, and what a larger task lacks is only what it would hand on.
+            wanted = ("loss",), precision, "chunk", job.groups
+            self.inference = Inference(job.config, size, chunk, state.layout, *wanted)
+        losses, batches = list[float](), self._batches()
+        while together := list(islice(batches, TOGETHER)):
+            if self.stop_requested():
+                return None
+            losses += [float(own["loss"]) for own in self.inference.of_all(self.scheduler, state, together)]
+        return sum(losses) / len(losses)
+
+    def _batches(self) -> Any:
+        (batch_size, length), count = self.job.batch_shape, self.job.run.validation_batches
+        tokens = self.job.tokens.validation
+        return validation_batches(tokens, batch_size=batch_size, sequence_length=length, count=count)
+
+    def _count_bytes(self) -> int:
+        try:
+            sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
+        except FileNotFoundError:  # tokens are trained on without it
+            return 0
+        return sum(int(np.sum(sizes[targets])) for _, targets in self._batches())

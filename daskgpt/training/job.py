@@ -27,10 +27,10 @@ from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address, resolved_address
-from daskgpt.schedulers.machine_memory import memory_limit
+from daskgpt.schedulers.machine import memory_limit
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.horizon import Horizon
-from daskgpt.training.logs import chosen_sinks
+from daskgpt.training.metrics import chosen_sinks
 
 OUTER = "outer"  # the momentum of the outer step
 

@@ -9,11 +9,11 @@ from math import gcd
 import numpy as np
 
 from daskgpt.graph.distribute import Rank
-from daskgpt.graph.spans import Span
-from daskgpt.schedulers.machine_memory import available_memory
+from daskgpt.graph.program import Span
+from daskgpt.graph.recording import Recorded
+from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.chunk_choice import ChunkChoice
-from daskgpt.training.grain_choice import GrainChoice
+from daskgpt.training.autotune import ChunkChoice, GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep
 
@@ -83,6 +83,11 @@ class JobSteps:
             window = dataflow.window if dataflow.barrier == "none" else 1
             if warning := self.chunks.fit(self.step, window, available_memory()):
                 say(f"memory     {warning}")
+
+    @property
+    def recorded(self) -> Recorded:
+        """The graph of a step, of which kernel calls can be recorded."""
+        return self.step.recorded
 
     @property
     def grain(self) -> str:

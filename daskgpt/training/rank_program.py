@@ -10,16 +10,16 @@ import numpy as np
 from distributed import get_worker
 
 from daskgpt.graph.distribute import Peers, Rank
-from daskgpt.graph.spans import Span, recorded_spans
+from daskgpt.graph.program import Span, recorded_spans
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
+from daskgpt.schedulers.events import RECEIVE, ShownCall, shown_calls
 from daskgpt.schedulers.links import LostRank, WorkerLink, done_of, end_programs, programs_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
-from daskgpt.schedulers.task_stream import RECEIVE, ShownCall, shown_calls
+from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.step import Batch, Limits, Outcome, State
 
 Rows = list[tuple[int, int]]  # from which row to which

@@ -18,12 +18,12 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.events import show
 from daskgpt.schedulers.links import end_programs
-from daskgpt.schedulers.task_stream import show
 from daskgpt.training import rank_program
-from daskgpt.training.chunk_choice import ChunkChoice
+from daskgpt.training.autotune import ChunkChoice
+from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.local_steps import LocalSteps
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State
 
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
@@ -80,6 +80,7 @@ class RankSteps:
 
     open = False  # chunks and grain are settled by each rank
     recovers = True
+    recorded = None  # kernel calls are recorded where they run
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Callable[[str], None] = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say

@@ -42,9 +42,8 @@ class Result:
              bits_a_byte: float
                  the same loss by the bytes of the text, which other encodings' losses can be compared with; nan where
                  this process has measured none [bits a byte]
-             besides: dict[str, float]
-                 how much of the seconds went to what is no step: validation, logs, samples, checkpoints (as far as
-                 steps waited for them), recovery points [s]
+             timers: dict[str, float]
+                 seconds that steps waited for validation, logs, samples, checkpoints and recovery points [s]
     """
 
     config: GPT2Config
@@ -56,7 +55,7 @@ class Result:
     first: int = 0
     stopped: bool = False
     bits_a_byte: float = math.nan
-    besides: dict[str, float] = field(default_factory=dict)
+    timers: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:

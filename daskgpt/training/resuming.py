@@ -24,8 +24,17 @@ from daskgpt.kernels.bfloat16 import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.best_checkpoint import NONE, Best, best_of
-from daskgpt.training.checkpoints import Checkpoint, checkpoints, is_checkpoint, newest_good, read_checkpoint, step_of
+from daskgpt.training.checkpoint import (
+    NONE,
+    Best,
+    Checkpoint,
+    best_of,
+    checkpoints,
+    is_checkpoint,
+    newest_good,
+    read_checkpoint,
+    step_of,
+)
 from daskgpt.training.horizon import HORIZONS, one_horizon
 from daskgpt.training.job import Job, from_root
 from daskgpt.training.run_folder import CONFIG, MODELS, RunFolder

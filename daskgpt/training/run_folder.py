@@ -28,7 +28,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.formats.vocabulary_file import is_learned, learned_size
-from daskgpt.training.checkpoints import (
+from daskgpt.training.checkpoint import (
     DamagedCheckpoint,
     checked_state,
     checkpoints,
@@ -37,8 +37,7 @@ from daskgpt.training.checkpoints import (
     remove_leftovers,
     require_checkpoint,
 )
-from daskgpt.training.logs import ALWAYS, Logs
-from daskgpt.training.metrics_file import METRICS, metrics_lines
+from daskgpt.training.metrics import ALWAYS, METRICS, Logs, metrics_lines
 
 CONFIG, LOCK = "config.toml", ".lock"
 MODEL = "model.safetensors"  # of a checkpoint

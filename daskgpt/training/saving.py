@@ -22,10 +22,9 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
-from daskgpt.schedulers.machine_memory import available_memory
+from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.best_checkpoint import NONE, Best, point_best
-from daskgpt.training.checkpoints import Checkpoint, prune, step_folder, write_checkpoint
+from daskgpt.training.checkpoint import NONE, Best, Checkpoint, point_best, prune, step_folder, write_checkpoint
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import FolderLost, RunFolder
 from daskgpt.training.step import State

@@ -14,7 +14,7 @@ import daskgpt
 from daskgpt import plot
 from daskgpt.instruments.dashboard.collected import Collected, column
 from daskgpt.instruments.timeline import write_side_by_side
-from daskgpt.schedulers.usage import METRIC
+from daskgpt.schedulers.worker_metrics import METRIC
 
 READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"
 BARS = """Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")

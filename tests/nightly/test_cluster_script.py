@@ -17,8 +17,8 @@ from distributed import Client
 from machines import ROOT, session_of, started, terminal, wait_until
 from small_runs import FLAGS, tensors_of
 
-from daskgpt.schedulers.allocator import ENVIRONMENT
 from daskgpt.schedulers.cluster import BETWEEN_TASKS
+from daskgpt.schedulers.local import ENVIRONMENT
 
 FOLDER = ROOT / "cluster"
 START, CERTIFICATES = FOLDER / "start.sh", FOLDER / "certificates.sh"

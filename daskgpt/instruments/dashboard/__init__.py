@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from daskgpt.schedulers.telling import TOPIC
+from daskgpt.schedulers.events import TOPIC
 
 PAGE = TOPIC  # what stands behind the dashboard's address
 

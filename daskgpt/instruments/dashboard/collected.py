@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from distributed import SchedulerPlugin
 from distributed.utils import key_split
 
-from daskgpt.schedulers.telling import TOPIC
-from daskgpt.schedulers.usage import KERNEL, METRIC
+from daskgpt.schedulers.events import TOPIC
+from daskgpt.schedulers.worker_metrics import KERNEL, METRIC
 
 CALLS, STEPS = 4000, 5000  # the latest that are kept
 WINDOW = 5.0  # seconds of lanes

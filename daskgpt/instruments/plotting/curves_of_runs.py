@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.training.metrics_file import METRICS
+from daskgpt.training.metrics import METRICS
 from daskgpt.training.run_folder import data_of
 
 TOLD = ("tokens", "seconds", "loss", "validation_loss", "learning_rate", "tokens_per_s", "norm")

@@ -11,9 +11,8 @@ from daskgpt.config.rich import html_text
 from daskgpt.graph.calls import is_pick
 from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
-from daskgpt.graph.program import calls_of
+from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.recording import Runnable
-from daskgpt.graph.spans import Span
 from daskgpt.model.origins import Origin
 
 Task = tuple[int, Key]

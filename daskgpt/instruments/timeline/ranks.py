@@ -13,7 +13,7 @@ from daskgpt.graph.nodes import Key
 from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, Words
 from daskgpt.instruments.timeline.recorder import lane_name, until_done
 from daskgpt.schedulers.links import programs_of
-from daskgpt.schedulers.members import members
+from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.training.rank_steps import RankSteps
 

@@ -18,7 +18,7 @@ from distributed.scheduler import heartbeat_interval
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, as_it_is, task
-from daskgpt.schedulers.members import members, running
+from daskgpt.schedulers.membership import members, running
 
 COPY = "recovery.copy"  # what Dask calls the tasks that copy
 EVERY = 0.5  # seconds between two looks at the heartbeats of workers

@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from daskgpt.schedulers.failures import LostResults
 from daskgpt.schedulers.links import done_of
-from daskgpt.schedulers.losses import LostResults
-from daskgpt.schedulers.product_rate import IN_BRIEF, product_rate
+from daskgpt.schedulers.machine import IN_BRIEF, product_rate
 from daskgpt.schedulers.protocol import Scheduler
 
 METRIC = "daskgpt"  # among those that a worker sends with its heartbeats

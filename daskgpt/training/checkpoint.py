@@ -4,7 +4,7 @@
                       optimizer.safetensors  the moments, under `m.NAME` and so on, in the parameters' own shapes
                       state.json             step, seed, data, configuration, versions, SHA-256 of each file
     RUN/latest -> step-00001000
-    RUN/best -> step-00000500                see `training/best_checkpoint`
+    RUN/best -> step-00000500                see `training/checkpoint`
 
 It is written under a temporary name, brought to the disk and renamed: a kill at any moment leaves the one before.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -295,3 +296,41 @@ def require_checkpoint(found: tuple[Path, dict[str, Any]] | None, run: Path) -> 
         advice = damaged if checkpoints(run) else "It ended before its first: start it again."
         raise refusal(FileNotFoundError, "load", "the run must have a good checkpoint", {"path": run}, advice)
     return found
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which checkpoint is the best one.
+
+    step   of it; -1 where there is none
+    loss   on the held-out text, in nats a token
+    """
+
+    step: int = -1
+    loss: float = math.inf
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's state says of it."""
+        return {"best": asdict(self)} if self.step >= 0 else {}
+
+
+NONE = Best()
+
+
+def best_of(run: Path, state: Mapping[str, Any]) -> Best:
+    """What a checkpoint's state says is the best one; none where that is not there any more, or damaged."""
+    best = Best(**state.get("best", {}))
+    if best.step >= 0:
+        try:
+            checked_state(step_folder(run, best.step), model_only=True)
+        except DamagedCheckpoint:
+            return NONE
+    return best
+
+
+def point_best(run: Path, best: Best) -> None:
+    """Let `best` mean a checkpoint, or be gone where there is none."""
+    if best.step >= 0:
+        point(run / BEST, step_folder(run, best.step).name)
+    elif (run / BEST).is_symlink():
+        (run / BEST).unlink()

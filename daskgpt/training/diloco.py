@@ -1,40 +1,165 @@
-"""Local steps: replicas that make some steps on their own, and a step of all along their mean change (DiLoCo).
-
-The sequences of each step are dealt to R replicas, consecutive ones to each. A replica makes the steps of a *round* on
-its own, with its own moments; then the mean of (start - end) over the replicas is the gradient of one Nesterov step on
-the weights that all of them start the next round with.
-
-    a stretch    some steps of a round: one task a replica
-    a shard      some tensors, whose outer step is one task, of the rank that has the replica of that number
-
-The state is packed: weights by shard, their momentum by shard, the moments of each replica, and while a round lasts,
-the weights of each. Several ranks have some replicas each, and the packs that are at home with these. No bit depends on
-who computes it, nor on how a round is cut into stretches.
-"""
+"""A whole run of a recorded graph as one program, to be called again and again inside one task."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from math import prod
 from operator import itemgetter
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from daskgpt.config.groups import share_of_rank
+from daskgpt.config.run import LocalConfig
 from daskgpt.graph.distribute import Peers, own_part
-from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import STATE, Layout, Submission
-from daskgpt.graph.repeated import Repeated
+from daskgpt.graph.nodes import Graph, Key, is_leaf, slices_of, task, value_of
+from daskgpt.graph.program import Call, Program
+from daskgpt.graph.recording import STATE, Layout, Runnable, Submission
+from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.nesterov import nesterov
 from daskgpt.model.optimizer import hyper_of
-from daskgpt.model.parameters import tensors
-from daskgpt.schedulers.machine_memory import available_memory
+from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.precision import Precision, copy_of, values_of
+from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.chunk_choice import ChunkChoice
-from daskgpt.training.inner_steps import InnerSteps, OuterStep, Shard
-from daskgpt.training.inputs import Moment
+from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Job, of_replica
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep, held_weights, streams_of
+from daskgpt.training.step import (
+    NO_LIMITS,
+    Batch,
+    Limits,
+    Moment,
+    Outcome,
+    State,
+    TrainingStep,
+    held_weights,
+    input_values,
+    streams_of,
+)
+
+
+class Repeated:
+    """Runs a graph once a call, on data of its own, and writes over a state that it is given.
+
+    It carries no arrays and no graph, so that it can be sent to where the state is.
+
+    names   of the state's arrays, in their order
+    """
+
+    def __init__(self, runnable: Runnable) -> None:
+        """runnable   one task, whose state is written over, and whose outputs have one chunk each"""
+        ((key, node),) = ((key, node) for key, node in runnable.graph.items() if not is_leaf(node))
+        program: Program = node.func
+        (self.names,) = runnable.layout.packs
+        assert runnable.recorded.in_place
+        self.outputs: dict[str, int | None] = {}
+        for name, (place,) in runnable.places.items():
+            assert place.key == key
+            self.outputs[name] = place.number
+        inputs = {
+            chunk: (name, index)
+            for name, array in runnable.recorded.inputs.items()
+            for chunk, index in slices_of(array).items()
+        }
+        self.program = program
+        keys = [reference.key for reference in node.args]
+        self.state = next(number for number, own in enumerate(keys) if own[0] == STATE)
+        self.inputs = {number: inputs[own] for number, own in enumerate(keys) if own in inputs}
+        constants = (runnable.graph.get(own) for own in keys)
+        self.constants = {number: value_of(leaf) for number, leaf in enumerate(constants) if leaf is not None}
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The kernel calls of one run."""
+        return self.program.calls
+
+    def __call__(self, state: tuple[Any, ...], values: Mapping[str, np.ndarray], run: int) -> dict[str, Any]:
+        """One run: its outputs by name.
+
+        values   whole inputs by name
+        run      its place among the runs of a graph, for who records
+        """
+        program = copy(self.program)
+        program.run = run
+        arguments = {self.state: state, **self.constants}
+        arguments |= {number: values[name][index] for number, (name, index) in self.inputs.items()}
+        results = program(*(arguments[number] for number in range(len(arguments))))
+        return {name: results if number is None else results[number] for name, number in self.outputs.items()}
+
+
+class InnerSteps:
+    """Some steps of one replica, which returns what they tell and how long they took; its weights; its moments.
+
+    The moments are written over, and so are weights that are the replica's own.
+    """
+
+    run = 0
+
+    def __init__(
+        self,
+        step: Repeated,
+        given: Layout,
+        moments: Sequence[Moment],
+        *,
+        copied: tuple[str, ...],
+    ) -> None:
+        """given     names of what the task is called with
+        moments   what each step is given, of the replica's sequences only
+        copied    kinds of arrays that it works on copies of
+        """
+        self.step, self.given, self.moments, self.copied = step, given, moments, copied
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The kernel calls of each step."""
+        return self.step.calls
+
+    def __call__(self, *packs: tuple[Any, ...]) -> tuple[tuple[list[Outcome], float], tuple[Any, ...], tuple[Any, ...]]:
+        begin = perf_counter()
+        values = self.given.unpack(packs)
+        state = tuple(
+            copy_of(values[name]) if name.startswith(self.copied) else values[name] for name in self.step.names
+        )
+        outcomes = [
+            Outcome.of(self.step(state, input_values(moment), self.run + number))
+            for number, moment in enumerate(self.moments)
+        ]
+        named = dict(zip(self.step.names, state))
+        weights = tuple(value for name, value in named.items() if name.startswith("weight."))
+        moments = tuple(value for name, value in named.items() if not name.startswith("weight."))
+        return (outcomes, perf_counter() - begin), weights, moments
+
+
+class Shard:
+    """Takes the values of some weights, which are sent to who makes their outer step."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = tuple(places)
+
+    def __call__(self, result: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
+        return tuple(values_of(result[1][place]) for place in self.places)
+
+
+class OuterStep:
+    """The outer step of some tensors: new weights as a step holds them, and the new momentum."""
+
+    def __init__(self, tensors: Sequence[Tensor], precision: Precision, local: LocalConfig) -> None:
+        self.tensors, self.precision = tuple(tensors), precision
+        self.options = {"rate": local.outer_learning_rate, "beta": local.outer_momentum}
+
+    def __call__(
+        self, weights: tuple[Any, ...], momenta: tuple[np.ndarray, ...], *ends: tuple[np.ndarray, ...]
+    ) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]]:
+        """ends   of each replica, by its number"""
+        made = []
+        with flush_to_zero():
+            for tensor, start, momentum, *own in zip(self.tensors, weights, momenta, *ends):
+                new, kept = nesterov(values_of(start), momentum, own, **self.options)
+                made.append((self.precision.hold(tensor, new), kept))
+        return tuple(new for new, _ in made), tuple(kept for _, kept in made)
+
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to see steps go on
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
@@ -65,6 +190,7 @@ class LocalSteps:
 
     open = False  # nothing is measured that later steps depend on
     recovers = False  # from the loss of a worker
+    recorded = None  # kernel calls are recorded where they run
 
     def __init__(
         self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, peers: Peers | None = None

@@ -1,0 +1,517 @@
+"""Training: `fit` from configurations to a result, and the loop of batches, steps, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from threading import RLock
+from typing import Any, Protocol
+
+import numpy as np
+
+from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.stopping import CanGoOn, finishing_first
+from daskgpt.data.loading import BatchLoader
+from daskgpt.model.parameters import check_config
+from daskgpt.model.schedules import learning_rate
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.cluster import client_address
+from daskgpt.schedulers.events import Telling
+from daskgpt.schedulers.failures import LostCluster, LostResults
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.worker_metrics import Usage
+from daskgpt.training.checkpoint import checkpoints, step_folder
+from daskgpt.training.diloco import LocalSteps
+from daskgpt.training.inference import Validation
+from daskgpt.training.job import Job, compile_kernels, describe, require_memory
+from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.progress import Progress
+from daskgpt.training.recovery import Recovery
+from daskgpt.training.result import Result
+from daskgpt.training.resuming import Beginning, Resumed, facts
+from daskgpt.training.run_folder import RunFolder, load
+from daskgpt.training.safeguards import Finite, Outliers
+from daskgpt.training.saving import Saver, reason
+from daskgpt.training.start import Start, open_dataset, start_values
+from daskgpt.training.step import Outcome, State
+from daskgpt.training.step_metrics import StepMetrics
+
+Steps = Any  # JobSteps, LocalSteps or RankSteps
+Sampler = Callable[[Scheduler, State], str]  # text that a state writes
+Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
+RUNNING = RLock()  # held by the thread whose run trains; its callbacks may train as well
+
+
+class Watcher(Protocol):
+    """An instrument that observes some steps of a run."""
+
+    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
+        """Prepare before the first step; return the number of the first step to observe.
+
+        steps   what runs them
+        """
+        ...
+
+    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context manager that is entered around steps which are run together."""
+        ...
+
+    def end(self) -> None:
+        """Write what was observed; called after the last step, when the model has been saved."""
+        ...
+
+
+def fit(
+    config: GPT2Config | None = None,
+    data: DataConfig | Changes | None = None,
+    optimizer: OptimizerConfig | Changes | None = None,
+    dataflow: DataflowConfig | Changes | None = None,
+    run: RunConfig | Changes | None = None,
+    *,
+    local: LocalConfig | Changes | None = None,
+    parameters: Mapping[str, np.ndarray] | None = None,
+    resume: str | os.PathLike[str] = "",
+    client: Any = None,
+    on_step: Any = None,
+    watchers: Sequence[Watcher] = (),
+    quiet: bool = False,
+) -> Result:
+    """Train a model, as `python -m daskgpt.train` does. The run is written where `run.out` names a folder.
+
+    local        replicas that make steps of their own; None for one model that makes all steps
+    parameters   initial values, float32; None for those of `run.init`, or random ones
+    resume       a run folder to continue from its newest good checkpoint. Its settings are kept but for those that are
+                 given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
+    client       a `distributed.Client` whose cluster runs the tasks, in place of `dataflow.scheduler`; it stays open,
+                 and nothing of the run stays on its cluster
+    on_step      called with (step, metrics) after each step; if it returns True the run ends as with Ctrl-C, with a
+                 checkpoint, and can be resumed
+    watchers     instruments that observe steps, such as `daskgpt.TimelineWatcher`
+    quiet        whether to print nothing: no header, no progress
+
+    Errors       ValueError where the configurations do not fit each other or a setting must not change,
+                 TypeError for a client of another kind, FileNotFoundError for missing data or no run to continue,
+                 FileExistsError where `run.out` holds a run, RuntimeError where a loss or a parameter is not finite or
+                 another process trains the run, OSError where the last checkpoint cannot be written
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1, channels=32, positions=32)
+    >>> data = {"data": daskgpt.__path__[0] + "/config/*.py", "sequence_length": 32}
+    >>> result = daskgpt.fit(config, data, run={"steps": 20, "validation_batches": 2}, quiet=True)
+    >>> len(result.losses), result.losses[-1] < result.losses[0]
+    (20, True)
+    """
+    given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": _on(client, dataflow), "run": run}
+    folder: RunFolder | None
+    if resume:
+        rule, advice = "a run that is gone on with has its own parameters", "Leave parameters out, or resume."
+        require(parameters is None, "fit", rule, {"resume": resume}, advice)
+        resumed = Resumed(os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in given.items()})
+        job, folder, beginning = resumed.job, resumed.folder, resumed.beginning()
+    else:
+        rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
+        require(config is not None, "fit", rule, {"config": config}, advice)
+        job, beginning = _new_job(check_config("fit", config), parameters, given)
+        folder = RunFolder(job.run.out) if job.run.out else None
+    return train(job, beginning, folder, client=client, on_step=on_step, watchers=watchers, quiet=quiet)
+
+
+def _new_job(
+    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, given: Mapping[str, Any]
+) -> tuple[Job, Beginning]:
+    """Return the job of a new run, and the state that it begins with."""
+    data: DataConfig = _configuration(DataConfig, given["data"])
+    run: RunConfig = _configuration(RunConfig, given["run"])
+    origin = Start.read(run.init) if run.init else None
+    if origin:
+        rule = "the model's numbers must be those of the model to start from"
+        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
+    optimizer = _configuration(OptimizerConfig, given["optimizer"])
+    dataflow, local = _configuration(DataflowConfig, given["dataflow"]), _configuration(LocalConfig, given["local"])
+    job = Job(config, data, optimizer, dataflow, run, open_dataset(data, config.vocabulary, origin), local)
+    require_memory(job)
+    return job, Beginning(start_values(job, origin, parameters))
+
+
+def _configuration(kind: Any, given: Any) -> Any:
+    """Return a configuration from one, from a mapping of some of its fields, or from None.
+
+    Errors   TypeError for another kind of object, ValueError for an unknown field
+    """
+    if given is None or isinstance(given, kind):
+        return kind() if given is None else given
+    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(given)[:40]}
+    require(isinstance(given, Mapping), "fit", rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
+    known = [f.name for f in fields(kind)]
+    for name in given:
+        rule = f"every field must be one of {kind.__name__}'s"
+        require(name in known, "fit", rule, {"field": name}, nearest(str(name), known))
+    return kind(**given)
+
+
+def _on(client: Any, dataflow: DataflowConfig | Changes | None) -> DataflowConfig | Changes | None:
+    """Return the settings of the dataflow with the address of a client's scheduler."""
+    if client is None:
+        return dataflow
+    address = client_address(client)
+    if isinstance(dataflow, DataflowConfig):
+        return replace(dataflow, scheduler=address)
+    return {**(dataflow or {}), "scheduler": address}
+
+
+def _changes(given: Any) -> Mapping[str, Any]:
+    """Return the settings that a configuration or a mapping gives."""
+    return {} if given is None else given if isinstance(given, Mapping) else asdict(given)
+
+
+def train(job: Job, beginning: Beginning, folder: RunFolder | None, *, client: Any = None, **options: Any) -> Result:
+    """Compile kernels, open the scheduler of a job, and train; `options` as of `run_job`. The folder is closed."""
+    try:
+        compile_kernels(job.precision)
+        with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
+            return run_job(job, scheduler, beginning, folder, **options)
+    finally:
+        if folder:
+            folder.close()
+
+
+def run_job(
+    job: Job,
+    scheduler: Scheduler,
+    beginning: Beginning,
+    folder: RunFolder | None,
+    on_step: Any = None,
+    watchers: Sequence[Watcher] = (),
+    quiet: bool = False,
+    sampler: Sampler | None = None,
+) -> Result:
+    """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
+
+    sampler   returns the text to print of a state
+
+    Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved; RuntimeError where another thread of this
+              process trains under a scheduler of this process
+    """
+    scheduler.admit(job.precision.packed)
+    scheduler.leave_silent(job.run.worker_seconds)
+    progress = Progress(job.steps, done=beginning.step, quiet=quiet)
+    what = "round" if job.local.local_steps else "step"
+    with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
+        trainer = _Trainer(job, scheduler, beginning, folder, progress, stop_requested)
+        try:
+            return trainer.run(on_step, watchers, sampler)
+        except Exception as error:
+            trainer.wait()  # for the checkpoint that is being written, which precedes the error
+            if isinstance(error, LostResults):
+                raise trainer.ended_by(error) from None
+            raise
+        finally:
+            trainer.close()
+
+
+def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> Steps:
+    """Return what runs the steps of a job: in this process, on the ranks of a cluster, or by replicas."""
+    if not scheduler.in_place and (job.local.local_steps or job.dataflow.engine == "ranks"):
+        from daskgpt.training.rank_steps import RankSteps  # which needs `distributed`
+
+        return RankSteps(job, scheduler, say)  # type: ignore[arg-type]
+    return (LocalSteps if job.local.local_steps else JobSteps)(job, scheduler, say)
+
+
+@contextmanager
+def only_run(scheduler: Scheduler) -> Iterator[None]:
+    """Reserve this process for one run if its scheduler is in it: kernel calls are recorded by process.
+
+    Errors   RuntimeError where the run of another thread holds it
+    """
+    alone = RUNNING if scheduler.in_place else RLock()
+    rule, got = "one run at a time may train in a process", "another thread's run"
+    require(alone.acquire(blocking=False), "fit", rule, got, "Wait for its end, or start a process.", RuntimeError)
+    try:
+        yield
+    finally:
+        alone.release()
+
+
+class _Trainer:
+    """One run, from the state that it begins with to its result."""
+
+    def __init__(
+        self,
+        job: Job,
+        scheduler: Scheduler,
+        beginning: Beginning,
+        folder: RunFolder | None,
+        progress: Progress,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.job, self.scheduler, self.beginning, self.folder = job, scheduler, beginning, folder
+        self.progress, self.stop_requested = progress, stop_requested
+        self.losses, self.validation_loss = list(beginning.losses), beginning.validation
+        self.bits_a_byte = math.nan  # the same loss by bytes of text
+        self.validated: dict[int, float] = {}  # validation losses of this process, by the number of steps made
+        self.steps = steps_of(job, scheduler, progress.say)
+        self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
+        self.finite = Finite(job, self.losses, self.wait)
+        self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
+        self.usage, self.events = Usage(scheduler), Telling(scheduler)
+        self.metrics = StepMetrics(job, self.usage, lambda: self.seconds)
+        self.measure = self.metrics.timers.measure
+        known = beginning.step, beginning.spared, beginning.best
+        self.saver = Saver(job, folder, scheduler, progress.say, *known) if folder else None
+        path = folder.path if folder else None
+        self.recovery = Recovery(job, scheduler, self.steps, beginning, path, progress.say, stop_requested)
+        self.start = time.perf_counter()
+        self.enough = False  # whether `on_step` has ended the run
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has trained, earlier processes included."""
+        return self.beginning.seconds + time.perf_counter() - self.start
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self.saver:
+            self.saver.wait()
+
+    def close(self) -> None:
+        """Release what the run holds, on a cluster its state and the copies of it."""
+        del self.recovery
+        self.steps.close()
+        self.loader.close()
+        self.progress.close()
+        if self.folder:
+            self.folder.close()
+
+    def run(self, on_step: Any, watchers: Sequence[Watcher], sampler: Sampler | None) -> Result:
+        """Train, save the model, and let the instruments write what they observed."""
+        job, progress, steps = self.job, self.progress, self.steps
+        self.on_step, self.sampler = on_step, sampler
+        if self.folder:
+            self.folder.begin(self._resolved(), self.beginning.step, job.sinks)
+        if self.saver:
+            self.saver.begin()
+        for line in (describe(job, self.scheduler, steps.described_chunks), *self.beginning.said):
+            progress.say(line)
+        if steps.described_tasks:  # otherwise it is printed when it is known
+            progress.say(f"grain      {steps.described_tasks}")
+        self.watching = [(watcher.begin(job, steps, self.scheduler), watcher) for watcher in watchers]
+        self.usage.begin(products=bool(self.folder or on_step))
+        self.start = time.perf_counter()
+        progress.begin()
+        result, lost = None, None
+        while result is None:
+            try:
+                # No name refers to the first state here: it would stay on the workers until the end of the run.
+                state, stopped = self._train(self._first_state(lost))
+                result = self._result(state, stopped)
+                if not stopped:  # whoever stops a run does not want to wait
+                    self._show_sample(state)
+            except LostCluster:
+                raise
+            except LostResults as error:
+                lost = error.with_traceback(None)  # its frames hold what is lost
+                self.wait()
+        for watcher in watchers:  # their files may not get written: the model is saved by now
+            watcher.end()
+        return result
+
+    def _first_state(self, lost: LostResults | None) -> State:
+        """Return the state to begin with: the run's first one, or after a loss the newest one that is left."""
+        if lost:
+            return self.recovery.back(lost, len(self.losses))
+        first = self.beginning
+        state: State = self.steps.initial(first.parameters, first.moments, first.step)
+        return state
+
+    def _train(self, state: State) -> tuple[State, bool]:
+        """Make all steps, or those until a stop is requested; return the state, and whether a stop was requested.
+
+        Steps that are made again after a loss are not recorded, validated or reported a second time.
+        """
+        job, steps, known = self.job, self.steps, len(self.losses)
+        validation = Validation(job, self.scheduler, self.stop_requested)
+        while state.step < job.steps:
+            # Several steps run together where nothing has to happen between them.
+            first, start, undecided = state.step, time.perf_counter(), steps.open
+            numbers = range(first, first + self._together(first))
+            batches = self.loader.take(numbers)
+            with self._observed(numbers, known):
+                outcomes, state = steps.run(state, batches, self.outliers.limits(first))
+            all_metrics = self._metrics_of(numbers, outcomes, time.perf_counter() - start)
+            last = numbers[-1]
+            if last >= known and state.step == self._next_validation(last):
+                with self.measure("validation"):
+                    all_metrics[-1] |= validation.of(state, steps.chunk)
+            for metrics in all_metrics:
+                if metrics["step"] >= known:
+                    if self.folder and undecided:  # chunks and grain may have been chosen with this step
+                        self.folder.configure(self._resolved())
+                    self._report(metrics)
+                    with self.measure("validation" if "validation_loss" in metrics else "logs"):
+                        self.finite.require(self.scheduler, state, metrics)
+            if state.step == job.steps:
+                break
+            meets = job.meets(state.step)  # replicas that make steps of their own have no common model to save
+            if state.step > known and meets and not steps.open and job.horizon.passed(state.step, self.seconds):
+                self.progress.expect(job.steps)
+            if (self.enough or self.stop_requested()) and meets:
+                self.progress.say(f"stopped after {state.step} of {job.steps} steps")
+                return state, True
+            with self.measure("recovery points"):
+                self.recovery.after(state)
+            if meets:
+                self._sample(state, first=last >= known)
+                self._save(state, all_metrics[-1])
+        return state, False
+
+    def _together(self, number: int) -> int:
+        """Return how many steps from this one on run together: until the next one after which something is due."""
+        ends = [self._next_validation(number), *(first for first, _ in self.watching if number < first)]
+        ends += [end] if self.saver and (end := self.saver.next_fixed(number)) else []
+        ends += [end] if (end := self.job.horizon.next_change(number)) else []
+        ends += [(number // every + 1) * every] if (every := self.job.run.sample_every) else []
+        together: int = min(self.steps.together(number), min(ends) - number)
+        return together
+
+    def _next_validation(self, number: int) -> int:
+        """Return how many steps will have been made at the next validation: where replicas meet, if there are any."""
+        job = self.job
+        every = job.run.validate_every or job.steps
+        return job.round_end((job.round_begin(number) // every + 1) * every - 1)
+
+    @contextmanager
+    def _observed(self, numbers: range, known: int) -> Iterator[None]:
+        """Let the instruments observe steps that run together, each from the first step that it wants to see."""
+        with ExitStack() as stack:
+            if not self.steps.open:
+                for first, watcher in self.watching:
+                    if numbers[0] >= max(first, known):
+                        stack.enter_context(watcher.watch(numbers))
+                if not self.watching:
+                    stack.enter_context(self.metrics.record(self.steps.recorded))
+            yield
+
+    def _metrics_of(self, numbers: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
+        """Return the metrics of steps that ran together and took so many seconds."""
+        found = []
+        with self.measure("logs"):
+            for number, outcome in zip(numbers, outcomes):
+                own = self.metrics.of_step(number, seconds / len(outcomes))
+                metrics = {"step": number, "loss": outcome.loss, **own}
+                self.outliers.note(number, outcome)
+                metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
+                metrics |= {} if outcome.made else {"skipped": True}
+                metrics["learning_rate"] = learning_rate(self.job.optimizer, number, self.job.horizon.at(number))
+                found.append(metrics)
+            found[-1] |= self.metrics.of_passes(self.steps.recorded, len(outcomes), seconds)
+        return found
+
+    def _report(self, metrics: dict[str, Any]) -> None:
+        """Show, log and publish the metrics of a step."""
+        with self.measure("logs"):
+            self.losses.append(metrics["loss"])
+            if "validation_loss" in metrics:
+                self.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
+                self.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
+                if self.saver and self.saver.better(self.validation_loss):
+                    metrics = {**metrics, "best": True}
+            self.progress.step(metrics)
+            metrics = {**metrics, **self.recovery.news()}
+            self.events.note(metrics)
+            if self.saver and self.folder:
+                for path, error in self.folder.logs.log({**metrics, **self.saver.news(), **self.usage.news()}):
+                    self.progress.say(f"metrics    {path} waits for room: {reason(error)}; training goes on")
+        if self.on_step and self.on_step(metrics["step"], metrics) is True:
+            self.enough = True
+
+    def _sample(self, state: State, *, first: bool) -> None:
+        """Print a sample if one is due; first: whether the step before was made for the first time."""
+        every, before = self.job.run.sample_every, self.job.round_begin(state.step - 1)
+        if self.sampler and every and first and state.step // every > before // every:
+            with self.measure("samples"):
+                self.progress.show(self.sampler(self.scheduler, state))
+
+    def _save(self, state: State, metrics: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint if one is due."""
+        if not self.saver:
+            return
+        with self.measure("checkpoints"):
+            self.saver.prepare(state)
+            loss = self.validated.get(state.step)
+            if self.saver.due(state.step, loss):
+                if "validation_loss" not in metrics:  # otherwise the parameters were checked with it
+                    self.finite.require_state(self.scheduler, state, metrics["step"])
+                self.saver.save(state, self._facts(state), loss)
+
+    def _resolved(self) -> dict[str, Any]:
+        return self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain)
+
+    def _facts(self, state: State) -> dict[str, Any]:
+        known = facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
+        return known | {
+            "horizon": self.job.horizon.facts(self.seconds),
+            "outliers": self.outliers.facts(state.step),
+        }
+
+    def _result(self, state: State, stopped: bool) -> Result:
+        """Save the last state and return the result of the run."""
+        self.events.flush()
+        seconds, step = time.perf_counter() - self.start, max(state.step - 1, 0)
+        checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
+        if checkpoint and not self.scheduler.in_place:
+            self.finite.require_state(self.scheduler, state, step)
+            read = partial(_parameters_in, checkpoint)
+        else:
+            parameters = state.parameters(self.scheduler)
+            self.finite.require_parameters(step, parameters)
+            read = partial(dict, parameters)
+        self.progress.close()
+        for line in self.usage.lines():
+            self.progress.say(line)
+        del self.losses[state.step :]  # of steps that a loss has taken back
+        if self.saver and self.folder:
+            self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
+            if self.job.run.minutes:  # the number of steps is known now
+                self.folder.configure(self._resolved())
+            self.folder.logs.write()
+        return Result(
+            self.job.config,
+            read,
+            self.losses,
+            self.validation_loss,
+            seconds,
+            checkpoint,
+            first=self.beginning.step,
+            stopped=stopped,
+            bits_a_byte=self.bits_a_byte,
+            timers=self.metrics.timers.seconds,
+        )
+
+    def _show_sample(self, state: State) -> None:
+        """Print a sample of the trained model, which is saved by now."""
+        try:
+            if self.sampler:
+                self.progress.show(f"\n{self.sampler(self.scheduler, state)}")
+        except LostResults as error:
+            self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
+
+    def ended_by(self, error: LostResults) -> RuntimeError:
+        """Return the error of a run whose cluster is lost; it names the checkpoint to resume from."""
+        if self.folder and checkpoints(self.folder.path):
+            advice = f"Go on with --resume {self.folder.path}."
+            return refusal(CanGoOn, error.where, error.rule, error.got, advice)
+        advice = "Start again: there is no checkpoint."
+        return refusal(RuntimeError, error.where, error.rule, error.got, advice)
+
+
+def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:
+    return load(checkpoint)[1]
