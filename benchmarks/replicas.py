@@ -34,8 +34,7 @@ from daskgpt.schedulers.cluster import borrowed_cluster
 from daskgpt.train import job_of
 from daskgpt.train import parser as flags_of_train
 from daskgpt.training.job import Job
-from daskgpt.training.resuming import Beginning
-from daskgpt.training.start import start_values
+from daskgpt.training.start import Beginning, start_values
 from daskgpt.training.trainer import run_job
 
 TOOL, SYNCHRONOUS = "benchmarks/replicas.py", "synchronous"

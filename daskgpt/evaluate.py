@@ -23,7 +23,7 @@ from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 from daskgpt.generation.sampling import PRECISIONS
 from daskgpt.training.job import compile_kernels
-from daskgpt.training.run_folder import read_model_of, trained_with
+from daskgpt.training.run_folder import encoding_and_length, open_model_of
 
 DESCRIPTION = """\
 How good a model is on a text, or at multiple choice.
@@ -63,10 +63,10 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     options: EvaluateConfig = from_flags(EvaluateConfig, values)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, say.")
-    model = read_model_of(values.model)
-    encoding_name, length = trained_with(values.model, model, options.encoding)
+    model = open_model_of(values.model)
+    encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)
-    weights = Weights(model.config, model.parameters, options.precision)
+    weights = Weights(model.config, model.parameters(), options.precision)
     if questions := questions_of(options.data, encoding):
         found = multiple_choice(weights, questions[: options.limit or None], options.threads)
     else:

@@ -19,7 +19,7 @@ from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import PRECISIONS, Rate, Texts, check_prompt
 from daskgpt.schedulers.machine import copy_rate
 from daskgpt.training.job import compile_kernels
-from daskgpt.training.run_folder import read_model_of, trained_with
+from daskgpt.training.run_folder import encoding_and_length, open_model_of
 
 DESCRIPTION = """\
 Write text with a trained model.
@@ -95,14 +95,14 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)
     options: GenerateConfig = from_flags(GenerateConfig, values)
-    model = read_model_of(values.model)
-    encoding_name, context = trained_with(values.model, model, options.encoding)
+    model = open_model_of(values.model)
+    encoding_name, context = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)
     prompts = values.prompt or ["\n"]
     for prompt in prompts:
         check_prompt(model.config, encode(encoding, prompt).tolist())
     compile_kernels()
-    writer = Writer(options, Weights(model.config, model.parameters, options.precision), encoding, context)
+    writer = Writer(options, Weights(model.config, model.parameters(), options.precision), encoding, context)
     texts = (
         chat(writer)
         if values.interactive

@@ -28,9 +28,17 @@ from daskgpt.training.horizon import one_horizon
 from daskgpt.training.inference import asked
 from daskgpt.training.job import Job, require_memory
 from daskgpt.training.result import Result
-from daskgpt.training.resuming import SECTIONS, Beginning, Resumed, changeable, may_not_change
 from daskgpt.training.run_folder import RunFolder, new_folder
-from daskgpt.training.start import Start, open_dataset, start_values
+from daskgpt.training.start import (
+    SECTIONS,
+    Beginning,
+    Resumed,
+    Start,
+    changeable,
+    may_not_change,
+    open_dataset,
+    start_values,
+)
 from daskgpt.training.step import State
 from daskgpt.training.trainer import Watcher, train
 
@@ -114,7 +122,7 @@ def main(arguments: list[str]) -> int:
         print(planned(job, values.workers))
         return 0
     require_memory(job)
-    first = resumed.beginning() if resumed else Beginning(start_values(job, start))
+    first = resumed.beginning if resumed else Beginning(start_values(job, start))
     watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []
     watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None

@@ -77,7 +77,7 @@ def test_each_is_the_state_after_its_steps_although_the_run_has_gone_on(small_te
 def test_without_memory_for_a_copy_training_waits_and_says_so_once(small_text, tmp_path, saved, monkeypatch):
     said = []
     monkeypatch.setattr(saving, "available_memory", lambda: 10_000)
-    monkeypatch.setattr(saving, "copy_in_tasks", None)
+    monkeypatch.setattr(saving, "ThreadPoolExecutor", None)
     monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
     fit(small_text, tmp_path / "run", save_every=5)
     (line,) = [line for line in said if line.startswith("checkpoint")]

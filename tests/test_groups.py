@@ -128,9 +128,6 @@ def test_a_run_says_its_groups_and_records_them(small_text, tmp_path, capsys):
         assert train.main([*SIZE, *flags, *given]) == 0
         assert said in capsys.readouterr().out
         assert tomllib.loads((folder / "config.toml").read_text())["data"]["groups"] == (groups == "2") + 1
-    # A run from before there were groups had one.
-    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("groups = 2\n", ""))
-    assert train.main(["--init", str(folder), "--batch-size", "4", *flags, "--plan"]) == 0
 
 
 def test_losses_and_validation_are_sums_of_the_same_groups(small_text):

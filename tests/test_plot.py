@@ -34,7 +34,7 @@ def two(tmp_path_factory):
 
 
 def test_curves_are_what_a_run_has_written(small_text, tmp_path):
-    run, older = tmp_path / "first", tmp_path / "older"
+    run = tmp_path / "first"
     fit(small_text, run, validate_every=4)
     (curves,) = read_runs([str(run)])
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -45,14 +45,6 @@ def test_curves_are_what_a_run_has_written(small_text, tmp_path):
     validated = np.flatnonzero(np.isfinite(curves.values["validation_loss"])) + 1
     assert validated.tolist() == [4, 8, 12]
     assert not curves.has("norm")
-    # An older version told no tokens and no time.
-    older.mkdir()
-    (older / "config.toml").write_bytes((run / "config.toml").read_bytes())
-    records = [{"step": step, "loss": 3.0, "tokens_per_s": 32.0} for step in range(3)]
-    (older / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (curves,) = read_runs([str(older)])
-    assert curves.values["tokens"].tolist() == [64, 128, 192]
-    assert curves.values["seconds"].tolist() == [2, 4, 6]
 
 
 def test_means_start_with_the_first_value_and_pass_over_what_is_not_told(two):

@@ -71,7 +71,7 @@ def test_an_address_that_stands_in_a_folder_is_not_connected_to(address, small_t
     with pytest.raises(ValueError, match=rf"--scheduler {address}"):
         resume(out, run={"steps": 14})
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:2")
-    monkeypatch.setattr("daskgpt.training.resuming.chosen_address", lambda name: "tcp://127.0.0.1:2")
+    monkeypatch.setattr("daskgpt.training.start.chosen_address", lambda name: "tcp://127.0.0.1:2")
     monkeypatch.setattr("daskgpt.training.trainer.open_scheduler", lambda address, *_: pytest.fail(address))
     with pytest.raises(pytest.fail.Exception, match="auto"):
         resume(out, run={"steps": 14})

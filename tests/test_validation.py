@@ -14,8 +14,7 @@ from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.inference import TOGETHER, Inference, Validation
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import training_step
-from daskgpt.training.resuming import Resumed
-from daskgpt.training.start import open_dataset
+from daskgpt.training.start import Resumed, open_dataset
 
 
 def test_bits_a_byte_count_the_bytes_that_were_predicted(small_text, tmp_path):

@@ -1,12 +1,13 @@
-"""A checkpoint on disk: a folder with model, optimizer and state of a run after some steps, there whole or not at all.
+"""A checkpoint on disk: a folder with the model, the optimizer and the state of a run after some steps.
 
     RUN/step-00001000/model.safetensors      in Hugging Face's names and layout
-                      optimizer.safetensors  the moments, under `m.NAME` and so on, in the parameters' own shapes
+                      optimizer.safetensors  the moments, named `m.NAME` and so on, in the parameters' own shapes
                       state.json             step, seed, data, configuration, versions, SHA-256 of each file
     RUN/latest -> step-00001000
-    RUN/best -> step-00000500                see `training/checkpoint`
+    RUN/best -> step-00000500                the checkpoint with the lowest validation loss
 
-It is written under a temporary name, brought to the disk and renamed: a kill at any moment leaves the one before.
+A checkpoint is written under a temporary name, flushed to the disk and renamed: a kill at any moment leaves the
+checkpoint before it intact.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -47,15 +48,14 @@ STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model",
 VERSION = 1
 DIGEST = "sha256"  # of state.json's other entries, in state.json
 STEP = re.compile(r"step-(\d{8,})")
-READ_BYTES = 2**22
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A run after some steps.
+    """The state of a run after some steps.
 
     moments   "m.NAME" and so on, float32, in the shapes of the parameters
-    facts     what else state.json says: configuration, versions and so on
+    facts     the other entries of state.json: configuration, versions and so on
     """
 
     step: int
@@ -65,59 +65,49 @@ class Checkpoint:
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not as it was written; the text says what is wrong with it."""
+    """A checkpoint differs from what was written; the message names the difference."""
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where the checkpoint after so many steps is."""
+    """Return the folder of the checkpoint after some steps."""
     return run / f"step-{step:08}"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint: its folder under whatever name, `latest` or `best`."""
+    """Return whether a path is a checkpoint: `step-...`, `latest`, `best`, or a copy with another name."""
     return (path / STATE).is_file()
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run folder, by steps, whether they are good or not."""
+    """Return the checkpoints of a run folder in the order of their steps, damaged ones included."""
     found = {path: STEP.fullmatch(path.name) for path in run.iterdir()} if run.is_dir() else {}
     return sorted((path for path, match in found.items() if match and path.is_dir()), key=step_of)
 
 
 def step_of(folder: Path) -> int:
-    """The number of steps in a checkpoint's name."""
+    """Return the number of steps in a checkpoint's name."""
     return int(folder.name.removeprefix("step-"))
 
 
-def write_checkpoint(
-    run: Path, checkpoint: Checkpoint, before: Callable[[], None] = lambda: None, *, beside: bool = True
-) -> Path:
-    """Write a checkpoint of a run, and let `latest` mean it.
+def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[[], None] = lambda: None) -> Path:
+    """Write a checkpoint of a run and point `latest` to it; return its folder.
 
-    before   called once all of it is on the disk, before it gets its name
-    beside   write the model beside its moments: a SHA-256 is a chain, and one file alone slower than the disk
+    before_rename   called when the whole checkpoint is on the disk, before it gets its name
 
-    Cost     one tensor at a time, or one of each beside each other
-    Errors   OSError where the system refuses, with the path and the reason; nothing of it is left then
+    Cost     one tensor at a time
+    Errors   OSError with path and reason where the system refuses; nothing of the checkpoint is left then
     """
     target = step_folder(run, checkpoint.step)
     temporary = run / f".{target.name}.{_unique()}.tmp"
     temporary.mkdir()
     try:
-        if beside:
-            with ThreadPoolExecutor(1) as pool:
-                model = pool.submit(write_run_models, temporary, checkpoint.model)
-                digests = _write_moments(temporary, checkpoint) | model.result()
-        else:
-            digests = write_run_models(temporary, checkpoint.model) | _write_moments(temporary, checkpoint)
-        files = {
-            name: {"bytes": (temporary / name).stat().st_size, "sha256": digest} for name, digest in digests.items()
-        }
+        digests = write_run_models(temporary, checkpoint.model) | _write_moments(temporary, checkpoint)
+        files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": own} for name, own in digests.items()}
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(temporary / STATE, "write_checkpoint") as file:
             file.write(json.dumps(state | {DIGEST: _digest_of(state)}, indent=1).encode() + b"\n")
         sync_folder(temporary)
-        before()
+        before_rename()
         set_aside(target, "damaged")
         os.rename(temporary, target)
     except BaseException:
@@ -129,23 +119,22 @@ def write_checkpoint(
 
 
 def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
+    """Write the moments in the order of the model's tensors; return the SHA-256 of each file."""
     kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
-    table = tensors(checkpoint.model.config)
-    ordered = ((f"{kind}.{name}", table[name].shape) for kind, name in product(kinds, table))
-    named = [  # in the table's order, whatever the state's
-        NamedTensor(key, shape, "F32", partial(checkpoint.moments.__getitem__, key))
-        for key, shape in ordered
-        if key in checkpoint.moments
+    named = [
+        NamedTensor(key, tensor.shape, "F32", partial(checkpoint.moments.__getitem__, key))
+        for kind, (name, tensor) in product(kinds, tensors(checkpoint.model.config).items())
+        if (key := f"{kind}.{name}") in checkpoint.moments
     ]
     metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
     return write_tensor_files(folder, named, metadata, where="write_checkpoint", name=OPTIMIZER)
 
 
 def point(link: Path, name: str) -> None:
-    """Let a link in a run folder mean a checkpoint from now on: at any moment it means this one or the one before."""
+    """Point a link in a run folder to a checkpoint. At any moment it points to this one or to the one before."""
     temporary = link.with_name(f".{link.name}.{_unique()}.tmp")
     os.symlink(name, temporary)
-    if link.is_dir() and not link.is_symlink():  # the run folder was copied by what follows links
+    if link.is_dir() and not link.is_symlink():  # the run folder was copied by a program that follows links
         set_aside(link, "copy")
     os.replace(temporary, link)
     sync_folder(link.parent)
@@ -160,7 +149,7 @@ def _digest_of(state: Mapping[str, Any]) -> str:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove what killed processes have left half-written. Only who holds the run's lock may do so."""
+    """Remove what killed processes left half-written. The caller must hold the run's lock."""
     for path in run.glob(".*.tmp"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -169,54 +158,65 @@ def remove_leftovers(run: Path) -> None:
 
 
 def prune(run: Path, keep: int, keep_every: int, best: int = -1, spared: frozenset[Path] = frozenset()) -> None:
-    """Delete all but the newest checkpoints of a run, those of each so many steps, and the best one.
+    """Delete the checkpoints of a run, except the newest ones, one each `keep_every` steps, and the best one.
 
-    best     its step
-    spared   checkpoints that are not deleted and do not count: damaged ones
+    keep     how many of the newest stay
+    best     step of the best checkpoint
+    spared   damaged checkpoints, which are neither deleted nor counted
     """
     good = [path for path in checkpoints(run) if path not in spared]
     for path in good[:-keep]:
         step = step_of(path)
         if step != best and not (keep_every and step % keep_every == 0):
-            gone = run / f".{path.name}.{_unique()}.tmp"  # whole, or no checkpoint at all
-            os.rename(path, gone)
-            shutil.rmtree(gone, ignore_errors=True)
-
-
-def newest_state(run: Path, *, model_only: bool = False) -> Iterator[tuple[Path, dict[str, Any] | DamagedCheckpoint]]:
-    """The checkpoints of a run from the newest one on, each with its checked state, or what is wrong with it.
-
-    model_only   whether the optimizer's files are not looked at
-    """
-    for folder in reversed(checkpoints(run)):
-        try:
-            yield folder, checked_state(folder, model_only=model_only)
-        except DamagedCheckpoint as error:
-            if folder.exists():  # else a run that goes on has deleted it meanwhile
-                yield folder, error
+            deleted = run / f".{path.name}.{_unique()}.tmp"  # renamed first, so that no checkpoint is ever partial
+            os.rename(path, deleted)
+            shutil.rmtree(deleted, ignore_errors=True)
 
 
 def newest_good(
-    run: Path, tell: Callable[[str], None], *, model_only: bool = False
+    run: Path, say: Callable[[str], None], *, model_only: bool = False
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The newest good checkpoint of a run and its state; None where there is none.
+    """Return the newest good checkpoint of a run and its state, or None.
 
-    tell   is given a line for each damaged one
+    say          called with a line for each damaged checkpoint
+    model_only   whether the optimizer's files are not checked
     """
-    for folder, state in newest_state(run, model_only=model_only):
-        if not isinstance(state, DamagedCheckpoint):
-            return folder, state
-        tell(passed_over(folder, state))
+    for folder in reversed(checkpoints(run)):
+        try:
+            return folder, checked_state(folder, model_only=model_only)
+        except DamagedCheckpoint as error:
+            if folder.exists():  # otherwise the run, which is training, has deleted it in the meantime
+                say(f"checkpoint {folder} is damaged and passed over: {error}")
     return None
 
 
-def passed_over(folder: Path, error: DamagedCheckpoint) -> str:
-    """A line on a damaged checkpoint."""
-    return f"checkpoint {folder} is damaged and passed over: {error}"
+def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint that a path means, with its checked state; None where the path is something else.
+
+    path     a run folder (its newest good checkpoint), a checkpoint, or the model file in a checkpoint
+
+    Errors   ValueError where the checkpoint is damaged, FileNotFoundError where all of a run are
+    """
+    folder = path if path.is_dir() else path.parent
+    if is_checkpoint(folder):
+        try:
+            return folder, checked_state(folder, model_only=True)
+        except DamagedCheckpoint as error:
+            rule, advice = "the checkpoint must be as it was written", "Give its run: the newest good one is taken."
+            raise refusal(ValueError, "load", rule, f"path={path} ({error})", advice) from error
+    if not path.is_dir() or not checkpoints(path):
+        return None
+    found = newest_good(path, lambda line: print(line, file=sys.stderr, flush=True), model_only=True)
+    if found is None:
+        advice = "All of its checkpoints are damaged: give another model, or start the run again."
+        raise refusal(FileNotFoundError, "load", "the run must have a good checkpoint", {"path": path}, advice)
+    return found
 
 
 def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
-    """What state.json says, after it and all files (or the model's) are found to be as they were written.
+    """Return the entries of state.json, after checking that it and the checkpoint's files are as they were written.
+
+    model_only   whether the optimizer's files are not checked
 
     Cost     reads all files once
     Errors   DamagedCheckpoint; ValueError for a state of another version
@@ -227,11 +227,8 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{STATE} {'is missing' if isinstance(error, OSError) else 'is no JSON'}") from error
     if state.pop(DIGEST, None) != _digest_of(state):
         raise DamagedCheckpoint(f"{STATE} is not what was written")
-    rule, advice = (
-        f"the version of {STATE} must be {VERSION}",
-        "Read it with the daskgpt that wrote it, or a newer one.",
-    )
-    got = {"path": folder, "version": short(state.get("version"))}
+    rule, got = f"the version of {STATE} must be {VERSION}", {"path": folder, "version": short(state.get("version"))}
+    advice = "Read it with the daskgpt that wrote it, or a newer one."
     require(state.get("version") == VERSION, "read_checkpoint", rule, got, advice)
     if folder.resolve().name != step_folder(folder, state["step"]).name and STEP.fullmatch(folder.resolve().name):
         raise DamagedCheckpoint(f"{STATE} is that of step {state['step']}")
@@ -242,43 +239,40 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
 
 
 def _check_file(path: Path, size: int, sha256: str) -> None:
-    digest = hashlib.sha256()
     try:
-        found = path.stat().st_size
-        if found != size:
-            raise DamagedCheckpoint(f"{path.name} has {found:,} bytes instead of {size:,}")
         with open(path, "rb", buffering=0) as file:
-            while piece := file.read(READ_BYTES):
-                digest.update(piece)
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise DamagedCheckpoint(f"{path.name} has {found:,} bytes instead of {size:,}")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
-    if digest.hexdigest() != sha256:
+    if digest != sha256:
         raise DamagedCheckpoint(f"{path.name} has another SHA-256 than when it was written")
 
 
 def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str, Tensor]) -> Checkpoint:
-    """All of a checkpoint whose state was checked.
+    """Read a checkpoint whose state was checked.
 
-    moments   what the run has of them, "MOMENT.NAME" -> whose it is
+    moments   the moments that the run has: "MOMENT.NAME" -> tensor of the model
 
     Dtype     float32, in memory of its own
-    Errors    ValueError where the optimizer's file does not hold these moments of the model's tensors
+    Errors    ValueError where the optimizer's file does not hold these moments
     """
-    model = read_run_model(_tensor_path(folder, MODEL))
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
-    return Checkpoint(state["step"], model, _moments(files, moments), state)
-
-
-def _moments(files: TensorFiles, expected: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    rule, advice = "the moments must be those of the model's tensors", "Another program wrote it."
-    wrong = expected.keys() ^ set(files.names)
+    rule, advice = (
+        "the moments must be those of the model's tensors",
+        "Another program wrote the file.",
+    )
+    wrong = moments.keys() ^ set(files.names)
     got = {"path": files.path, "tensor": short(min(wrong, default=""))}
     require(not wrong, "read_checkpoint", rule, got, advice)
-    for name, tensor in expected.items():
+    for name, tensor in moments.items():
         right = files.dtype(name) == "F32" and files.shape(name) == tensor.shape
         got = {"path": files.path, name: f"{files.dtype(name)} {files.shape(name)}"}
         require(right, "read_checkpoint", rule, got, advice)
-    return {name: in_memory(files.read(name)) for name in expected}
+    values = {name: in_memory(files.read(name)) for name in moments}
+    return Checkpoint(state["step"], read_run_model(_tensor_path(folder, MODEL)), values, state)
 
 
 def _tensor_path(folder: Path, name: str) -> Path:
@@ -286,50 +280,34 @@ def _tensor_path(folder: Path, name: str) -> Path:
     return index if index.exists() else folder / (name + ENDING)
 
 
-def require_checkpoint(found: tuple[Path, dict[str, Any]] | None, run: Path) -> tuple[Path, dict[str, Any]]:
-    """What newest_good has found.
-
-    Errors   FileNotFoundError where that is nothing
-    """
-    if found is None:
-        damaged = "All of its checkpoints are damaged: name another model, or start it again."
-        advice = damaged if checkpoints(run) else "It ended before its first: start it again."
-        raise refusal(FileNotFoundError, "load", "the run must have a good checkpoint", {"path": run}, advice)
-    return found
-
-
 @dataclass(frozen=True)
 class Best:
-    """Which checkpoint is the best one.
+    """The best checkpoint of a run.
 
-    step   of it; -1 where there is none
-    loss   on the held-out text, in nats a token
+    step   its step; -1 where there is none
+    loss   its validation loss [nats a token]
     """
 
     step: int = -1
     loss: float = math.inf
 
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint's state says of it."""
-        return {"best": asdict(self)} if self.step >= 0 else {}
 
-
-NONE = Best()
+NO_BEST = Best()
 
 
 def best_of(run: Path, state: Mapping[str, Any]) -> Best:
-    """What a checkpoint's state says is the best one; none where that is not there any more, or damaged."""
+    """Return the best checkpoint that a checkpoint's state names; NO_BEST where that is missing or damaged."""
     best = Best(**state.get("best", {}))
     if best.step >= 0:
         try:
             checked_state(step_folder(run, best.step), model_only=True)
         except DamagedCheckpoint:
-            return NONE
+            return NO_BEST
     return best
 
 
 def point_best(run: Path, best: Best) -> None:
-    """Let `best` mean a checkpoint, or be gone where there is none."""
+    """Point `best` to a checkpoint, or remove the link where there is none."""
     if best.step >= 0:
         point(run / BEST, step_folder(run, best.step).name)
     elif (run / BEST).is_symlink():

@@ -16,7 +16,7 @@ from daskgpt.schedulers.failures import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.job import Job
-from daskgpt.training.resuming import Beginning
+from daskgpt.training.start import Beginning
 from daskgpt.training.step import State
 
 SHARE = 0.01  # of the time that copying may cost

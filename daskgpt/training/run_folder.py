@@ -1,13 +1,11 @@
-"""The folder of a run: its configuration, its metrics, its checkpoints."""
+"""The folder of a run: its configuration, its metrics, its checkpoints; and the model that a path means."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import sys
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,32 +18,19 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import open_no_link, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import DataConfig
-from daskgpt.data.dataset import RANDOM
-from daskgpt.data.encodings import VOCABULARY, encoding_named, encoding_of_model, vocabulary_size
-from daskgpt.formats.huggingface import is_huggingface
+from daskgpt.data.encodings import VOCABULARY, encoding_named, encoding_of_model
+from daskgpt.formats.huggingface import INDEX, MODEL
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.run_model import StoredModel
-from daskgpt.formats.vocabulary_file import is_learned, learned_size
-from daskgpt.training.checkpoint import (
-    DamagedCheckpoint,
-    checked_state,
-    checkpoints,
-    is_checkpoint,
-    newest_good,
-    remove_leftovers,
-    require_checkpoint,
-)
+from daskgpt.formats.vocabulary_file import learned_size
+from daskgpt.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
 from daskgpt.training.metrics import ALWAYS, METRICS, Logs, metrics_lines
 
 CONFIG, LOCK = "config.toml", ".lock"
-MODEL = "model.safetensors"  # of a checkpoint
-MODELS = (MODEL, "model.bin")  # what older versions wrote into the run folder itself
 
 
 def new_folder() -> str:
-    """A folder under runs/ for a run that was given none: date and time, and a number where that is taken."""
+    """Return a new folder below runs/: date and time, with a number where that name is taken."""
     name = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     numbered = (name.with_name(f"{name.name}-{number}") for number in count(2))
     return str(next(path for path in chain([name], numbered) if not path.exists()))
@@ -56,12 +41,12 @@ class FolderLost(RuntimeError):
 
 
 class RunFolder:
-    """Writes a run. Nothing of a new run exists on disk before `begin`; one that is gone on with is held from here on.
+    """Writes a run. A new run writes nothing before `begin`; the folder of a resumed run is locked from the start.
 
-    resumed   whether it is gone on with
+    resumed   whether the folder holds a run that continues
 
     Errors    FileExistsError where a new run's folder already holds one; ValueError where no folder can be made there;
-              FileNotFoundError where there is no run to go on with; RuntimeError where another process trains it
+              FileNotFoundError where there is no run to resume; RuntimeError where another process trains it
     """
 
     def __init__(self, path: str, *, resumed: bool = False) -> None:
@@ -69,52 +54,52 @@ class RunFolder:
         self.logs = Logs()
         self.lock: BinaryIO | None = None
         self.sections: Mapping[str, Any] = {}
+        found = [(self.path / name).exists() for name in (CONFIG, METRICS)]
+        where, got = "RunFolder", {"out": self.path}
         if resumed:
             rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
-            holds = (self.path / CONFIG).is_file() and (self.path / METRICS).is_file()
-            require(holds, "RunFolder", rule, {"resume": self.path}, advice, FileNotFoundError)
-            self._hold()
+            require(all(found), where, rule, {"resume": self.path}, advice, FileNotFoundError)
+            self._lock()
             return
-        if any((self.path / name).exists() for name in (CONFIG, METRICS, *MODELS)) or checkpoints(self.path):
+        if any(found) or checkpoints(self.path):
             raise self._taken()
         parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
-        where, got = "RunFolder", {"out": self.path}
         rule, advice = "the path must be a folder or new", f"{parent} is a file: give another --out."
         require(parent.is_dir(), where, rule, got, advice)
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
     def begin(self, sections: Mapping[str, Any], steps: int = 0, logs: Sequence[str] = (ALWAYS,)) -> None:
-        """Write the configuration, and open the metrics: empty for a new run, else with the first so many steps.
+        """Write the configuration and open the logs.
 
-        logs     rows of `logs.SINKS`, of which the first is the one that is always there
+        steps    of a resumed run, how many steps of the logs are kept
+        logs     rows of `metrics.SINKS`; the first one is always there
 
-        Errors   FileExistsError where another run has come here since
+        Errors   FileExistsError where another run has begun here in the meantime
         """
         done = steps if self.resumed else None
-        remove_leftovers(self.path) if self.resumed else self._claim(sections)
+        if self.resumed:
+            remove_leftovers(self.path)
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
+                self.logs.open(ALWAYS, self.path, sections, None)
+            except FileExistsError:
+                raise self._taken() from None
+            self._lock()
         try:
             self.configure(sections)
             for name in logs if self.resumed else logs[1:]:
                 self.logs.open(name, self.path, sections, done)
         except BaseException:
             self.close()
-            if not self.resumed:  # without a configuration it is no run, and holds no folder
+            if not self.resumed:  # without a configuration there is no run, and the folder is free
                 for path in (*(file.path for file in self.logs.files), self.path / LOCK, self.path / CONFIG):
                     path.unlink(missing_ok=True)
             raise
 
-    def _claim(self, sections: Mapping[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            # The file of metrics is what a run holds a folder by: only one of two that start at once can make it.
-            self.logs.open(ALWAYS, self.path, sections, None)
-        except FileExistsError:
-            raise self._taken() from None
-        self._hold()
-
-    def _hold(self) -> None:
-        """Keep other processes from going on with this run; the system lets go of it when this process ends."""
+    def _lock(self) -> None:
+        """Keep other processes from training this run; the system releases the lock when this process ends."""
         self.lock = open_no_link(self.path / LOCK, "a+b")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,13 +111,13 @@ class RunFolder:
             got = {"resume": self.path, "process": holder}
             raise refusal(RuntimeError, "RunFolder", rule, got, advice) from None
         except OSError:
-            return  # a file system without locks: whoever starts two at once there has to know
-        with suppress(OSError):  # it only serves to say who
+            return  # the file system has no locks
+        with suppress(OSError):  # the process id only serves the message above
             self.lock.truncate(0)
             self.lock.write(f"{os.getpid()}\n".encode())
 
     def is_held(self) -> bool:
-        """Whether the folder at this path is still this run's: it holds the lock file that this process has locked."""
+        """Return whether the folder at this path still is this run's: its lock file is the one that is locked here."""
         if self.lock is None:
             return True
         own = os.fstat(self.lock.fileno())
@@ -143,17 +128,17 @@ class RunFolder:
         return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
     def require_held(self) -> None:
-        """Errors   FolderLost where another run has the folder by now, or nobody"""
+        """Errors   FolderLost where the folder is no longer this run's"""
         rule, advice = "the run's folder must stay where it is while it trains", "Start the run again."
         require(self.is_held(), "RunFolder", rule, {"out": self.path}, advice, FolderLost)
 
     def leave(self) -> tuple[Path, Path]:
-        """Go on in a new folder beside, because the former one is lost; return both. The former is not touched."""
+        """Continue in a new folder beside the former one, which is lost and not touched; return both."""
         former, lock = self.path, self.lock
         numbered = (former.with_name(f"{former.name}.kept-{number}") for number in count(1))
         self.path = next(path for path in numbered if not path.exists())
         self.path.mkdir(parents=True)
-        self._hold()
+        self._lock()
         if lock is not None:
             lock.close()
         for file in self.logs.files:
@@ -162,13 +147,13 @@ class RunFolder:
         return former, self.path
 
     def known_metrics(self, steps: int) -> list[dict[str, Any]]:
-        """What the metrics say of the first so many steps; a step may be missing."""
+        """Return the records of the first steps in the metrics; some may be missing."""
         return [record for record, _ in metrics_lines(self.path / METRICS, steps)]
 
     def configure(self, sections: Mapping[str, Any]) -> None:
-        """Write the resolved configuration, or write it again: a TOML table a dataclass or mapping.
+        """Write the resolved configuration: a TOML table for each dataclass or mapping.
 
-        Errors   FolderLost where the folder is not this run's any more
+        Errors   FolderLost where the folder is no longer this run's
         """
         self.require_held()
         self.sections, lines = sections, list[str]()
@@ -179,32 +164,27 @@ class RunFolder:
             file.write("\n".join(lines).encode())
 
     def close(self) -> None:
-        """Close the metrics, and let go of the folder: the run has ended, well or not."""
+        """Close the logs and unlock the folder."""
         self.logs.close()
         if self.lock is not None:
             self.lock.close()
 
     def _taken(self) -> FileExistsError:
-        return refusal(
-            FileExistsError,
-            "RunFolder",
-            "the folder must not hold a run already",
-            {"out": self.path},
-            "Give another --out.",
-        )
+        rule, got = "the folder must not hold a run already", {"out": self.path}
+        return refusal(FileExistsError, "RunFolder", rule, got, "Give another --out.")
 
 
 def _toml(value: Any) -> str:
-    """A number, truth value or text as TOML: JSON writes them alike, but for the one character it does not escape."""
+    """Return a number, truth value or text as TOML, which differs from JSON in one character that must be escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """A model: the newest good checkpoint of a run folder, a checkpoint, or a model file that `daskgpt.convert` knows.
+    """Load a model: the newest good checkpoint of a run, a checkpoint, or a model file that `daskgpt.convert` reads.
 
     Shapes   those of the table, wte.weight with the rows of the padded vocabulary
     Dtype    float32
-    Errors   FileNotFoundError, or ValueError where the file is not such a model
+    Errors   FileNotFoundError; ValueError where the file is not such a model, or the checkpoint is damaged
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
@@ -213,97 +193,42 @@ def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
     >>> config.blocks, parameters["ln_f.weight"].dtype
     (1, dtype('float32'))
     """
-    model = read_model_of(path)
-    return model.config, dict(model.parameters)
-
-
-def read_model_of(path: str | Path) -> StoredModel:
-    """What a run folder, a checkpoint or a model file holds.
-
-    Errors   FileNotFoundError, or ValueError where the file is not such a model, or a checkpoint is damaged
-    """
     model = open_model_of(path)
-    return StoredModel(model.config, model.parameters(), model.encoding, model.sequence_length)
+    return model.config, model.parameters()
 
 
 def open_model_of(path: str | Path) -> OpenedModel:
-    """The same, before its tensors are read. A damaged checkpoint that is passed over is a line on stderr."""
+    """Open the model of `load` without reading its tensors."""
+    return open_with_state(path)[0]
+
+
+def open_with_state(path: str | Path) -> tuple[OpenedModel, Mapping[str, Any]]:
+    """Open a model; return it with the state of its checkpoint, which is empty for a model file alone.
+
+    A damaged checkpoint that is passed over is a line on stderr.
+
+    Errors   as of `load`
+    """
     path = Path(path)
-    model = open_model_file(_model_of(path))
+    folder, state = find_checkpoint(path) or (path, {})
+    if path.is_dir() and not state:
+        rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
+        advice = "A run writes a checkpoint while it trains: wait, or give another path."
+        holds = any((path / name).exists() for name in ("config.json", MODEL, INDEX))
+        require(holds, "load", rule, {"path": path}, advice, FileNotFoundError)
+    model = open_model_file(path if path.is_file() else folder)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
     known = model.encoding in ("", *VOCABULARY) or learned_size(model.encoding) > 0
     require(known, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
-    return model
+    return model, state
 
 
-def _model_of(path: Path) -> Path:
-    """Where the model is: of a run in the newest good checkpoint, or the file that an older version wrote."""
-    if is_checkpoint(path):
-        try:
-            checked_state(path, model_only=True)
-        except DamagedCheckpoint as error:
-            rule, advice = "the checkpoint must be as it was written", "Name its run: the newest good one is taken."
-            raise refusal(ValueError, "load", rule, f"path={path} ({error})", advice) from error
-        return path
-    if path.is_file() and is_checkpoint(path.parent):
-        _model_of(path.parent)  # its checksum is beside it
-        return path
-    if checkpoints(path):
-        return require_checkpoint(newest_good(path, _warn, model_only=True), path)[0]
-    if not path.is_dir() or is_huggingface(path):
-        return path
-    found = [path / name for name in MODELS if (path / name).exists()]
-    rule, advice = (
-        "the folder must hold a checkpoint, or be Hugging Face's",
-        "A run writes them while it trains: wait, or name another.",
-    )
-    require(bool(found), "load", rule, {"path": path}, advice, FileNotFoundError)
-    return found[0]
+def encoding_and_length(model: OpenedModel, encoding: str = "") -> tuple[str, int]:
+    """Return the encoding of a model and the length of the sequences that it was trained on.
 
+    encoding   replaces the model's own
 
-def _warn(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def trained_with(path: str | Path, model: StoredModel, encoding: str = "") -> tuple[str, int]:
-    """Encoding and sequence length of a model: what its run folder says, else its file, else what its sizes tell.
-
-    encoding   in place of its own
-
-    Errors     ValueError where nothing tells the encoding
+    Errors     ValueError where neither the file nor the vocabulary determines the encoding
     """
-    data = data_of(path)
-    known = (data.encoding, data.sequence_length) if data else (model.encoding, model.sequence_length)
-    name = encoding_named(encoding) if encoding else known[0] or encoding_of_model(model.config.vocabulary)
-    return name, known[1] or model.config.positions
-
-
-def data_of(path: str | Path) -> DataConfig | None:
-    """What a run was trained on, None for a model file that belongs to no run.
-
-    path     run folder, a checkpoint in it, or its model file
-
-    Errors   ValueError where the folder's configuration is not that of a run
-    """
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    written = (folder.resolve().parent if is_checkpoint(folder) else folder) / CONFIG
-    if not written.is_file():
-        return None
-    try:
-        # Runs from before there were groups had one, and those from before there were epochs none.
-        known = {"groups": 1, "order": RANDOM} | tomllib.loads(written.read_text(encoding="utf-8"))["data"]
-        data = DataConfig(**{name: type(default)(known[name]) for name, default in asdict(DataConfig()).items()})
-        if not is_learned(data.encoding):  # else it is in the model's file
-            vocabulary_size(data.encoding)
-        return data
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        if is_checkpoint(folder) or (path.is_file() and path.name not in MODELS):
-            return None  # a model that lies beside somebody else's file of that name
-        raise refusal(
-            ValueError,
-            "load",
-            f"{CONFIG} must be that of a run",
-            f"path={written} ({type(error).__name__})",
-            f"Name the model file by another path than a run's: copy {MODEL} to a folder of its own.",
-        ) from error
+    name = encoding_named(encoding) if encoding else model.encoding or encoding_of_model(model.config.vocabulary)
+    return name, model.sequence_length or model.config.positions

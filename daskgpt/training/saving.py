@@ -1,4 +1,4 @@
-"""When a run saves its state, and how: it is copied between two steps, and written while the next ones compute."""
+"""Saves a run: when a checkpoint is due, how the state is copied between two steps, and the thread that writes it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
@@ -18,66 +18,63 @@ from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.opened import ReadLater
 from daskgpt.formats.run_model import StoredModel
-from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.checkpoint import NONE, Best, Checkpoint, point_best, prune, step_folder, write_checkpoint
+from daskgpt.training.checkpoint import NO_BEST, Best, Checkpoint, point_best, prune, step_folder, write_checkpoint
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import FolderLost, RunFolder
 from daskgpt.training.step import State
 
-COPY_BYTES = 2**24  # that one task copies
-# Niceness of the writer beside steps, which use all cores: it takes what they leave, and a hundredth of a core.
-BESIDE = 19
-SPARE = 1.1  # free memory for a copy, as a multiple of it
+Read = Callable[[str], np.ndarray]  # returns an array of a state by its name
+# Niceness of the writing thread: steps use all cores, and it gets the time that they leave, and a hundredth of a core.
+NICENESS = 19
+SPARE = 1.1  # free memory that a copy of the state needs, as a multiple of its size
 
 
-class FetchedState(Mapping[str, np.ndarray]):
-    """The arrays of a state that a cluster keeps, by name: fetched a pack at a time, and held until another one is.
+class FetchedState:
+    """Reads the arrays of a state that a cluster keeps, one pack at a time.
 
-    Errors   schedulers.losses.LostResults where one is gone
+    Errors   schedulers.failures.LostResults where a pack is lost
     """
 
-    def __init__(self, scheduler: Scheduler, layout: Layout, packs: Sequence[Any]) -> None:
-        self.scheduler, self.packs = scheduler, list(zip(layout.packs, packs))
-        self.place = {name: number for number, (names, _) in enumerate(self.packs) for name in names}
-        self.latest: dict[str, np.ndarray] = {}
+    def __init__(self, scheduler: Scheduler, state: State) -> None:
+        self.scheduler, self.packs = scheduler, list(zip(state.layout.packs, state.packs))
+        self.held: dict[str, np.ndarray] = {}
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self.latest:
-            self.latest = {}  # before there are others
-            names, pack = self.packs[self.place[name]]
+    def __call__(self, name: str) -> np.ndarray:
+        """Return an array by its name."""
+        if name not in self.held:
+            self.held = {}  # released before the next pack arrives
+            names, pack = next(own for own in self.packs if name in own[0])
             (fetched,) = self.scheduler.fetch([pack])
-            self.latest = {own: values_of(value) for own, value in zip(names, fetched)}
-        return self.latest[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.place)
-
-    def __len__(self) -> int:
-        return len(self.place)
+            self.held = {own: values_of(value) for own, value in zip(names, fetched)}
+        return self.held[name]
 
 
 @dataclass
 class _Save:
-    """One save, on its way or done."""
+    """A checkpoint that is being written.
+
+    best     the run's best checkpoint once this one is written
+    waited   how long training has waited for it [s]
+    """
 
     step: int
-    best: Best  # as soon as it is written
-    waited: float  # seconds that training has waited for it
+    best: Best
+    thread: threading.Thread = field(init=False)
+    waited: float = 0.0
     seconds: float = 0.0
     error: Exception | None = None
 
 
 class Saver:
-    """Saves the states of one run, one at a time.
+    """Saves the states of a run, one at a time.
 
-    Under the local schedulers, which write over the state, training waits for a copy in memory, or where there is no
-    room for one until all is written. A cluster's state never changes: it is fetched while the next steps compute.
-    What goes wrong costs a checkpoint and a line, never the run.
+    The local schedulers write over the state: training waits while it is copied in memory, or, where there is no room
+    for a copy, until it is written. A cluster's state never changes, and is fetched while the next steps run.
+    A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
     """
 
     def __init__(
@@ -88,139 +85,108 @@ class Saver:
         say: Callable[[str], None],
         newest: int = 0,
         spared: frozenset[Path] = frozenset(),
-        best: Best = NONE,
+        best: Best = NO_BEST,
     ) -> None:
-        """newest   the step of the checkpoint that is gone on from, 0 where there is none
+        """newest   step of the checkpoint that the run was resumed from, 0 for a new run
         spared   damaged checkpoints, which are not deleted
         best     the best checkpoint of earlier processes
         """
         self.job, self.folder, self.scheduler, self.say, self.spared = job, folder, scheduler, say, spared
-        self.since = time.monotonic()
-        self.thread: threading.Thread | None = None
+        self.saved, self.best, self.since = newest, best, time.monotonic()
         self.current: _Save | None = None
-        self.saved, self.best = newest, best
-        self.told_of_memory = False
-        self.room: dict[str, np.ndarray] = {}  # what the state is copied into, made once
-        self.room_maker: threading.Thread | None = None
+        self.room: dict[str, np.ndarray] = {}  # the memory of the copies
+        self.warned = False
         self.metrics: dict[str, Any] = {}
 
     def next_fixed(self, done: int) -> int | None:
-        """How many steps will have been made at the next checkpoint that the number of steps decides."""
+        """Return how many steps precede the next checkpoint that is due by the number of steps."""
         run = self.job.run
         ends = [(done // every + 1) * every for every in (run.save_every, run.keep_every) if every]
         return min(ends, default=None)
 
     def begin(self) -> None:
-        """Let `best` mean what it should: a killed process may not have come to that, and the best one may be gone."""
-        self.best = self.best if self.job.run.keep_best else NONE
+        """Point `best` to the best checkpoint: an earlier process may have been killed before it did."""
+        self.best = self.best if self.job.run.keep_best else NO_BEST
         point_best(self.folder.path, self.best)
 
     def better(self, loss: float | None) -> bool:
-        """Whether a state of this validation loss, None where nobody has measured it, is to be the best checkpoint."""
+        """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
         save = self.current
         known = save.best if save and not save.error else self.best
         return bool(self.job.run.keep_best) and loss is not None and loss < known.loss
 
     def due(self, done: int, loss: float | None = None) -> bool:
-        """Whether a checkpoint is due after so many steps. One by time waits until the one before is written.
+        """Return whether a checkpoint is due after some steps.
 
-        loss   on the held-out text, where it was measured
+        loss   validation loss, where it was measured
 
-        None is of steps that are made again after a loss, unless the loss has cost it.
+        A checkpoint that is due by time waits until the one before it is written. None is due after steps that are
+        repeated because a worker was lost, unless their checkpoint was lost as well.
         """
-        run = self.job.run
-        if done <= (self.current.step if self.current and not self.current.error else self.saved):
+        run, save = self.job.run, self.current
+        if done <= (save.step if save and not save.error else self.saved):
             return False
         if self.better(loss):
             return True
-        # Of replicas on their own there is no checkpoint: it waits until they meet.
+        # Between two rounds, replicas have no common state: a checkpoint that was due there is due at their end.
         before = self.job.round_begin(done - 1)
         if any(every and done // every > before // every for every in (run.save_every, run.keep_every)):
             return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
-        return bool(late) and not (self.thread and self.thread.is_alive())
-
-    def prepare(self, state: State) -> None:
-        """Before the first checkpoint, have room for a copy of the state made while steps run.
-
-        Memory that is written to for the first time comes from the system page by page: that takes several times as
-        long as the copy.
-        """
-        if self.room_maker or not self.scheduler.in_place or not self._will_save():
-            return
-        values = _values(state.layout.unpack(state.packs))
-        free, size = available_memory(), sum(value.nbytes for value in values.values())
-        if free is None or free >= SPARE * size:
-            self.room_maker = threading.Thread(target=self._make_room, args=(values,), name="room", daemon=True)
-            self.room_maker.start()
-        elif not self.told_of_memory:
-            self.told_of_memory = True
-            self.say(
-                f"checkpoint training waits while one is written: {size / 1e9:.2f} GB for a copy are not free "
-                f"({free / 1e9:.2f} GB are)"
-            )
-
-    def _will_save(self) -> bool:
-        """Whether there will be a checkpoint beside steps: of those by time the run must have made half of the way."""
-        run, minutes = self.job.run, self.job.run.save_minutes
-        ends = self.next_fixed(0), run.validate_every if run.keep_best else None
-        by_steps = any(end and end < self.job.steps for end in ends)
-        return by_steps or (bool(minutes) and time.monotonic() - self.since >= 30 * minutes)
-
-    def _make_room(self, values: Mapping[str, np.ndarray]) -> None:
-        _give_way()
-        room = {name: np.empty_like(value) for name, value in values.items()}
-        for array in room.values():
-            array.fill(0)
-        self.room = room
+        return bool(late) and not (save and save.thread.is_alive())
 
     def save(self, state: State, facts: Mapping[str, Any], loss: float | None = None, *, last: bool = False) -> None:
-        """Begin to save a state; an earlier save is waited for.
+        """Save a state in the background, after an earlier save has ended.
 
         facts   see `Checkpoint`
-        loss    on the held-out text, where it was measured
-        last    whether nothing is computed meanwhile: then it is written from where it is, and waited for
+        loss    validation loss, where it was measured
+        last    whether the run ends here: the state is written without a copy, and waited for
 
-        Errors  OSError where the last one cannot be written, with what stays
+        Errors  OSError where the last state cannot be written
         """
         start = time.perf_counter()
         self.wait()
-        self._ended()
+        self._finish()
         if last and self.saved == state.step:
             return
         self.since = time.monotonic()
-        take, wait = self._taken(state, copied=not last)
+        read, background = self._reader(state, copied=not last)
         best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
-        save = self.current = _Save(state.step, best, time.perf_counter() - start)
-        # Nobody waits for a daemon as the process ends: what it has not finished is a leftover under its own name.
-        arguments = (save, take, {**facts, **best.facts()}, wait or last)
-        self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
-        self.thread.start()
-        if wait or last:
-            self.thread.join()
-            save.waited = time.perf_counter() - start
+        save = self.current = _Save(state.step, best)
+        facts = {**facts, **({"best": asdict(best)} if best.step >= 0 else {})}
+        # A daemon, so that a process that ends does not wait for it: an unfinished checkpoint has a temporary name.
+        arguments = (save, state, read, facts, background and not last)
+        save.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        save.thread.start()
+        if last or not background:
+            save.thread.join()
+        save.waited = time.perf_counter() - start
         if last:
-            self._require_saved(save)
+            self._finish(last=True)
 
     def wait(self) -> None:
-        """Wait until what is being saved is written."""
-        if self.thread:
-            self.thread.join()
+        """Wait for the checkpoint that is being written."""
+        if self.current:
+            self.current.thread.join()
 
     def news(self) -> dict[str, Any]:
-        """Metrics of what was saved since this was last asked; empty where nothing was."""
-        self._ended()
+        """Return the metrics of a checkpoint that was written since the last call; empty where there was none."""
+        self._finish()
         news, self.metrics = self.metrics, {}
         return news
 
-    def _ended(self) -> None:
-        """Note what has become of a save that is no longer on its way."""
+    def _finish(self, *, last: bool = False) -> None:
+        """Report a save that has ended, if there is one."""
         save = self.current
-        if save is None or self.thread is None or self.thread.is_alive():
+        if save is None or save.thread.is_alive():
             return
         self.current = None
         if isinstance(save.error, CanGoOn):
             raise save.error
+        if save.error and last:
+            rule, where = "the last checkpoint must be written", step_folder(self.folder.path, save.step)
+            advice = f"Make room there and continue with --resume{f' from step {self.saved}' if self.saved else ''}."
+            raise refusal(OSError, "train", rule, f"path={where} ({reason(save.error)})", advice) from save.error
         if save.error:
             stays = f", step {self.saved} stays" if self.saved else ""
             self.say(f"checkpoint step {save.step} is not saved: {reason(save.error)}; training goes on{stays}")
@@ -228,124 +194,74 @@ class Saver:
         seconds, waited = round(save.seconds, 3), round(save.waited, 3)
         self.metrics = {"checkpoint_step": save.step, "checkpoint_s": seconds, "checkpoint_waited_s": waited}
 
-    def _require_saved(self, save: _Save) -> None:
-        if isinstance(save.error, CanGoOn):
-            raise save.error
-        if save.error:
-            stays = f" from step {self.saved}" if self.saved else ""
-            raise refusal(
-                OSError,
-                "train",
-                "the last checkpoint must be written",
-                f"path={step_folder(self.folder.path, save.step)} ({reason(save.error)})",
-                f"Make room there and go on with --resume{stays}.",
-            ) from save.error
+    def _reader(self, state: State, *, copied: bool) -> tuple[Read, bool]:
+        """Return a function that reads the state's arrays, and whether steps may run while it is used."""
+        if not self.scheduler.in_place:
+            return FetchedState(self.scheduler, state), True
+        values = {name: values_of(value) for name, value in state.layout.unpack(state.packs).items()}
+        if not copied or not self._make_room(values):
+            return values.__getitem__, False
+        with ThreadPoolExecutor(self.scheduler.threads) as pool:
+            list(pool.map(np.copyto, self.room.values(), (values[name] for name in self.room)))
+        return self.room.__getitem__, True
 
-    def _taken(self, state: State, *, copied: bool) -> tuple[Callable[[], Mapping[str, np.ndarray]], bool]:
-        """What gives the arrays of a state, by name, and whether training must wait until they are written."""
-        layout, packs, scheduler = state.layout, state.packs, self.scheduler
-        if not scheduler.in_place:
-            fetched = FetchedState(scheduler, layout, packs)  # now: the next step may change what is there
-            return lambda: fetched, False
-        values = _values(layout.unpack(packs))
-        if copied and self.room_maker:
-            self.room_maker.join()
-        if copied and self.room:
-            copy_in_tasks(scheduler, values, self.room)
-            return lambda: self.room, False
-        return lambda: values, True
+    def _make_room(self, values: Mapping[str, np.ndarray]) -> bool:
+        """Allocate memory for copies of a state once; return whether there is enough."""
+        if not self.room:
+            free, size = available_memory(), sum(value.nbytes for value in values.values())
+            if free is None or free >= SPARE * size:
+                self.room = {name: np.empty_like(value) for name, value in values.items()}
+            elif not self.warned:
+                self.warned = True
+                needs = f"{size / 1e9:.2f} GB for a copy are not free ({free / 1e9:.2f} GB are)"
+                self.say(f"checkpoint training waits while one is written: {needs}")
+        return bool(self.room)
 
-    def _write(
-        self, save: _Save, take: Callable[[], Mapping[str, np.ndarray]], facts: Mapping[str, Any], awaited: bool
-    ) -> None:
-        start, job = time.perf_counter(), self.job
+    def _write(self, save: _Save, state: State, read: Read, facts: Mapping[str, Any], background: bool) -> None:
+        start, job, folder = time.perf_counter(), self.job, self.folder
+
+        def before_rename() -> None:
+            folder.logs.sync()
+            folder.require_held()
+
         try:
-            if not awaited:
-                _give_way()
-            values = take()
-            weights = ReadLater(tensors(job.config), lambda name: values[f"weight.{name}"])
-            moments = ReadLater((name for name in values if not name.startswith("weight.")), values.__getitem__)
+            if background and sys.platform == "linux":  # elsewhere it would be the priority of the whole process
+                own = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
+            weights = ReadLater(tensors(job.config), lambda name: read(f"weight.{name}"))
+            names = (name for names in state.layout.packs for name in names if not name.startswith("weight."))
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
-            checkpoint = Checkpoint(save.step, model, moments, facts)
-            # What a cluster keeps is fetched to be written: less of it is here at a time then.
-            here = self.scheduler.in_place
-            written = self._written(checkpoint, here)
+            checkpoint = Checkpoint(save.step, model, ReadLater(names, read), facts)
+            try:
+                folder.require_held()
+                written = write_checkpoint(folder.path, checkpoint, before_rename)
+            except (FolderLost, FileNotFoundError):
+                if folder.is_held():
+                    raise
+                raise self._kept_elsewhere(checkpoint) from None
             self.saved, self.spared = save.step, self.spared - {written}
             if save.best != self.best:
-                point_best(self.folder.path, save.best)
+                point_best(folder.path, save.best)
                 self.best = save.best
-            self.folder.require_held()
-            prune(self.folder.path, job.run.keep, job.run.keep_every, self.best.step, self.spared)
-        except Exception as error:  # of whatever kind: it must not end the run, and `news` tells it
+            folder.require_held()
+            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step, self.spared)
+        except Exception as error:  # of any kind: it must not end the run, and `_finish` reports it
             save.error = error
         save.seconds = time.perf_counter() - start
 
-    def _written(self, checkpoint: Checkpoint, here: bool) -> Path:
-        """The checkpoint's folder: in the run's, or in a new one beside where that is not this run's any more."""
-
-        def last_look() -> None:
-            self.folder.logs.sync()
-            self.folder.require_held()
-
-        try:
-            self.folder.require_held()
-            return write_checkpoint(self.folder.path, checkpoint, last_look, beside=here)
-        except (FolderLost, FileNotFoundError):
-            if self.folder.is_held():
-                raise
-            former, kept = self.folder.leave()
-            self.best = NONE
-            write_checkpoint(kept, checkpoint, beside=here)
-            rule = "the run's folder must stay where it is while it trains"
-            got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"
-            advice = f"The model after {checkpoint.step} steps is kept in {kept}: go on with --resume {kept}."
-            raise refusal(CanGoOn, "RunFolder", rule, got, advice) from None
+    def _kept_elsewhere(self, checkpoint: Checkpoint) -> CanGoOn:
+        """Write a checkpoint of a run that lost its folder into a new one; return the error that ends the run."""
+        former, kept = self.folder.leave()
+        self.best = NO_BEST
+        write_checkpoint(kept, checkpoint)
+        rule = "the run's folder must stay where it is while it trains"
+        got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"
+        advice = f"The model after {checkpoint.step} steps is kept in {kept}: continue with --resume {kept}."
+        return refusal(CanGoOn, "RunFolder", rule, got, advice)
 
 
 def reason(error: Exception) -> str:
-    """Why a file was not written, in the system's words where it has said it."""
+    """Return why a file was not written, in the system's words where there are any."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
     return str(text).splitlines()[0]
-
-
-def _give_way() -> None:
-    """Lower this thread's priority, and that of threads it starts."""
-    if sys.platform == "linux":  # elsewhere this means the whole process
-        own = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, own, max(BESIDE, os.getpriority(os.PRIO_PROCESS, own)))
-
-
-def copy_in_tasks(scheduler: Scheduler, values: Mapping[str, np.ndarray], into: Mapping[str, np.ndarray]) -> None:
-    """Copy arrays into others of the same names and shapes, by tasks on all threads."""
-    token = uuid4().hex[:8]
-    graph: Graph = {}
-    leaves: dict[Key, Any] = {}
-    for number, names in enumerate(_shares(values)):
-        leaf, key = (f"state-{number}_-{token}",), (f"state.copy-{number}_-{token}",)
-        leaves[leaf] = tuple((values[name], into[name]) for name in names)
-        graph[key] = task(key, _copy, [leaf])
-    scheduler.fetch(scheduler.run(Submission(graph, leaves, list(graph))))
-
-
-def _copy(pairs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> None:
-    for values, into in pairs:
-        np.copyto(into, values)
-
-
-def _shares(values: Mapping[str, np.ndarray]) -> list[list[str]]:
-    """The names in groups of some size."""
-    shares: list[list[str]] = [[]]
-    size = 0
-    for name, value in values.items():
-        if size >= COPY_BYTES:
-            shares.append([])
-            size = 0
-        shares[-1].append(name)
-        size += value.nbytes
-    return shares
-
-
-def _values(held: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays of a state, which may hold some of them packed as well."""
-    return {name: values_of(value) for name, value in held.items()}

@@ -1,38 +1,117 @@
-"""Where a run starts: from random values, the user's, or a model, and what it takes over from that model's run."""
+"""The state that a run begins with: random values, a model to start from, or the newest checkpoint of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import platform
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from math import nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import daskgpt
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import DataConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
 from daskgpt.data.encodings import encoding_named, encoding_of, encoding_of_model
 from daskgpt.data.own_vocabulary import is_to_be_learned
 from daskgpt.data.prepared import is_token_folder, load_prepared
-from daskgpt.formats.run_model import StoredModel
+from daskgpt.formats.models import open_model_file
+from daskgpt.formats.opened import OpenedModel
+from daskgpt.formats.safetensors_files import short
+from daskgpt.kernels.bfloat16 import unit
+from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
-from daskgpt.training.job import Job
-from daskgpt.training.run_folder import data_of, read_model_of
+from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.checkpoint import (
+    NO_BEST,
+    Best,
+    best_of,
+    checkpoints,
+    is_checkpoint,
+    newest_good,
+    read_checkpoint,
+    step_of,
+)
+from daskgpt.training.horizon import HORIZONS, one_horizon
+from daskgpt.training.job import Job, from_root
+from daskgpt.training.run_folder import CONFIG, RunFolder, open_with_state
+
+SECTIONS: Mapping[str, type] = {
+    "model": GPT2Config,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "local": LocalConfig,
+    "dataflow": DataflowConfig,
+    "run": RunConfig,
+}
+# Settings that may change when a run is resumed. Those of the first row change bits from there on, the others none.
+MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
+    "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
+    "run": (
+        *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
+        *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every", "worker_minutes"),
+        *("worker_seconds", "log"),
+    ),
+}
+# Values that leave a setting to the run: the same command with --resume asks for no change.
+OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
+DIALS = MAY_CHANGE["dataflow"]
+CHUNKS = ("batch_chunk", "sequence_chunk")
+PACKAGES = ("numpy", "numba", "dask")
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """The state that a run begins with.
+
+    moments     "MOMENT.NAME"; None for zeros
+    step        how many steps earlier processes have made
+    losses      their losses
+    validation  the last validation loss, nan if there was none
+    said        lines to print
+    spared      damaged checkpoints, which are never deleted
+    seconds     how long earlier processes have trained
+    outliers    see `safeguards.Outliers.facts`
+    best        the best checkpoint of earlier processes
+    """
+
+    parameters: Mapping[str, np.ndarray]
+    moments: Mapping[str, np.ndarray] | None = None
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    validation: float = nan
+    said: tuple[str, ...] = ()
+    spared: frozenset[Path] = frozenset()
+    seconds: float = 0.0
+    outliers: Sequence[Sequence[Any]] = ()
+    best: Best = NO_BEST
 
 
 @dataclass(frozen=True)
 class Start:
-    """A model to go on from, and the data of the run that made it; None for a model file alone."""
+    """A model to start from.
+
+    init   its path
+    data   the data settings of the run that made it; empty for a model file alone
+    """
 
     init: str
-    model: StoredModel
-    data: DataConfig | None
+    model: OpenedModel
+    data: Mapping[str, Any]
 
     @classmethod
     def read(cls, init: str) -> Start:
-        """Errors   FileNotFoundError; ValueError where it is no model, or its run's configuration cannot be read"""
-        return cls(init, read_model_of(init), data_of(init))
+        """Open a model. Errors   as of `daskgpt.load`"""
+        model, state = open_with_state(init)
+        return cls(init, model, state.get("configuration", {}).get("data", {}))
 
     @property
     def config(self) -> GPT2Config:
@@ -40,9 +119,9 @@ class Start:
         return self.model.config
 
     def check_size(self, given: Mapping[str, int], where: str, rule: str, advice: str) -> None:
-        """Numbers of a model, of which each must be this one's.
+        """Check that numbers of a model, by the names of its configuration, are those of this one.
 
-        Errors   ValueError naming those that are not
+        Errors   ValueError naming those that differ
         """
         own = {name: getattr(self.config, name) for name, value in given.items() if getattr(self.config, name) != value}
         if own:
@@ -51,32 +130,27 @@ class Start:
             raise refusal(ValueError, where, rule, f"{got}, init={self.init} ({theirs})", advice)
 
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
-        """The data of this model's run, but for what is given. The encoding is always the run's own.
+        """Return the data settings of this model's run, with those that are given in their place.
 
-        Errors   ValueError where another encoding is given than that of the run
+        Errors   ValueError where the given encoding is not the model's
         """
-        if self.data is None:
-            length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
-            return DataConfig(**{"sequence_length": length} | dict(given))
-        kept = ("data", "encoding", "validation_fraction", "held_out", "sequence_length")
-        known = asdict(self.data)
-        chosen = DataConfig(**{name: known[name] for name in kept} | dict(given))
+        length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
+        kept = {name: self.data[name] for name in ("data", "validation_fraction", "held_out") if name in self.data}
+        chosen = DataConfig(**{"sequence_length": length} | kept | dict(given))
         return replace(chosen, encoding=self.encoding(chosen.encoding))
 
     def encoding(self, wanted: str) -> str:
-        """The run's encoding; for a model file alone the one that it says, or that its vocabulary means."""
+        """Return the model's encoding; where its file has none, the wanted one, or the one that its vocabulary means.
+
+        Errors   ValueError where another one is wanted
+        """
         rule, got = "a model to start from has its own encoding", {"encoding": wanted, "init": self.init}
         require(not is_to_be_learned(wanted), "train", rule, got, "Leave --encoding out.")
-        own, wanted = self.data.encoding if self.data else self.model.encoding, _named(wanted)
+        own, wanted = self.model.encoding, _named(wanted)
         if not own:
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
-        require(
-            wanted in ("auto", own),
-            "train",
-            "the encoding must be that of the run to start from",
-            {"encoding": wanted, "init": f"{self.init} ({own})"},
-            "Leave --encoding out.",
-        )
+        rule, got = "the encoding must be that of the model to start from", got | {"init": f"{self.init} ({own})"}
+        require(wanted in ("auto", own), "train", rule, got | {"encoding": wanted}, "Leave --encoding out.")
         return own
 
 
@@ -85,17 +159,17 @@ def _named(encoding: str) -> str:
 
 
 def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) -> Dataset:
-    """The tokens that a configuration names.
+    """Open the tokens that a configuration names.
 
-    vocabulary   ids of the model: where the encoding is auto, those of GPT-2 mean its encoding
-    start        the model that training goes on from: auto is then its run's encoding
+    vocabulary   of the model: where the encoding is auto, the size of GPT-2's vocabulary means GPT-2's encoding
+    start        the model that training starts from, whose encoding `auto` means
 
-    Errors       ValueError where the encoding is not the run's, or as of load_dataset
+    Errors       ValueError where the encoding is not that model's; as of load_dataset
     """
+    encoding = start.encoding(data.encoding) if start else data.encoding
     if is_token_folder(data.data):
-        wanted = start.encoding(data.encoding) if start else data.encoding
-        return load_prepared(data.data, "" if wanted == "auto" else wanted, data.sequences, data.sequence_length)
-    encoding = start.encoding(data.encoding) if start else _named(data.encoding)
+        return load_prepared(data.data, "" if encoding == "auto" else encoding, data.sequences, data.sequence_length)
+    encoding = _named(encoding)
     if encoding == "auto":
         encoding = "gpt2" if is_token_source(data.data) else encoding_of(vocabulary)
     return load_dataset(
@@ -110,12 +184,201 @@ def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) 
 def start_values(
     job: Job, start: Start | None = None, parameters: Mapping[str, np.ndarray] | None = None
 ) -> Mapping[str, np.ndarray]:
-    """Initial parameters: those given, those of a model, or random ones.
+    """Return the initial parameters: those given, those of a model, or random ones.
 
     Errors   ValueError where those given are not of the job's model, TypeError unless float32
     """
     if parameters is not None:
         check_parameters(job.config, parameters)
         check_dtypes("fit", parameters, np.float32)
-        return {name: value.copy() for name, value in parameters.items()}  # the run may write over its own
-    return start.model.parameters if start else RandomParameters(job.config, job.run.seed)
+        return {name: value.copy() for name, value in parameters.items()}  # a run may write over its parameters
+    return start.model.parameters() if start else RandomParameters(job.config, job.run.seed)
+
+
+def facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:
+    """Return the entries of a checkpoint's state.json by which a run is resumed.
+
+    `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
+    in its own way.
+    """
+    return {
+        "seed": job.run.seed,
+        "data": {
+            "next_batch": step,
+            "position": "batches are a pure function of seed and step",
+            **fingerprint(job.tokens),
+        },
+        "configuration": {name: asdict(section) for name, section in job.resolved(scheduler, chunk, grain).items()},
+        "asked": {name: getattr(job.dataflow, name) for name in DIALS},
+        "groups": job.groups,
+        "arithmetic": arithmetic(job),
+        "versions": {"python": platform.python_version(), "daskgpt": daskgpt.__version__}
+        | {name: version(name) for name in PACKAGES},
+    }
+
+
+def arithmetic(job: Job) -> dict[str, str]:
+    """Return what decides the bits of a matrix product: the precision, and the unit that multiplies."""
+    if job.precision.packed:
+        return {"precision": job.precision.name, "unit": unit().name.lower()}
+    return {"precision": job.precision.name, "unit": "fused" if one_order(job.precision.dtype) else "library"}
+
+
+def fingerprint(dataset: Dataset) -> dict[str, Any]:
+    """Return numbers that tell these tokens from others: their counts, and a digest of all of them."""
+    return {
+        "training_tokens": int(dataset.training.size),
+        "validation_tokens": int(dataset.validation.size),
+        "sha256": dataset.digest,
+    }
+
+
+class Resumed:
+    """A run that continues from its newest good checkpoint.
+
+    folder      locked from here on
+    job         its settings with the changes
+    beginning   the state of the checkpoint
+    """
+
+    def __init__(self, path: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """path     the run folder
+        changes  settings by section and name; each must be one of MAY_CHANGE, or have the run's own value
+
+        Errors   FileNotFoundError where there is no run or no good checkpoint; RuntimeError where another process
+                 trains it; ValueError for a change that is refused, other data than the run's, and no step left
+        """
+        rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
+        require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
+        self.path, self.said = path, list[str]()
+        self.folder = RunFolder(path, resumed=True)
+        try:
+            self._read(changes)
+        except BaseException:
+            self.folder.close()
+            raise
+
+    def _read(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        known = checkpoints(Path(self.path))
+        found = newest_good(Path(self.path), self.said.append)
+        if found is None:
+            got = f"resume={self.path} ({f'{len(known)} damaged' if known else 'none'})"
+            advice = "Nothing of it can be resumed" if known else "It ended before its first"
+            rule, got = "the run must have a good checkpoint", "; ".join([got, *self.said])
+            raise refusal(FileNotFoundError, "train", rule, got, f"{advice}: start again with another --out.")
+        folder, state = found
+        self._require_same_run(folder, state["configuration"])
+        c = self._configuration(state, changes)
+        open_model_file(folder)  # makes a learned vocabulary known
+        dataset = open_dataset(c["data"], c["model"].vocabulary)
+        self._require_same_data(c["data"].data, dataset, state["data"])
+        self.job = Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
+        horizon, done = state.get("horizon", {}), state["step"]
+        self.job.horizon.go_on(horizon, done)
+        steps = self.job.steps
+        rule, advice = "the run must have steps left", "Give more --steps."
+        require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
+        checkpoint = read_checkpoint(folder, state, self.job.moments)
+        self.said.append(f"resumed    {folder}: {done} of {steps} steps are done")
+        then, now = state["arithmetic"], arithmetic(self.job)
+        if then != now:
+            change = " -> ".join(f"{each['precision']} by {each['unit']}" for each in (then, now))
+            self.said.append(f"arithmetic {change}: bits differ from here on")
+        records = {record["step"]: record for record in self.folder.known_metrics(done)}
+        losses = [records.get(number, {}).get("loss") for number in range(done)]
+        if missing := sum(loss is None for loss in losses):
+            self.said.append(f"metrics    {missing} of {done} steps are missing")
+        validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
+        self.beginning = Beginning(
+            checkpoint.model.parameters,
+            checkpoint.moments,
+            done,
+            [nan if loss is None else loss for loss in losses],
+            validated[-1] if validated else nan,
+            tuple(self.said),
+            frozenset(path for path in known if step_of(path) > done),
+            horizon.get("seconds", 0.0),
+            state.get("outliers", ()),
+            best_of(self.folder.path, state),
+        )
+
+    def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that a checkpoint and the configuration beside it are of the same run.
+
+        Errors   ValueError naming a setting that a run keeps and that differs
+        """
+        try:
+            written = tomllib.loads((self.folder.path / CONFIG).read_text(encoding="utf-8"))
+        except (ValueError, OSError):
+            self.said.append(f"{CONFIG} cannot be read: the checkpoint's own configuration is used")
+            return
+        for section, known in configuration.items():
+            table = written.get(section)
+            kept = known.keys() - set(MAY_CHANGE.get(section, ())) - {"out"}
+            for name in sorted(kept & table.keys() if isinstance(table, dict) else ()):
+                rule, own = f"checkpoint and {CONFIG} must be of one run", written[section][name]
+                got = f"resume={self.path}, {section}.{name}={short(own)} ({folder.name}: {short(known[name])})"
+                advice = "Another run has written into this folder: name a folder that only one has."
+                require(known[name] == own, "train", rule, got, advice)
+
+    def _configuration(self, state: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the configuration of the run, by sections, with the changes."""
+        found = {}
+        for name, kind in SECTIONS.items():
+            values, given = dict(state["configuration"][name]), changes.get(name, {})
+            unknown = values.keys() - {f.name for f in fields(kind)}
+            rule, advice = "every setting of the run must be known here", "A newer daskgpt wrote it: resume with that."
+            newer = {"resume": self.path, name: short(min(unknown, default=""))}
+            require(not unknown, "train", rule, newer, advice)
+            if name == "dataflow":
+                # As they were given, so that this machine resolves them; but for chunks where these change bits.
+                fixed = () if one_order(np.dtype(np.float32)) else CHUNKS
+                values |= {dial: value for dial, value in state["asked"].items() if dial not in fixed}
+                values["scheduler"] = self._scheduler(str(values["scheduler"]), given)
+            if name == "run":
+                values["out"] = from_root(self.path)
+            may_change = MAY_CHANGE.get(name, ())
+            for setting, value in given.items():
+                same = value in (values.get(setting), OPEN.get(setting))
+                same |= setting in ("data", "out", "init") and values[setting] == from_root(str(value))
+                if setting not in may_change and not same:
+                    raise may_not_change(self.path, {setting: value}, values.get(setting))
+            if name == "run" and any(map(given.get, HORIZONS)):
+                one_horizon(given)
+                values |= {"tokens": 0, "minutes": 0}  # the new length replaces the old one
+            found[name] = kind(**values | {n: v for n, v in given.items() if n in may_change})
+        return found
+
+    def _scheduler(self, known: str, given: Mapping[str, Any]) -> str:
+        """Return the scheduler to use where none is given: never an address from the folder.
+
+        A run folder from somebody else could name a scheduler of theirs, and what a scheduler sends is unpickled.
+
+        Errors   ValueError for an address that neither a flag nor the environment gives
+        """
+        if "scheduler" in given or known in LOCAL_SCHEDULERS or chosen_address("auto") != "threads":
+            return known if known in LOCAL_SCHEDULERS else "auto"
+        rule, got = "the address of a scheduler must be given again", {"resume": self.path, "scheduler": known}
+        advice = f"Add --scheduler {known} where you trust it, or --scheduler threads."
+        raise refusal(ValueError, "train", rule, got, advice)
+
+    def _require_same_data(self, source: str, dataset: Dataset, known: Mapping[str, Any]) -> None:
+        now = fingerprint(dataset)
+        other = [f"{name}={value} (was {known[name]})" for name, value in now.items() if value != known[name]]
+        rule = "the data must be those that the run was trained on"
+        got = f"data={source}, {short(''.join(other[:1]), 100)}"
+        require(not other, "train", rule, got, "Bring them back, or start a new run with --init.")
+
+
+def may_not_change(path: str, given: Mapping[str, Any], known: Any = None) -> ValueError:
+    """Return the error for a setting that a run keeps; it lists those that may change."""
+    rule = "--resume keeps the run's own settings"
+    (got,) = (
+        f"{name}={value}" + (f" (its own: {known})" if known is not None else "") for name, value in given.items()
+    )
+    return refusal(ValueError, "train", rule, f"{got}, resume={path}", f"May change: {', '.join(changeable())}.")
+
+
+def changeable() -> list[str]:
+    """Return the flags that may be given with --resume."""
+    return [f"--{name.replace('_', '-')}" for names in MAY_CHANGE.values() for name in names]

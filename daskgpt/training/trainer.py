@@ -36,11 +36,10 @@ from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
-from daskgpt.training.resuming import Beginning, Resumed, facts
 from daskgpt.training.run_folder import RunFolder, load
 from daskgpt.training.safeguards import Finite, Outliers
 from daskgpt.training.saving import Saver, reason
-from daskgpt.training.start import Start, open_dataset, start_values
+from daskgpt.training.start import Beginning, Resumed, Start, facts, open_dataset, start_values
 from daskgpt.training.step import Outcome, State
 from daskgpt.training.step_metrics import StepMetrics
 
@@ -112,10 +111,10 @@ def fit(
     given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": _on(client, dataflow), "run": run}
     folder: RunFolder | None
     if resume:
-        rule, advice = "a run that is gone on with has its own parameters", "Leave parameters out, or resume."
+        rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
         resumed = Resumed(os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in given.items()})
-        job, folder, beginning = resumed.job, resumed.folder, resumed.beginning()
+        job, folder, beginning = resumed.job, resumed.folder, resumed.beginning
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
@@ -445,7 +444,6 @@ class _Trainer:
         if not self.saver:
             return
         with self.measure("checkpoints"):
-            self.saver.prepare(state)
             loss = self.validated.get(state.step)
             if self.saver.due(state.step, loss):
                 if "validation_loss" not in metrics:  # otherwise the parameters were checked with it

@@ -12,7 +12,6 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.training.metrics import METRICS
-from daskgpt.training.run_folder import data_of
 
 TOLD = ("tokens", "seconds", "loss", "validation_loss", "learning_rate", "tokens_per_s", "norm")
 SMOOTHED = ("loss", "tokens_per_s", "norm")
@@ -68,7 +67,7 @@ def _read(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], str]:
     remark = f"{file} ends within a line, which is left out: its run is writing it, or was killed" if rest else ""
     values = {name: np.array([_number(record.get(name)) for record in records]) for name in TOLD}
     steps = np.array([record["step"] + 1.0 for record in records])
-    return steps, values | _derived(path, steps, values), remark
+    return steps, values, remark
 
 
 def _records(file: Path, lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
@@ -93,16 +92,6 @@ def _records(file: Path, lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
-
-
-def _derived(path: Path, steps: np.ndarray, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tokens and seconds of a run from before its metrics told them, where its folder says the size of a batch."""
-    data = data_of(path)
-    if data is None:
-        return {}
-    tokens = float(data.batch_size * data.sequence_length)
-    found = {"tokens": steps * tokens, "seconds": np.cumsum(tokens / values["tokens_per_s"])}
-    return {name: derived for name, derived in found.items() if not np.isfinite(values[name]).any()}
 
 
 def smoothed(values: np.ndarray, length: int) -> np.ndarray:
