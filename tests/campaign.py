@@ -87,7 +87,7 @@ def check_gradients(random: np.random.Generator, model: Model) -> tuple[str, str
     parameters = random_parameters(random, model, deviation, precision.dtype)
     tokens, targets = random.integers(0, model.config.vocabulary, (2, *model.batch)).astype(np.int32)
     weights = State.of_weights(model.config, parameters, precision)
-    wanted = weights.layout, ("logits", "loss", "gradients"), precision, dials.grain, model.groups
+    wanted = weights.layout, ("logits", "loss", "gradients"), precision, model.groups
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
         inference = Inference(model.config, model.batch, dials.chunk, *wanted)
         found = inference(scheduler, weights, tokens, targets)

@@ -17,7 +17,7 @@ from daskgpt.kernels.float32.blas import VARIABLE
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.autotune import ChunkChoice, Work, cuttings
+from daskgpt.training.autotune import ChunkChoice, Work, candidates
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.stand_ins import Trial, most_bytes
@@ -27,7 +27,7 @@ TINY = preset("tiny")
 
 
 def chunk_of(shape, threads, config=TINY, work=None, **given):
-    return cuttings(config, shape, DataflowConfig(**given), threads, work)[0].chunk
+    return candidates(config, shape, DataflowConfig(**given), threads, work)[0].chunk
 
 
 CHUNKS = [
@@ -48,7 +48,7 @@ def test_chunks_follow_the_threads(name, shape, threads, chunk):
 
 def test_the_expected_seconds_are_those_of_the_formula():
     """One thread has two chunks; a chunk of few rows or cut tokens is slower; the last round is filled by half."""
-    found = {way.chunk: way for way in cuttings(TINY, (4, 64), DataflowConfig(), 4, Work(tokens=2.0, attention=1.0))}
+    found = {own.chunk: own for own in candidates(TINY, (4, 64), DataflowConfig(), 4, Work(tokens=2.0, attention=1.0))}
     whole, cut = found[2, 64], found[2, 16]
     assert (whole.count, cut.count) == (2, 8)
     assert whole.seconds == pytest.approx(2 * (1 + 8 / 128) / 2 + 1 / 2 + 2 * 0.15e-3 / 4)

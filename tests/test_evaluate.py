@@ -51,7 +51,7 @@ def evaluated(model, capsys):
 def nats_of(parameters, tokens):
     """Of all tokens but the first, in float64, by the scores of training's layers for the whole text."""
     state, shape = State.of_weights(CONFIG, parameters), (1, len(tokens) - 1)
-    inference = Inference(CONFIG, shape, shape, state.layout, ("logits",), grain="chunk")
+    inference = Inference(CONFIG, shape, shape, state.layout, ("logits",))
     with daskgpt.open_scheduler("sync") as scheduler:
         logits = inference(scheduler, state, np.array([tokens[:-1]], np.int32))["logits"][0].astype(np.float64)
     likely = logits[np.arange(len(tokens) - 1), tokens[1:]]

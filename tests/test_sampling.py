@@ -43,7 +43,7 @@ def test_one_likeliest_token_leaves_no_choice(parameters):
 def logits_of(parameters, tokens, config=SMALL):
     """Scores after the last token, from the layers that training has, which keep nothing."""
     state, shape = State.of_weights(config, parameters), (1, len(tokens))
-    inference = Inference(config, shape, shape, state.layout, ("logits",), grain="chunk")
+    inference = Inference(config, shape, shape, state.layout, ("logits",))
     with daskgpt.open_scheduler("sync") as scheduler:
         found = inference(scheduler, state, np.array([tokens], np.int32))
     return found["logits"][0, -1, : config.vocabulary]

@@ -272,7 +272,7 @@ def test_every_source_file_counts_for_the_identity(tmp_path, monkeypatch):
 
 def test_a_worker_is_waited_for_until_the_end_of_patience():
     lost = failures.LostResults("here", "rule", "got")
-    for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when it was asked to stop")):
+    for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when a stop was requested")):
         with pytest.raises(failures.LostCluster, match=got):
             recovering([""] * 9, asked=asked, minutes=minutes)[0]._await_worker(lost)
     for who, words in ((["", "", "", "a"], 1), (["a"], 0)):

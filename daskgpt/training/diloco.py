@@ -1,9 +1,15 @@
-"""A whole run of a recorded graph as one program, to be called again and again inside one task."""
+"""Local steps (DiLoCo): replicas make rounds of steps of their own, and an outer step at the end of each joins them.
+
+A stretch of steps of one replica is one task. At the end of a round each tensor's outer step is made once, with
+Nesterov momentum, from the mean of what the replicas have changed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from operator import itemgetter
 from time import perf_counter
@@ -39,134 +45,112 @@ from daskgpt.training.step import (
     streams_of,
 )
 
+TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to show progress
+SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
 
-class Repeated:
-    """Runs a graph once a call, on data of its own, and writes over a state that it is given.
+Timed = tuple[list[Outcome], float]  # outcomes of a replica's steps, and how long they took
 
-    It carries no arrays and no graph, so that it can be sent to where the state is.
 
-    names   of the state's arrays, in their order
+class RepeatedStep:
+    """A recorded step of a single task that can be called again and again, and writes over a given state.
+
+    It carries neither arrays nor a graph, so that it can be sent to the state.
+
+    names   of the state's arrays, in order
     """
 
     def __init__(self, runnable: Runnable) -> None:
-        """runnable   one task, whose state is written over, and whose outputs have one chunk each"""
-        ((key, node),) = ((key, node) for key, node in runnable.graph.items() if not is_leaf(node))
-        program: Program = node.func
+        """runnable   one task that writes over its state, and whose outputs have one chunk each"""
+        (node,) = (node for node in runnable.graph.values() if not is_leaf(node))
+        self.program: Program = node.func
         (self.names,) = runnable.layout.packs
-        assert runnable.recorded.in_place
-        self.outputs: dict[str, int | None] = {}
-        for name, (place,) in runnable.places.items():
-            assert place.key == key
-            self.outputs[name] = place.number
+        self.outputs = {name: place.number for name, (place,) in runnable.places.items()}
         inputs = {
             chunk: (name, index)
             for name, array in runnable.recorded.inputs.items()
             for chunk, index in slices_of(array).items()
         }
-        self.program = program
         keys = [reference.key for reference in node.args]
-        self.state = next(number for number, own in enumerate(keys) if own[0] == STATE)
-        self.inputs = {number: inputs[own] for number, own in enumerate(keys) if own in inputs}
-        constants = (runnable.graph.get(own) for own in keys)
+        self.state = next(number for number, key in enumerate(keys) if key[0] == STATE)
+        self.inputs = {number: inputs[key] for number, key in enumerate(keys) if key in inputs}
+        constants = (runnable.graph.get(key) for key in keys)
         self.constants = {number: value_of(leaf) for number, leaf in enumerate(constants) if leaf is not None}
 
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """The kernel calls of one run."""
-        return self.program.calls
-
-    def __call__(self, state: tuple[Any, ...], values: Mapping[str, np.ndarray], run: int) -> dict[str, Any]:
-        """One run: its outputs by name.
+    def __call__(self, state: tuple[Any, ...], values: Mapping[str, np.ndarray], run: int) -> Outcome:
+        """Make a step.
 
         values   whole inputs by name
-        run      its place among the runs of a graph, for who records
+        run      number of the step within its graph, by which recorded kernel calls are told apart
         """
         program = copy(self.program)
         program.run = run
         arguments = {self.state: state, **self.constants}
         arguments |= {number: values[name][index] for number, (name, index) in self.inputs.items()}
         results = program(*(arguments[number] for number in range(len(arguments))))
-        return {name: results if number is None else results[number] for name, number in self.outputs.items()}
+        return Outcome.of({n: results if number is None else results[number] for n, number in self.outputs.items()})
 
 
+@dataclass
 class InnerSteps:
-    """Some steps of one replica, which returns what they tell and how long they took; its weights; its moments.
+    """A task of some steps of one replica. It returns their outcomes and duration, the weights, and the moments.
 
-    The moments are written over, and so are weights that are the replica's own.
+    The moments are written over, and so are the weights, except where replicas share them.
+
+    given    names of the arrays in each of the task's arguments
+    moments  inputs of each step, for the replica's sequences
+    copied   prefixes of the names of arrays that are shared, and copied first
     """
 
-    run = 0
-
-    def __init__(
-        self,
-        step: Repeated,
-        given: Layout,
-        moments: Sequence[Moment],
-        *,
-        copied: tuple[str, ...],
-    ) -> None:
-        """given     names of what the task is called with
-        moments   what each step is given, of the replica's sequences only
-        copied    kinds of arrays that it works on copies of
-        """
-        self.step, self.given, self.moments, self.copied = step, given, moments, copied
+    step: RepeatedStep
+    given: Layout
+    moments: Sequence[Moment]
+    copied: tuple[str, ...]
+    run: int = 0
 
     @property
     def calls(self) -> tuple[Call, ...]:
         """The kernel calls of each step."""
-        return self.step.calls
+        return self.step.program.calls
 
-    def __call__(self, *packs: tuple[Any, ...]) -> tuple[tuple[list[Outcome], float], tuple[Any, ...], tuple[Any, ...]]:
-        begin = perf_counter()
-        values = self.given.unpack(packs)
-        state = tuple(
-            copy_of(values[name]) if name.startswith(self.copied) else values[name] for name in self.step.names
-        )
-        outcomes = [
-            Outcome.of(self.step(state, input_values(moment), self.run + number))
-            for number, moment in enumerate(self.moments)
-        ]
-        named = dict(zip(self.step.names, state))
+    def __call__(self, *packs: tuple[Any, ...]) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
+        begin, values = perf_counter(), self.given.unpack(packs)
+        named = {n: copy_of(values[n]) if n.startswith(self.copied) else values[n] for n in self.step.names}
+        state, steps = tuple(named.values()), enumerate(self.moments, self.run)
+        outcomes = [self.step(state, input_values(moment), run) for run, moment in steps]
         weights = tuple(value for name, value in named.items() if name.startswith("weight."))
         moments = tuple(value for name, value in named.items() if not name.startswith("weight."))
         return (outcomes, perf_counter() - begin), weights, moments
 
 
-class Shard:
-    """Takes the values of some weights, which are sent to who makes their outer step."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = tuple(places)
-
-    def __call__(self, result: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
-        return tuple(values_of(result[1][place]) for place in self.places)
+def end_of_round(places: Sequence[int], result: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
+    """Return some weights that a replica has at the end of a round, from the result of its InnerSteps."""
+    return tuple(values_of(result[1][place]) for place in places)
 
 
-class OuterStep:
-    """The outer step of some tensors: new weights as a step holds them, and the new momentum."""
+def outer_step(
+    tensors: Sequence[Tensor],
+    precision: Precision,
+    local: LocalConfig,
+    weights: tuple[Any, ...],
+    momenta: tuple[np.ndarray, ...],
+    *ends: tuple[np.ndarray, ...],
+) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]]:
+    """Make the outer step of some tensors; return the new weights as a step holds them, and the new momenta.
 
-    def __init__(self, tensors: Sequence[Tensor], precision: Precision, local: LocalConfig) -> None:
-        self.tensors, self.precision = tuple(tensors), precision
-        self.options = {"rate": local.outer_learning_rate, "beta": local.outer_momentum}
-
-    def __call__(
-        self, weights: tuple[Any, ...], momenta: tuple[np.ndarray, ...], *ends: tuple[np.ndarray, ...]
-    ) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]]:
-        """ends   of each replica, by its number"""
-        made = []
-        with flush_to_zero():
-            for tensor, start, momentum, *own in zip(self.tensors, weights, momenta, *ends):
-                new, kept = nesterov(values_of(start), momentum, own, **self.options)
-                made.append((self.precision.hold(tensor, new), kept))
-        return tuple(new for new, _ in made), tuple(kept for _, kept in made)
-
-
-TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to see steps go on
-SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
+    ends   the weights that each replica has at the end of the round, in the order of the replicas
+    """
+    new, kept = [], []
+    with flush_to_zero():
+        for tensor, start, momentum, *own in zip(tensors, weights, momenta, *ends):
+            rate, beta = local.outer_learning_rate, local.outer_momentum
+            weight, momentum = nesterov(values_of(start), momentum, own, rate=rate, beta=beta)
+            new.append(precision.hold(tensor, weight))
+            kept.append(momentum)
+    return tuple(new), tuple(kept)
 
 
 def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
-    """A step of one replica, recorded: one task, which writes over the state."""
+    """Record a step of one replica, as one task that writes over the state."""
     return TrainingStep(
         job.config,
         job.replica_shape,
@@ -180,52 +164,44 @@ def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
 
 
 class LocalSteps:
-    """Runs a job's steps by replicas, a stretch at a time; used like `JobSteps`.
+    """Runs a job's steps by replicas, a stretch of a round at a time; used like `JobSteps`.
 
     step     of one replica, recorded
-    layout   of the state; of the last packs, the replicas' weights, there are none where they meet; those that are at
-             home with another rank are None
-    shards   names of the tensors of each
+    layout   of the state: weights and momenta by shards, moments by replicas, and weights by replicas, which exist
+             within a round only. A pack that another rank has is None
+    shards   names of the tensors whose outer steps are made together
     """
 
-    open = False  # nothing is measured that later steps depend on
+    open = False  # no measurement decides anything about later steps
     recovers = False  # from the loss of a worker
     recorded = None  # kernel calls are recorded where they run
 
     def __init__(
         self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, peers: Peers | None = None
     ) -> None:
-        """peers   where other ranks have some of the replicas"""
+        """peers   set where other ranks have some of the replicas"""
         self.job, self.scheduler, self.replicas, self.peers = job, scheduler, job.local.replicas, peers
         self.chunks = ChunkChoice(job.config, job.replica_shape, job.dataflow, job.precision, 1, in_place=True)
         self.step = replica_step(job, self.chunks.first)
         free, at_once = available_memory(), min(self.replicas, scheduler.threads)
         if scheduler.in_place and (warning := self.chunks.fit(self.step, 1, free and free // at_once)):
             say(f"memory     {warning}")
-        self.repeated = Repeated(self.step.runnable)
+        self.repeated = RepeatedStep(self.step.runnable)
         self.table = tensors(job.config)
         self.weights, self.moments = (
             tuple(name for name in self.repeated.names if name.startswith("weight.") == wanted)
             for wanted in (True, False)
         )
         self.shards = _shards({name: prod(tensor.shape) for name, tensor in self.table.items()}, self.replicas)
-        self.layout = self._layout()
+        by_shard = [tuple(f"{kind}.{n}" for n in names) for kind in ("weight", OUTER) for names in self.shards]
+        both = (self.moments, self.weights)
+        by_replica = [tuple(of_replica(n, r) for n in names) for names in both for r in range(self.replicas)]
+        self.layout = Layout((*by_shard, *by_replica))
         self.seconds = TASK_SECONDS  # of one step; until the first one is made
-
-    def _layout(self) -> Layout:
-        replicas = range(self.replicas)
-        return Layout(
-            (
-                *(tuple(f"weight.{name}" for name in names) for names in self.shards),
-                *(tuple(f"{OUTER}.{name}" for name in names) for names in self.shards),
-                *(tuple(of_replica(name, r) for name in self.moments) for r in replicas),
-                *(tuple(of_replica(name, r) for name in self.weights) for r in replicas),
-            )
-        )
 
     @property
     def grain(self) -> str:
-        """What was asked for: tasks are stretches, whatever that is."""
+        """The grain that was asked for; tasks are stretches in any case."""
         return self.job.dataflow.grain
 
     @property
@@ -235,7 +211,7 @@ class LocalSteps:
 
     @property
     def described_chunks(self) -> str:
-        """How many of which size a replica works on, and why, for people."""
+        """Number and size of a replica's chunks, and why, for people."""
         return self.chunks.described(self.chunk)
 
     @property
@@ -244,10 +220,7 @@ class LocalSteps:
         return SOME_STEPS
 
     def together(self, number: int) -> int:
-        """How many steps from this one on are to be run at once: as long as a task should take, or to the round's end.
-
-        The stretches of a round are about equal.
-        """
+        """Return how many steps from this one on are a stretch: about equal parts of the rest of the round."""
         left = self.job.round_end(number) - number
         most = max(1, round(TASK_SECONDS / max(self.seconds, 1e-6)))
         return -(-left // -(-left // most))
@@ -255,7 +228,7 @@ class LocalSteps:
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """The state where the replicas meet; see `JobSteps.initial`."""
+        """Return the state at the beginning of a round; see `JobSteps.initial`."""
         job, layout = self.job, Layout(self.layout.packs[: -self.replicas])
         values: dict[str, Any] = held_weights(job.config, parameters, job.precision)
         for key, tensor in job.moments.items():
@@ -265,63 +238,54 @@ class LocalSteps:
     def run(
         self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
     ) -> tuple[list[Outcome], State]:
-        """A step a batch, all of one round: what they tell, means over the replicas, and the state after them."""
-        told, state = self.run_own(state, batches, length)
-        return self.mean([told]), state
+        """Make a step a batch, all of one round; return the means of the replicas' outcomes, and the next state."""
+        timed, state = self.run_own(state, batches, length)
+        return self.mean([timed]), state
 
-    def run_own(
-        self, state: State, batches: Sequence[Batch], length: int = 0
-    ) -> tuple[dict[int, tuple[list[Outcome], float]], State]:
-        """The same for the replicas that are here: outcomes and seconds of each.
+    def run_own(self, state: State, batches: Sequence[Batch], length: int = 0) -> tuple[dict[int, Timed], State]:
+        """Make the steps of the replicas that are here; return the outcomes of each.
 
         batches   their sequences
         """
         end = state.step + len(batches)
+        meets = self.job.meets(end)
         stretch = _Stretch(self, state, batches, length or self.job.horizon.at(state.step))
-        told_of, packs = [stretch.told(r) for r in range(self.replicas)], stretch.packs(meet=self.job.meets(end))
-        leaves = {(STATE, number): pack for number, pack in enumerate(state.packs) if pack is not None}
-        graph, keys = stretch.graph, [*told_of, *packs]
+        outcomes, packs = stretch.outcomes(), stretch.packs(meet=meets)
+        graph, keys = stretch.graph, [*outcomes, *packs]
         if self.peers:
             homes = stretch.homes | {(STATE, number): self.home(number) for number in range(len(state.packs))}
             ranks = {key: self.rank_of(home) for key, home in homes.items()}
             keys = [key for key in keys if ranks[key] == self.peers.number]
             graph, sent = own_part(graph, ranks, self.peers)
             keys.append(sent)
-        given = {key: pack for key, pack in leaves.items() if any(key in node.dependencies for node in graph.values())}
-        found = dict(zip(keys, self.scheduler.run(Submission(graph, given, keys, len(batches)))))
-        made = [found.get(key) for key in packs]
-        if not self.job.meets(end):
-            made = [*state.packs[: 2 * len(self.shards)], *made]
-        told = {replica: found[key] for replica, key in enumerate(told_of) if key in found}
-        return told, State(self.layout, made, end)
+        read = {key for node in graph.values() for key in node.dependencies}
+        leaves = {(STATE, number): pack for number, pack in enumerate(state.packs) if (STATE, number) in read}
+        found = dict(zip(keys, self.scheduler.run(Submission(graph, leaves, keys, len(batches)))))
+        made = [] if meets else state.packs[: 2 * len(self.shards)]
+        timed = {replica: found[key] for replica, key in enumerate(outcomes) if key in found}
+        return timed, State(self.layout, [*made, *map(found.get, packs)], end)
 
-    def mean(self, told: Sequence[Mapping[int, tuple[list[Outcome], float]]]) -> list[Outcome]:
-        """What the replicas of all ranks tell, as one outcome a step."""
-        by_replica = {replica: own for each in told for replica, own in each.items()}
+    def mean(self, timed: Sequence[Mapping[int, Timed]]) -> list[Outcome]:
+        """Return the mean outcome of each step over the replicas of all ranks."""
+        by_replica = {replica: own for each in timed for replica, own in each.items()}
         self.seconds = max(seconds / len(outcomes) for outcomes, seconds in by_replica.values())
-        return [self._mean(own) for own in zip(*(by_replica[replica][0] for replica in range(self.replicas)))]
-
-    def _mean(self, own: Sequence[Outcome]) -> Outcome:
-        """Of what the replicas tell of a step."""
-        norms = [each.norm for each in own if each.norm is not None]
-        return Outcome(sum(each.loss for each in own) / self.replicas, sum(norms) / self.replicas if norms else None)
+        means = []
+        for own in zip(*(by_replica[replica][0] for replica in range(self.replicas))):
+            norms = [each.norm for each in own if each.norm is not None]
+            norm = sum(norms) / self.replicas if norms else None
+            means.append(Outcome(sum(each.loss for each in own) / self.replicas, norm))
+        return means
 
     def close(self) -> None:
         """See `JobSteps.close`."""
 
-    def meets(self, state: State) -> bool:
-        """Whether a round begins with a state."""
-        return len(state.packs) < len(self.layout.packs)
-
     def rank_of(self, replica: int) -> int:
-        """The rank that has a replica."""
-        if not self.peers:
-            return 0
-        ranks = range(self.peers.count)
-        return next(rank for rank in ranks if replica in share_of_rank(rank, len(ranks), self.replicas))
+        """Return the rank that has a replica."""
+        count = self.peers.count if self.peers else 1
+        return next(rank for rank in range(count) if replica in share_of_rank(rank, count, self.replicas))
 
     def home(self, pack: int) -> int:
-        """The replica that a pack is at home with."""
+        """Return the replica whose rank has a pack of the state."""
         shards = len(self.shards)
         return pack % shards if pack < 2 * shards else (pack - 2 * shards) % self.replicas
 
@@ -329,58 +293,57 @@ class LocalSteps:
 class _Stretch:
     """The graph of some steps of a round.
 
-    homes   the replica that a task is at home with: its own, or that of its shard's number
+    homes   task -> the replica whose rank runs it: its own, or the one with the number of its shard
     """
 
     def __init__(self, steps: LocalSteps, state: State, batches: Sequence[Batch], length: int) -> None:
-        self.steps, self.begins = steps, steps.meets(state)
+        self.steps, self.begins = steps, len(state.packs) < len(steps.layout.packs)
         self.graph: Graph = {}
         self.homes: dict[Key, int] = {}
-        job, row, peers = steps.job, steps.step.row, steps.peers
+        job, peers, size = steps.job, steps.peers, steps.job.replica_shape[0]
         here = share_of_rank(peers.number, peers.count, steps.replicas) if peers else range(steps.replicas)
-        size = job.replica_shape[0]
-        self.first = size * here.start  # sequence of the batch that is here
-        own = slice(self.first, size * here.stop)
         moments = []
         for number, batch in enumerate(batches, state.step):
             random = streams_of(job.optimizer, job.run.seed, number, job.batch_shape[0])
-            hyper = hyper_of(job.optimizer, row, number, length)
-            moments.append(Moment(*batch, hyper, None if random is None else random[own]))
-        self.inner = [self._inner(replica, moments) for replica in range(steps.replicas)]
+            own = None if random is None else random[size * here.start : size * here.stop]
+            moments.append(Moment(*batch, hyper_of(job.optimizer, steps.step.row, number, length), own))
+        self.inner = []
+        for replica in range(steps.replicas):
+            first = size * (replica - here.start)
+            mine = [moment.of(first, first + size) for moment in moments] if replica in here else []
+            self.inner.append(self._inner(replica, mine))
 
-    def told(self, replica: int) -> Key:
-        """The task that returns losses and seconds of a replica."""
-        return self._add("inner.loss", itemgetter(0), [self.inner[replica]], replica)
+    def outcomes(self) -> list[Key]:
+        """Return the tasks that return outcomes and seconds of each replica."""
+        return [self._add("inner.loss", itemgetter(0), [key], replica) for replica, key in enumerate(self.inner)]
 
     def packs(self, *, meet: bool) -> list[Key]:
-        """The tasks that return what is new of the state: where the replicas meet, or while they are on their own."""
-        steps, replicas = self.steps, range(self.steps.replicas)
-        moments = [self._add("inner.moments", itemgetter(2), [self.inner[r]], r) for r in replicas]
+        """Return the tasks that return the new packs: at the end of a round, or within it."""
+        moments = [self._add("inner.moments", itemgetter(2), [key], r) for r, key in enumerate(self.inner)]
         if not meet:
-            return moments + [self._add("inner.weights", itemgetter(1), [self.inner[r]], r) for r in replicas]
-        outer = [self._outer(shard) for shard in range(len(steps.shards))]
+            return moments + [self._add("inner.weights", itemgetter(1), [key], r) for r, key in enumerate(self.inner)]
+        outer = [self._outer(shard) for shard in range(len(self.steps.shards))]
         weights = [self._add("outer.weights", itemgetter(0), [key], shard) for shard, key in enumerate(outer)]
         return weights + [self._add("outer.momentum", itemgetter(1), [key], s) for s, key in enumerate(outer)] + moments
 
     def _inner(self, replica: int, moments: Sequence[Moment]) -> Key:
+        """Add the steps of a replica, whose inputs are needed only where it is here."""
         steps, shards = self.steps, len(self.steps.shards)
-        size, low = steps.job.replica_shape[0], replica * steps.job.replica_shape[0] - self.first
-        mine = [moment.of(low, low + size) for moment in moments] if low >= 0 else []  # another rank's
         numbers = list(range(shards)) if self.begins else [2 * shards + steps.replicas + replica]
         weights = steps.layout.packs[:shards] if self.begins else (steps.weights,)
-        copied = ("weight.",) if self.begins else ()  # which all replicas begin with
-        given = Layout((*weights, steps.moments))
-        function = InnerSteps(steps.repeated, given, mine, copied=copied)
+        copied = ("weight.",) if self.begins else ()  # all replicas begin with these
+        function = InnerSteps(steps.repeated, Layout((*weights, steps.moments)), moments, copied)
         needs = [(STATE, number) for number in [*numbers, 2 * shards + replica]]
         return self._add("inner.steps", function, needs, replica)
 
     def _outer(self, shard: int) -> Key:
-        """The outer step of a shard, from what is sent to it."""
-        steps = self.steps
-        names, places = steps.shards[shard], {name: place for place, name in enumerate(steps.table)}
-        take = Shard([places[name] for name in names])
+        """Add the outer step of a shard."""
+        steps, names = self.steps, self.steps.shards[shard]
+        places = {name: place for place, name in enumerate(steps.table)}
+        take = partial(end_of_round, [places[name] for name in names])
         ends = [self._add("inner.end", take, [key], r, shard) for r, key in enumerate(self.inner)]
-        function = OuterStep([steps.table[name] for name in names], steps.job.precision, steps.job.local)
+        own = [steps.table[name] for name in names]
+        function = partial(outer_step, own, steps.job.precision, steps.job.local)
         return self._add("outer.step", function, [(STATE, shard), (STATE, len(steps.shards) + shard), *ends], shard)
 
     def _add(self, kind: str, function: Callable[..., Any], needs: Sequence[Key], home: int, part: int = 0) -> Key:
@@ -390,7 +353,7 @@ class _Stretch:
 
 
 def _shards(sizes: Mapping[str, int], count: int) -> list[tuple[str, ...]]:
-    """The tensors in at most so many parts of about one size: the largest first, each to the least."""
+    """Divide tensors into at most `count` parts of about one size: the largest first, each to the smallest part."""
     held, shards = [0] * count, [list[str]() for _ in range(count)]
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
         least = held.index(min(held))

@@ -1,4 +1,4 @@
-"""Something asked of a model while it is trained, answered where its parameters are."""
+"""Inference with the state of a run, where its parameters are: losses, gradients, validation, and any function."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ from daskgpt.training.step import (
     parameter_leaves,
 )
 
-ASKED = "model.ask"  # what Dask calls the task
+ASKED = "model.ask"  # name of the task
 Answer = TypeVar("Answer")
 
 
 def asked(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
-    """What a function makes of a state's parameters, on a cluster in a task on one of the workers: none of them has to
-    fit in this process.
+    """Return what a function makes of a state's parameters.
 
-    function   of the parameters by name; a cluster needs one that can be pickled, and an answer likewise
+    On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
 
-    Errors     those of the function; schedulers.losses.LostResults where a parameter is gone
+    function   of the parameters by name; a cluster pickles it and its answer
+
+    Errors     those of the function; schedulers.failures.LostResults where a parameter is lost
     """
     if scheduler.in_place:
         return function(state.parameters(scheduler))
@@ -66,10 +67,10 @@ def _answer(function: Callable[[dict[str, np.ndarray]], Answer], layout: Layout,
 
 
 class Inference:
-    """What a model makes of a batch, recorded once for states of one layout.
+    """The results of a model for a batch, recorded once for states of one layout.
 
     wanted   any of "loss", "logits", "activations" (after the last layernorm) and "gradients" (one a parameter)
-    groups   into how many groups of sequences sums over the batch are divided
+    groups   number of groups of sequences by which sums over the batch are made
     """
 
     def __init__(
@@ -80,7 +81,6 @@ class Inference:
         layout: Layout,
         wanted: tuple[str, ...],
         precision: Precision = FLOAT32,
-        grain: str = "block",
         groups: int = 1,
     ) -> None:
         outputs: Lazy = {}
@@ -97,18 +97,19 @@ class Inference:
             outputs |= gradients_of(tape, weights, outputs["loss"])
         state = {f"weight.{name}": weight for name, weight in weights.items()}
         recorded = Recorded.of(tape.token, inputs, outputs, state, {}, layout=layout)
-        self.runnable = recorded.merged(groups_of(recorded.unmerged, grain), title)
+        # A task a chunk: there is work for all threads, and larger tasks only hand on less.
+        self.runnable = recorded.merged(groups_of(recorded.unmerged, "chunk"), title)
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """The wanted arrays; gradients under their parameters' names. `targets` is needed for loss and gradients."""
+        """Return the wanted arrays, gradients by their parameters' names. Loss and gradients need `targets`."""
         results = scheduler.run(self.runnable.submission(input_values(Moment(tokens, targets)), state.packs))
         handles, _ = self.runnable.split(results, state.packs)
         return self.runnable.output(scheduler.fetch(handles))
 
     def of_all(self, scheduler: Scheduler, state: State, batches: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
-        """The same of several batches, as one graph: nobody waits for one batch before another one begins."""
+        """Return the same for several batches, which are one graph and overlap."""
         values = [input_values(Moment(tokens, targets)) for tokens, targets in batches]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
@@ -122,9 +123,9 @@ def loss_and_gradients(
     targets: da.Array,
     groups: int = 0,
 ) -> tuple[da.Array, Lazy]:
-    """Mean cross-entropy and its gradient with respect to every parameter, as lazy dask arrays.
+    """Return mean cross-entropy and its gradient with respect to every parameter, as lazy dask arrays.
 
-    groups   into how many groups of sequences sums over the batch are divided; 0 = by the batch's shape, as in training
+    groups   number of groups of sequences by which sums over the batch are made; 0 = by its shape, as in training
 
     Shapes   tokens, targets (B, T) int32, alike in chunks; their chunks are those of every activation
     Dtype    that of the parameters, float32 or float64
@@ -139,7 +140,7 @@ def loss_and_gradients(
     >>> loss, gradients = daskgpt.loss_and_gradients(config, daskgpt.initial_parameters(config, 0), tokens, targets)
     >>> gradients["wpe.weight"]  # nothing has been computed
     dask.array<...shape=(64, 128), dtype=float32...>
-    >>> bool(abs(loss.compute() - np.log(257)) < 0.1)  # a model that has learnt nothing hesitates between all tokens
+    >>> bool(abs(loss.compute() - np.log(257)) < 0.1)  # an untrained model prefers no token
     True
     """
     tape = Tape(groups=Groups(groups_of_batch(tokens.shape[0], tokens.shape[1], groups)))
@@ -159,41 +160,43 @@ TOGETHER = 20  # batches in one graph
 class Validation:
     """Measures the loss of fixed, evenly spread windows of the held-out text.
 
-    stop_requested   says whether somebody wants the run to end: a validation is given up then
+    stop_requested   returns whether the run shall end: a validation is given up then
     """
 
     def __init__(self, job: Job, scheduler: Scheduler, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.job, self.scheduler, self.stop_requested = job, scheduler, stop_requested
         self.inference: Inference | None = None
-        self.bytes: int | None = None  # of text that is predicted; 0 where nobody knows
+        self.bytes: int | None = None  # of predicted text; 0 where that is unknown
 
     def of(self, state: State, chunk: tuple[int, int]) -> dict[str, Any]:
-        """Metrics of a state; none where the run is to end before all windows are measured.
+        """Return the metrics of a state; none where the run ends before all windows are measured.
 
         validation_loss         [nats a token]
-        validation_bits_a_byte  all nats / ln 2 / bytes of text that was predicted: what other encodings have as well;
+        validation_bits_a_byte  all nats / ln 2 / bytes of predicted text, which compares different encodings;
                                 missing where the encoding's vocabulary is not here
-        validation_s            what it took [s]
+        validation_s            duration [s]
         """
         start = time.perf_counter()
         if (loss := self.loss(state, chunk)) is None:
             return {}
         found: dict[str, Any] = {"validation_loss": loss}
         if self.bytes is None:
-            self.bytes = self._count_bytes()
+            try:
+                sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
+                self.bytes = sum(int(np.sum(sizes[targets])) for _, targets in self._batches())
+            except FileNotFoundError:  # the vocabulary, which training needs not
+                self.bytes = 0
         if self.bytes:
             tokens = self.job.run.validation_batches * math.prod(self.job.batch_shape)
             found["validation_bits_a_byte"] = loss * tokens / math.log(2) / self.bytes
         return found | {"validation_s": round(time.perf_counter() - start, 3)}
 
     def loss(self, state: State, chunk: tuple[int, int]) -> float | None:
-        """Mean over the windows [nats a token], None where the run is to end before all are measured."""
+        """Return the mean over the windows [nats a token]; None where the run ends before all are measured."""
         job, state = self.job, state.weights
         if self.inference is None or self.inference.runnable.layout != state.layout:
-            size, precision = job.batch_shape, job.precision
-            # There is work for everybody, and what a larger task lacks is only what it would hand on.
-            wanted = ("loss",), precision, "chunk", job.groups
-            self.inference = Inference(job.config, size, chunk, state.layout, *wanted)
+            wanted = ("loss",), job.precision, job.groups
+            self.inference = Inference(job.config, job.batch_shape, chunk, state.layout, *wanted)
         losses, batches = list[float](), self._batches()
         while together := list(islice(batches, TOGETHER)):
             if self.stop_requested():
@@ -205,10 +208,3 @@ class Validation:
         (batch_size, length), count = self.job.batch_shape, self.job.run.validation_batches
         tokens = self.job.tokens.validation
         return validation_batches(tokens, batch_size=batch_size, sequence_length=length, count=count)
-
-    def _count_bytes(self) -> int:
-        try:
-            sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
-        except FileNotFoundError:  # tokens are trained on without it
-            return 0
-        return sum(int(np.sum(sizes[targets])) for _, targets in self._batches())

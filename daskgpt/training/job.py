@@ -1,4 +1,4 @@
-"""What is to be trained, checked before anything is computed or written."""
+"""A job: model, data, optimizer and schedule of a run, checked before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ OUTER = "outer"  # the momentum of the outer step
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that steps need, checked before anything is computed or written.
+    """All settings of a run, checked against each other.
 
-    dataset   what a run trains on; None where tokens come from elsewhere, as in a benchmark
-    horizon   how many steps it has, which is estimated anew while it runs where it is told in minutes
+    dataset   what it trains on; None where tokens come from elsewhere, as in a benchmark
+    horizon   its number of steps, which is estimated again and again where the run's length is given in minutes
+
+    Errors    ValueError where settings do not fit each other
     """
 
     config: GPT2Config
@@ -58,79 +60,55 @@ class Job:
         together = self.local.replicas == 1
         shape = self.micro_shape if together else self.replica_shape
         check_chunks(*shape, self.dataflow, "batch_size" if together else "batch_size / replicas")
-        require(
-            self.data.sequence_length <= self.config.positions,
-            "train",
-            "a sequence must not be longer than the model's positions",
-            {"sequence_length": self.data.sequence_length, "positions": self.config.positions},
-            "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions.",
-        )
-        require(
-            self.dataflow.precision != "float64",
-            "train",
-            "a run must compute in float32 or bfloat16",
-            {"precision": self.dataflow.precision},
-            "float64 is for daskgpt.verify.",
-        )
+        got = {"sequence_length": self.data.sequence_length, "positions": self.config.positions}
+        rule = "a sequence must not be longer than the model's positions"
+        advice = "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions."
+        require(got["sequence_length"] <= got["positions"], "train", rule, got, advice)
+        rule, precision = "a run must compute in float32 or bfloat16", self.dataflow.precision
+        advice = "float64 is for daskgpt.verify."
+        require(precision != "float64", "train", rule, {"precision": precision}, advice)
         rule = "steps are not left out where replicas make steps of their own"
-        got = {"skip_outliers": self.optimizer.skip_outliers, "local_steps": self.local.local_steps}
-        both = self.optimizer.skip_outliers and self.local.local_steps
-        require(not both, "train", rule, got, "Leave one of them out; --clip works with both.")
+        both = {"skip_outliers": self.optimizer.skip_outliers, "local_steps": self.local.local_steps}
+        require(not all(both.values()), "train", rule, both, "Leave one of them out; --clip works with both.")
         if self.dataset is not None:
-            self._check_vocabulary(self.dataset)
+            ids, vocabulary = self.dataset.vocabulary, self.config.vocabulary
+            known = {"encoding": self.dataset.encoding_name, "ids": ids, "vocabulary": vocabulary}
+            advice = "Start from another model." if self.run.init else "Leave --vocabulary to the encoding."
+            require(ids <= vocabulary, "train", "the model must know every token id of the encoding", known, advice)
         name = self.optimizer.optimizer
         advice = nearest(name, list(OPTIMIZERS))
         require(name in OPTIMIZERS, "train", "the optimizer must be known", {"optimizer": name}, advice)
         chosen_sinks(self.run.log, self.run.out)
 
-    def _check_vocabulary(self, dataset: Dataset) -> None:
-        require(
-            dataset.vocabulary <= self.config.vocabulary,
-            "train",
-            "the model must know every token id of the encoding",
-            {
-                "encoding": dataset.encoding_name,
-                "ids": dataset.vocabulary,
-                "vocabulary": self.config.vocabulary,
-            },
-            "Start from another model." if self.run.init else "Leave --vocabulary to the encoding.",
-        )
-
     @property
     def tokens(self) -> Dataset:
-        """What it trains on.
-
-        Errors   RuntimeError for a job of steps on tokens from elsewhere
-        """
+        """The dataset. Errors   RuntimeError for a job without one"""
         if self.dataset is None:
             raise refusal(RuntimeError, "Job", "training needs a dataset", "dataset=None", "Make the job with one.")
         return self.dataset
 
     def resolved(self, scheduler: Scheduler, chunk: tuple[int, int], grain: str) -> dict[str, Any]:
-        """Every configuration with nothing left to default or detection, by name; paths from the root.
+        """Return every configuration by name, with no setting left on `auto` and absolute paths.
 
-        chunk, grain   what they are once chosen
+        chunk, grain   of the steps, once they are chosen
         """
-        batch_chunk, sequence_chunk = chunk
-        dataflow = replace(
-            self.dataflow,
-            batch_chunk=batch_chunk,
-            sequence_chunk=sequence_chunk,
-            scheduler=resolved_address(self.dataflow.scheduler),
-            grain=grain,
-            precision=self.precision.name,
-            threads=scheduler.threads,
-        )
         data, run = self.data, self.run
         source = data.data if data.data == STANDARD_LIBRARY else from_root(data.data)
+        encoding = self.tokens.encoding_name
         return {
             "model": self.config,
-            "data": replace(
-                data, data=source, encoding=self.tokens.encoding_name, order=self.order, groups=self.groups
-            ),
+            "data": replace(data, data=source, encoding=encoding, order=self.order, groups=self.groups),
             "optimizer": self.optimizer,
             "local": self.local,
-            "dataflow": dataflow,
+            "dataflow": replace(
+                self.dataflow,
+                batch_chunk=chunk[0],
+                sequence_chunk=chunk[1],
+                scheduler=resolved_address(self.dataflow.scheduler),
+                grain=grain,
+                precision=self.precision.name,
+                threads=scheduler.threads,
+            ),
             "run": replace(run, init=from_root(run.init), out=from_root(run.out), steps=self.steps),
         }
 
@@ -140,49 +118,45 @@ class Job:
         return self.horizon.steps
 
     @property
-    def sinks(self) -> tuple[str, ...]:
-        """Where the metrics go: rows of `logs.SINKS`."""
-        return chosen_sinks(self.run.log, self.run.out)
-
-    @property
     def order(self) -> str:
-        """In which order steps take sequences, auto resolved."""
+        """The order in which steps take sequences; `auto` is resolved."""
         return self.tokens.order if self.data.order == "auto" else self.data.order
 
     @property
     def scheduler(self) -> str:
-        """Name or address of the scheduler, auto resolved."""
+        """The name or address of the scheduler; `auto` is resolved."""
         return chosen_address(self.dataflow.scheduler)
 
     @property
     def precision(self) -> Precision:
-        """What to compute with, auto resolved."""
+        """The precision of products; `auto` is resolved."""
         return settle(self.dataflow.precision, self.config.channels)[0]
 
     @property
     def groups(self) -> int:
-        """Into how many groups of sequences sums over a batch are divided; a replica's, where there are several."""
+        """The number of groups of sequences by which a batch, or each replica's part of it, is summed."""
         return groups_of_batch(*self.replica_shape, self.data.groups)
 
     @property
     def batch_shape(self) -> tuple[int, int]:
+        """Sequences of a step, and tokens of a sequence."""
         return self.data.sequences, self.data.sequence_length
 
     @property
     def micro_shape(self) -> tuple[int, int]:
-        """Of a micro-batch; the batch's where there is one."""
+        """The shape of a micro-batch; the batch's where there is one."""
         return self.data.batch_size, self.data.sequence_length
 
     @property
     def replica_shape(self) -> tuple[int, int]:
-        """Of the part of a batch that one replica works on; the batch's where there is one."""
+        """The shape of a replica's part of the batch; the batch's where there is one replica."""
         return self.data.sequences // self.local.replicas, self.data.sequence_length
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """What passes from step to step beside the weights, "MOMENT.NAME" -> whose it is: the optimizer's moments.
+        """The arrays of the state beside the weights: "MOMENT.NAME" -> tensor of the model.
 
-        With local steps the momentum of the outer step, and moments of each replica, by its number.
+        With local steps these are the momentum of the outer step, and the moments of each replica, by its number.
         """
         known = tensors(self.config)
         own = OPTIMIZERS[self.optimizer.optimizer].state(known)
@@ -194,29 +168,29 @@ class Job:
         return found
 
     def round_end(self, step: int) -> int:
-        """How many steps will have been made when the replicas meet after this step; one more where there are none."""
+        """Return how many steps precede the end of a step's round; without replicas, each step is a round."""
         length = self.local.local_steps or 1
         return min((step // length + 1) * length, self.steps)
 
     def round_begin(self, step: int) -> int:
-        """How many steps had been made when the replicas met last before this step."""
+        """Return how many steps precede a step's round."""
         length = self.local.local_steps or 1
         return step // length * length
 
     def meets(self, done: int) -> bool:
-        """Whether after so many steps there is one state of the run: not while replicas are on their own."""
+        """Return whether replicas meet after some steps, so that the run has one model."""
         return self.round_end(max(done - 1, 0)) == done
 
     def begins_round(self, done: int) -> bool:
-        """Whether the replicas begin a round after so many steps: where they meet, and at the beginning."""
+        """Return whether replicas begin a round after some steps: where they meet, and at the start."""
         return not done or self.meets(done)
 
 
 def require_memory(job: Job) -> None:
-    """Refuse what cannot fit into the memory of this machine, before anything is built.
+    """Refuse a job that cannot fit into the memory of this machine, before anything is built.
 
-    Only what is certain counts: weights and moments, and one activation a block of a micro-batch. `--plan` knows more.
-    A cluster has memory of its own.
+    Only certain needs count: weights and moments, and one activation a block of a micro-batch. `--plan` counts more.
+    A cluster has its own memory.
 
     Errors   ValueError
     """
@@ -232,18 +206,18 @@ def require_memory(job: Job) -> None:
 
 
 def from_root(path: str) -> str:
-    """A path that means the same from every folder; none stays none."""
+    """Return an absolute path; an empty one stays empty."""
     return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def of_replica(name: str, replica: int) -> str:
-    """What an array of a replica is called in the state of a run: m3.wte.weight."""
+    """Return the name of a replica's array in the state of a run, such as m3.wte.weight."""
     kind, _, tensor = name.partition(".")
     return f"{kind}{replica}.{tensor}"
 
 
 def compile_kernels(precision: Precision = FLOAT32) -> None:
-    """Compile what Numba has not cached yet, and say so: the first start on a machine takes longer."""
+    """Compile the kernels that Numba has not cached yet, and print that the first start takes longer."""
     if not precision.is_compiled():
         print("compiling kernels (first start on this machine, about half a minute) ...", file=sys.stderr, flush=True)
     with heeding_interrupts() as check:
@@ -251,48 +225,30 @@ def compile_kernels(precision: Precision = FLOAT32) -> None:
 
 
 def facts(job: Job) -> dict[str, str]:
-    """What is computed, by name: model, batch and precision."""
-    c, (batch_size, length) = job.config, job.batch_shape
-    return {
+    """Return descriptions of model, batch, replicas where there are any, and precision, for people."""
+    c, local, data = job.config, job.local, job.data
+    (batch_size, length), own = job.batch_shape, job.replica_shape[0]
+    batch = f"{batch_size} x {length} tokens"
+    batch += f", summed in {job.groups} groups of {own // job.groups}" if job.groups > 1 else ""
+    batch += f", {data.accumulate} micro-batches of {data.batch_size}" if data.accumulate > 1 else ""
+    found = {
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}",
-        "batch": f"{batch_size} x {length} tokens{grouped(job)}{divided(job)}",
-        **({"replicas": dealt(job)} if job.local.local_steps else {}),
+        "batch": batch,
         "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }
-
-
-def grouped(job: Job) -> str:
-    """What is to be said of the groups of a batch: nothing of a single one."""
-    return f", summed in {job.groups} groups of {job.replica_shape[0] // job.groups}" if job.groups > 1 else ""
-
-
-def divided(job: Job) -> str:
-    """What is to be said of micro-batches: nothing of a single one."""
-    return f", {job.data.accumulate} micro-batches of {job.data.batch_size}" if job.data.accumulate > 1 else ""
-
-
-def dealt(job: Job) -> str:
-    """What is to be said of local steps."""
-    local, sequences = job.local, job.replica_shape[0]
-    who = "1 replica makes" if local.replicas == 1 else f"{local.replicas} replicas, {sequences} sequences each, make"
-    nesterov = f"Nesterov step ({local.outer_learning_rate:g}, momentum {local.outer_momentum:g})"
-    return f"{who} {local.local_steps} local steps, then a {nesterov}"
+    if local.local_steps:
+        who = "1 replica makes" if local.replicas == 1 else f"{local.replicas} replicas, {own} sequences each, make"
+        nesterov = f"Nesterov step ({local.outer_learning_rate:g}, momentum {local.outer_momentum:g})"
+        found["replicas"] = f"{who} {local.local_steps} local steps, then a {nesterov}"
+    return found
 
 
 def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
-    """What will be run, for the terminal.
+    """Return the header of a run.
 
-    chunks   how many of which size, and why
+    chunks   number, size and origin of the chunks
     """
-    known = facts(job)
-    lines = {
-        "model": known["model"],
-        "data": job.tokens.description,
-        "batch": known["batch"],
-        **{name: text for name, text in known.items() if name == "replicas"},
-        "chunks": chunks,
-        "precision": known["precision"],
-        "scheduler": getattr(scheduler, "description", scheduler),
-    }
-    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
+    known = facts(job) | {"data": job.tokens.description, "chunks": chunks, "scheduler": scheduler.description}
+    order = ("model", "data", "batch", "replicas", "chunks", "precision", "scheduler")
+    return "\n".join(f"{name:10} {known[name]}" for name in order if name in known)

@@ -9,7 +9,6 @@ from math import gcd
 import numpy as np
 
 from daskgpt.graph.distribute import Rank
-from daskgpt.graph.program import Span
 from daskgpt.graph.recording import Recorded
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
@@ -21,9 +20,9 @@ from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Trai
 def training_step(
     job: Job, chunk: tuple[int, int], grain: str, in_place: bool, rank: Rank | None = None
 ) -> TrainingStep:
-    """A job's step, recorded.
+    """Record a job's step.
 
-    rank    whose step it is, where several processes share a batch
+    rank    the rank that makes it, where several processes share a batch
     """
     return TrainingStep(
         job.config,
@@ -42,7 +41,7 @@ def training_step(
 
 
 def micro_batches_of(job: Job, rank: Rank | None) -> int:
-    """How many micro-batches a rank's sequences are: each has as many as its share of one of the job's, or fewer."""
+    """Return the number of micro-batches of a rank, none larger than the rank's share of one of the job's."""
     if rank is None:
         return job.data.accumulate
     first, last = rank.sequences_of(rank.number)
@@ -51,12 +50,12 @@ def micro_batches_of(job: Job, rank: Rank | None) -> int:
 
 
 class JobSteps:
-    """Runs a job's steps, as many together as are handed over.
+    """Runs a job's steps on a scheduler; chunks and grain are chosen with the first ones.
 
     step     the recorded step
     chunks   the choice of its chunks
-    choice   of its grain
-    open     while one of them is, the next step is measured and must come alone
+    choice   the choice of its grain
+    open     whether one of these is open: the next step is then measured, and must run alone
     """
 
     recovers = False  # from the loss of a worker
@@ -64,7 +63,7 @@ class JobSteps:
     def __init__(
         self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, rank: Rank | None = None
     ) -> None:
-        """say   where it is told what was found
+        """say   prints a line on what was chosen
         rank  see `training_step`
         """
         self.job, self.scheduler, self.say = job, scheduler, say
@@ -72,7 +71,7 @@ class JobSteps:
         if rank:
             first, last = rank.sequences_of(rank.number)
             shape = (last - first) // micro_batches_of(job, rank), shape[1]
-            # What was asked for is of the whole batch.
+            # The given number is of the whole batch.
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
         self.chunks = ChunkChoice(
             job.config, shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
@@ -86,30 +85,30 @@ class JobSteps:
 
     @property
     def recorded(self) -> Recorded:
-        """The graph of a step, of which kernel calls can be recorded."""
+        """The graph of a step, whose kernel calls can be recorded."""
         return self.step.recorded
 
     @property
     def grain(self) -> str:
-        """Of the steps to come; auto while it is open."""
+        """The grain of the coming steps, or `auto` while it is open."""
         return "auto" if self.choice.open else self.step.grain
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """Sequences and tokens in a chunk of the steps to come."""
+        """Sequences and tokens in a chunk of the coming steps."""
         return self.step.chunk
 
     @property
     def described_chunks(self) -> str:
-        """How many of which size, and why, for people."""
+        """Number and size of the chunks, and why, for people."""
         return self.chunks.described(self.chunk)
 
     @property
     def described_tasks(self) -> str:
-        """Size and number of a step's tasks, and what that means on a cluster, for people; nothing while it is open."""
-        text = f"{self.step.grain}, {self.step.runnable.tasks} tasks a step"
+        """Grain and number of a step's tasks, and what they cost on a cluster, for people; empty while it is open."""
         if self.choice.open:
             return ""
+        text = f"{self.step.grain}, {self.step.runnable.tasks} tasks a step"
         return text if self.step.in_place else f"{text}, each of which costs Dask's scheduler some milliseconds"
 
     @property
@@ -117,23 +116,23 @@ class JobSteps:
         return self.chunks.open or self.choice.open
 
     def together(self, number: int) -> int:
-        """How many steps from this one on may be handed over together."""
+        """Return how many steps from this one on may run together."""
         alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.open
         return 1 if alone else self.job.dataflow.window
 
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """The state before the first step, see `TrainingStep.initial`."""
+        """Return the state before a step, see `TrainingStep.initial`."""
         return self.step.initial(parameters, moments, step)
 
     def run(
         self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
     ) -> tuple[list[Outcome], State]:
-        """A step a batch: what they tell, and the state after them.
+        """Make a step a batch; return their outcomes, and the state after them.
 
-        limits   of a step that comes alone
-        length   of the run in steps; 0 = as the job says
+        limits   of a step that runs alone
+        length   of the run in steps; 0 = the job's
         """
         length = length or self.job.horizon.at(state.step)
         if self.open:
@@ -141,7 +140,11 @@ class JobSteps:
                 handles, state = self.step.submit(self.scheduler, state, batches[0], length, limits)
                 outcome = self.step.outcome(self.scheduler, handles)
             spans = [span for process in processes for span in process.spans]
-            self._settle(spans, length - state.step)
+            found = self.chunks.settle(self.step, spans, length - state.step) if self.chunks.open else ""
+            if found:
+                self.say(f"chunks     {found}")
+            elif self.choice.open:  # other chunks take another step to measure
+                self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
             return [outcome], state
         if self.scheduler.in_place and len(batches) > 1:
             return self.step.window(self.scheduler, state, batches, length)
@@ -152,12 +155,4 @@ class JobSteps:
         return [self.step.outcome(self.scheduler, handles) for handles in submitted], state
 
     def close(self) -> None:
-        """Nothing is held elsewhere."""
-
-    def _settle(self, spans: Sequence[Span], steps: int) -> None:
-        """Chunks first; the grain of other chunks takes another step to measure."""
-        found = self.chunks.settle(self.step, spans, steps) if self.chunks.open else ""
-        if found:
-            self.say(f"chunks     {found}")
-        elif self.choice.open:
-            self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
+        """Release nothing: the state is in this process, or Dask's."""

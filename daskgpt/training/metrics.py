@@ -1,4 +1,4 @@
-"""Where the metrics of a run are written: `metrics.jsonl`, and TensorBoard's events where they are wanted."""
+"""The files that the metrics of a run are written to: `metrics.jsonl`, and on request TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Encode = Callable[[Mapping[str, Any]], bytes]
 
 
 class RecordFile:
-    """Takes records of a run and appends them, in one form. One thread does; others may wait for the disk.
+    """A file that records of a run are appended to. One thread appends; others may wait for the disk.
 
-    encode    the bytes of a record
-    unwritten   those for which there was no room
+    encode      returns the bytes of a record
+    unwritten   encoded records for which there was no room
     """
 
     def __init__(self, path: Path, encode: Encode, *, new: bool, header: bytes = b"") -> None:
-        """new      whether the file must not be there yet
-        header   what stands before the first record
+        """new      whether the file must not exist yet
+        header   precedes the first record
 
-        Errors   FileExistsError where it must be new and is not
+        Errors   FileExistsError where it must not exist and does
         """
         self.path, self.encode = path, encode
         self.file = open_no_link(path, "x+b" if new else "a+b")
         self.unwritten = [header] if header else []
-        self.writing = Lock()  # a record on its way is not one without room
+        self.writing = Lock()  # a record that is being written is not one without room
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record.
 
-        Errors   OSError where there is no room for all of it: it is kept, and written once there is
+        Errors   OSError where there is no room for all of it: it is kept, and written when there is
         """
         encoded = self.encode(record)
         with self.writing:
@@ -52,9 +52,9 @@ class RecordFile:
             self._write()
 
     def write(self) -> None:
-        """Write what is not written yet.
+        """Write the records that are not written yet.
 
-        Errors   OSError where there is no room for it: only whole records are in the file then
+        Errors   OSError where there is no room: only whole records are in the file then
         """
         with self.writing:
             self._write()
@@ -72,9 +72,9 @@ class RecordFile:
             del self.unwritten[0]
 
     def sync(self) -> None:
-        """Let the records so far be on the disk.
+        """Flush the records to the disk.
 
-        Errors   OSError where they are not all written
+        Errors   OSError where some are not written
         """
         if not self.file.closed:
             os.fsync(self.file.fileno())
@@ -84,7 +84,7 @@ class RecordFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def copy_to(self, path: Path) -> None:
-        """Copy what is written so far, also where the file itself was moved away or removed."""
+        """Copy the file so far, even if it was moved away or removed."""
         self.file.seek(0)
         path.write_bytes(self.file.read())
 
@@ -96,7 +96,7 @@ METRICS = "metrics.jsonl"
 
 
 def open_metrics(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
-    """The file of a run that begins (`done` is None), or goes on behind its first so many steps.
+    """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
 
     Errors   FileExistsError where another run has begun here
     """
@@ -105,7 +105,7 @@ def open_metrics(folder: Path, sections: Mapping[str, Any], done: int | None) ->
         lines = [line for _, line in metrics_lines(path, done)]
         kept = b"".join(lines)
         if kept != path.read_bytes():
-            if len(lines) < done:  # it is damaged: what it says of other steps is not thrown away
+            if len(lines) < done:  # the file is damaged, and a copy stays
                 set_aside(path, "damaged")
             with replacing(path, "RunFolder") as file:
                 file.write(kept)
@@ -117,10 +117,10 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def metrics_lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the records of a file of metrics, and the lines that they are on, of steps below a number.
+    """Yield the records of the first steps in a file of metrics, with their lines.
 
-    What is no record is left out, such as the part of a line that a killed process has left. Of the others as many are
-    taken as have steps that rise: one damaged number costs its own line.
+    Lines that are no records, such as the one that a killed process was writing, are left out. Of the others the
+    largest number whose steps rise is taken: one damaged step number costs its own line.
     """
     found = []
     for line in path.read_bytes().splitlines(keepends=True):
@@ -135,19 +135,19 @@ def metrics_lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], byte
 
 
 def longest_rise(numbers: Sequence[int]) -> list[int]:
-    """Return the places of the longest part of a sequence that rises strictly.
+    """Return the places of a longest strictly rising subsequence.
 
     >>> longest_rise([0, 1, 50, 2, 2, 3])
     [0, 1, 3, 5]
     """
-    least: list[int] = []  # the least number that a rise of each length ends with so far
-    ends: list[int] = []  # its place
-    before: list[int] = []  # the place before each place in its rise
+    least: list[int] = []  # for each length, the least number that such a subsequence ends with so far
+    ends: list[int] = []  # the place of that number
+    before: list[int] = []  # the place before each place in its subsequence
     for place, number in enumerate(numbers):
         length = bisect_left(least, number)
         before.append(ends[length - 1] if length else -1)
         if least[length : length + 1] == [number]:
-            continue  # the first of two alike is taken
+            continue  # the first of equal numbers is taken
         least[length:] = [number, *least[length + 1 :]]
         ends[length:] = [place, *ends[length + 1 :]]
     places, place = [], ends[-1] if ends else -1
@@ -157,22 +157,22 @@ def longest_rise(numbers: Sequence[int]) -> list[int]:
     return places[::-1]
 
 
-FORMAT = "brain.Event:2"  # what TensorBoard calls its files' format
-# Training and validation in one chart, and what belongs together under one heading; the rest is under "run".
+FORMAT = "brain.Event:2"  # the version that TensorBoard's files begin with
+# Training and validation share a chart, and related charts a heading; the other numbers are under "run".
 GROUPS = {
     "loss": ("loss", "validation_loss"),
     "optimizer": ("learning_rate", "norm"),
     "speed": ("tokens_per_s", "gflop_per_s", "product_share"),
     "phases": ("forward_s", "backward_s", "update_s", "idle", "validation_s", "checkpoint_s", "checkpoint_waited_s"),
 }
-LEFT_OUT = ("step", "tokens", "seconds")  # an event has its step and time, and each number costs some microseconds
+LEFT_OUT = ("step", "tokens", "seconds")  # an event has step and time, and each number costs some microseconds
 GROUP = {name: group for group, names in GROUPS.items() for name in names}
 
 
 def open_tensorboard(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
-    """A file of events beside a run's metrics: `tensorboard --logdir RUNS` shows each run by its folder's name.
+    """Open a file of events beside a run's metrics: `tensorboard --logdir RUNS` shows each run by its folder's name.
 
-    done   after how many steps a run goes on: what earlier files say of later ones counts no longer
+    done   how many steps of a resumed run count: TensorBoard drops later ones from earlier files
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -201,24 +201,24 @@ def open_tensorboard(folder: Path, sections: Mapping[str, Any], done: int | None
 
 
 def tagged(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """A record's numbers by the names that TensorBoard shows them under: `loss/validation_loss`, `workers/0/idle`."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}/{inner}", number) for inner, number in _numbers(value))
-        elif name not in LEFT_OUT and isinstance(value, int | float):
-            yield f"{GROUP.get(name, 'run')}/{name}", value
+    """Yield a record's numbers by TensorBoard's names for them, such as loss/validation_loss or workers/0/idle."""
+    for name, number in _numbers(record):
+        if "/" in name:
+            yield name, number
+        elif name not in LEFT_OUT:
+            yield f"{GROUP.get(name, 'run')}/{name}", number
 
 
-def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{before}{name}/")
+            yield from _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def as_markdown(sections: Mapping[str, Any]) -> str:
-    """A run's configuration as a table, which TensorBoard's text page shows."""
+    """Return a run's configuration as a table for TensorBoard's text page."""
     rows = ["| setting | value |", "|---|---|"]
     for title, section in sections.items():
         values = section if isinstance(section, Mapping) else vars(section)
@@ -228,10 +228,10 @@ def as_markdown(sections: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Sink:
-    """A form of the metrics.
+    """A form in which metrics are written.
 
-    open      (folder, configuration by sections, steps that were made before or None for a new run) -> its file
-    package   what must be installed for it, by an extra of the sink's name
+    open      (folder, configuration by sections, steps that a resumed run has made or None) -> its file
+    package   the package that it needs, which an extra named like the sink installs
     """
 
     open: Callable[[Path, Mapping[str, Any], int | None], RecordFile]
@@ -239,16 +239,19 @@ class Sink:
 
 
 SINKS = {
-    "metrics": Sink(open_metrics),  # always written: a run is gone on with from it
+    "metrics": Sink(open_metrics),  # always written: a resumed run reads its losses
     "tensorboard": Sink(open_tensorboard, package="tensorboard"),
 }
 ALWAYS = "metrics"
 
 
 def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
-    """Names of the rows that a run writes to, by its settings `log` (names with commas between them) and `out`.
+    """Return the names of the sinks that a run writes to.
 
-    Errors   ValueError for an unknown name, or where there is no folder; RuntimeError where its package is missing
+    log      the setting, names separated by commas
+    out      the run folder
+
+    Errors   ValueError for an unknown name, or where there is no folder; RuntimeError where a package is missing
     """
     names = [part.strip() for part in log.split(",") if part.strip()]
     known = [name for name in SINKS if name != ALWAYS]
@@ -262,7 +265,7 @@ def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
 
 
 class Logs:
-    """All files that a run's metrics go to."""
+    """All files that a run's metrics are written to."""
 
     def __init__(self) -> None:
         self.files: list[RecordFile] = []
@@ -271,9 +274,9 @@ class Logs:
         self.files.append(SINKS[name].open(folder, sections, done))
 
     def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:
-        """Append one step to each; a number that is not finite, which JSON does not know, as null.
+        """Append the metrics of a step to each file; numbers that are not finite, which JSON does not have, as null.
 
-        What has no room is kept and written once there is: an error for each file for which that is new.
+        A record without room is kept and written later; the errors of files for which that is new are returned.
         """
         valid = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -289,12 +292,12 @@ class Logs:
         return errors
 
     def write(self) -> None:
-        """Write what is not written yet. Errors   OSError where there is no room for it"""
+        """Write the records that are not written yet. Errors   OSError where there is no room"""
         for file in self.files:
             file.write()
 
     def sync(self) -> None:
-        """Let the records so far be on the disk. Errors   OSError where they are not all written"""
+        """Flush the records to the disk. Errors   OSError where some are not written"""
         for file in self.files:
             file.sync()
 

@@ -1,4 +1,4 @@
-"""Recovery points: states that are kept on the cluster, in two copies on different workers, while steps go on."""
+"""Recovery of a run on a cluster: copies of its state on different workers, and the way back to one after a loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +19,37 @@ from daskgpt.training.job import Job
 from daskgpt.training.start import Beginning
 from daskgpt.training.step import State
 
-SHARE = 0.01  # of the time that copying may cost
+SHARE = 0.01  # of the run's time that copying may take
 LEAST_COST = 1e-3  # seconds
-HERE_BYTES = 2**26  # of a state that this process keeps a copy of where there is one worker only
+HERE_BYTES = 2**26  # of a state that is copied to this process where there is only one worker
 
 
 class Point:
-    """A state that is kept.
+    """A recovery point: a state that is kept.
 
-    packs   of the state, on the workers that it was made on
-    copies  of each pack, on another worker; None until they are begun
+    places  handles of each pack: where it was made, and its copies; or the pack itself, where it was fetched
+    copies  all copies; None until copying has begun
     """
 
     def __init__(self, state: State) -> None:
         self.layout, self.step = state.layout, state.step
-        self.packs: list[Any] = state.packs
-        self.copies: list[list[Any]] | None = None
+        self.places = [[pack] for pack in state.packs]
+        self.copies: list[Any] | None = None
 
     def whole(self, scheduler: Scheduler) -> State | None:
-        """The state, each pack from where it still is; None where one is nowhere."""
-        kept, copies = [[pack] for pack in self.packs], self.copies or []
-        none: list[Any] = []
-        choices = [own + others for own, others in zip_longest(kept, copies, fillvalue=none)]
-        there = iter(scheduler.present(list(chain(*choices))))
-        found = [[copy for copy in own if next(there)] for own in choices]
+        """Return the state, each pack from a place where it still is; None where a pack is lost."""
+        there = iter(scheduler.present(list(chain(*self.places))))
+        found = [[place for place in own if next(there)] for own in self.places]
         return State(self.layout, [own[0] for own in found], self.step) if all(found) else None
 
 
 class RecoveryPoints:
     """Keeps the newest recovery point of a run, and makes the next one while steps go on.
 
-    The first one, and the first after a loss, are waited for and timed: from that follows when the next one is due.
+    The first point, and the first one after a loss, are waited for and timed, which decides when the next one is due.
 
-    soon   whether one is due at once: there is none, or it is not on two workers
+    soon   whether a point is due at once: there is none, or it is not on two workers
+    alone  whether there is only one worker
     """
 
     def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None], *, active: bool = True) -> None:
@@ -61,13 +59,13 @@ class RecoveryPoints:
         self.kept: Point | None = None
         self.making: Point | None = None
         self.soon, self.alone = True, False
-        self.cost, self.since, self.told = 0.0, 0.0, set[str]()
+        self.cost, self.since, self.reported = 0.0, 0.0, set[str]()
         self.begin, self.losses = time.monotonic(), 0
 
     def after(self, state: State) -> None:
-        """Called after each step, with the state.
+        """Make recovery points; called after each step.
 
-        A loss costs the point in the making; whether the run has lost something as well, its next step tells.
+        A loss costs the point that is being made. Whether the run itself has lost something, its next step shows.
         """
         if not self.active:
             return
@@ -75,16 +73,16 @@ class RecoveryPoints:
             if self.making is None and self._due(state.step):
                 self.making, self.since = Point(state), time.monotonic()
             if self.making is not None:
-                self._go_on(self.making)
+                self._advance(self.making)
         except LostResults:
             self.making, self.soon = None, True
 
     def changed(self, *, gone: bool) -> None:
-        """Workers have come or gone: copies are gone as well, or there is now somewhere to copy the state to."""
+        """Note that workers have come or gone: there is a place for copies now, or copies are lost."""
         self.soon = self.soon or self.alone or gone
 
     def newest_whole(self) -> State | None:
-        """The state of the newest point of which every part is somewhere. After a loss the next one is due at once."""
+        """Return the state of the newest point of which no part is lost; the next point is then due at once."""
         found = ((point, point.whole(self.scheduler)) for point in (self.making, self.kept) if point is not None)
         self.kept, state = next(((point, state) for point, state in found if state is not None), (None, None))
         self.losses += 1
@@ -100,75 +98,75 @@ class RecoveryPoints:
 
     @property
     def interval(self) -> float:
-        """Seconds between two points: so many that copying costs its share, fewer where losses come so often that more
-        is lost in making steps again.
+        """Seconds between two points.
 
-        Source   Young 1974: with M seconds between losses, sqrt(2 cost M) makes the sum of both the least.
+        Copying takes its share of the time, or more where losses come so often that repeating steps would cost more.
+
+        Source   Young 1974: with M seconds between losses, sqrt(2 cost M) minimizes the sum of both
         """
         if not self.losses:
             return self.cost / SHARE
         between = (time.monotonic() - self.begin) / self.losses
         return min(self.cost / SHARE, math.sqrt(2 * self.cost * between))
 
-    def _go_on(self, point: Point) -> None:
-        """Copies are begun when all of the state is made, and the point counts when they are."""
+    def _advance(self, point: Point) -> None:
+        """Begin to copy a state once all of it is made; keep the point once all of it is copied."""
         start = 0.0
+        packs = [own[0] for own in point.places]
         if self.soon:
-            self.scheduler.settle(point.packs)
+            self.scheduler.settle(packs)
             start = time.perf_counter()
         if point.copies is None:
-            if not self.scheduler.settled(point.packs):
+            if not self.scheduler.settled(packs):
                 return
-            point.copies = self.scheduler.copies(point.packs)
-            if self.alone == bool(point.copies):  # what copying costs from now on has to be seen
+            copies = self.scheduler.copies(packs)
+            if self.alone == bool(copies):  # the cost of copying differs from now on
                 self.alone, self.soon, start = not self.alone, True, time.perf_counter()
-            if self.alone and not self._copy_here(point):
+            point.copies = list(chain(*copies))
+            if not self.alone:
+                point.places = [[pack, *own] for pack, own in zip(packs, copies)]
+            elif self._bytes() > HERE_BYTES:
+                self.making, self.soon = None, False
+                self._report()
                 return
-        copies = list(chain(*point.copies))
+            else:
+                point.copies = self.scheduler.fetch(packs)
+                point.places = [[pack] for pack in point.copies]
         if self.soon:
-            self.scheduler.settle(copies)
+            self.scheduler.settle(point.copies)
             self.cost = max(time.perf_counter() - start, LEAST_COST)
-            self._tell()
-        if self.scheduler.settled(copies):
+            self._report()
+        if self.scheduler.settled(point.copies):
             self.kept, self.making, self.soon = point, None, False
 
-    def _copy_here(self, point: Point) -> bool:
-        """Where there is one worker, small states are copied to this process, and of others there is no point."""
-        if self._bytes() > HERE_BYTES:
-            self.making, self.soon = None, False
-            self._tell()
-            return False
-        point.copies, point.packs = [[pack] for pack in self.scheduler.fetch(point.packs)], []
-        return True
-
     def _bytes(self) -> int:
-        own = self.job.local.replicas if self.job.local.local_steps else 0  # weights of replicas on their own
+        own = self.job.local.replicas if self.job.local.local_steps else 0  # weights of replicas within a round
         moments = sum(math.prod(tensor.shape) for tensor in self.job.moments.values())
         return ((1 + own) * value_count(self.job.config) + moments) * self.job.precision.dtype.itemsize
 
-    def _tell(self) -> None:
-        """Once, what is kept where and how often."""
+    def _report(self) -> None:
+        """Print once where the state is kept, and how often."""
         where = "in this process" if self._bytes() <= HERE_BYTES else ""
         where = where if self.alone else "on two workers"
         often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
         text = f"the state is kept {where} {often}, which takes {self.cost:.2f} s"
         if not where:
             text = "none: with one worker, which may be lost, a run goes back to its last checkpoint"
-        if where not in self.told:
+        if where not in self.reported:
             self.say(f"recovery   {text}")
-        self.told.add(where)
+        self.reported.add(where)
 
 
-LOOKING = 2.0  # seconds between two looks at who is there
-MOST_IN_VAIN = 10  # losses in a row without a step further than before: then something ends the workers
+LOOKING = 2.0  # seconds between two looks at the workers
+MOST_IN_VAIN = 10  # losses in a row without progress, after which a run ends: something keeps ending its workers
 
 
 @dataclass
 class Losses:
-    """Counts losses: a run may lose as many workers as there are, as long as it gets on between two losses.
+    """Counts losses: a run may lose any number of workers as long as it makes progress between two losses.
 
-    done     steps that had been made before the last loss
-    restart  the step from which it was gone on with
+    done     how many steps had been made before the last loss
+    restart  the step that the run went back to
     in_vain  how many losses in a row have left both as they were
     """
 
@@ -177,20 +175,23 @@ class Losses:
     in_vain: int = 0
 
     def count(self, done: int, restart: int, error: LostResults) -> None:
-        """Another one. Errors   LostCluster where the run does not get on"""
+        """Count a loss. Errors   LostCluster where the run makes no progress"""
         self.in_vain = 0 if (done, restart) > (self.done, self.restart) else self.in_vain + 1
         self.done, self.restart = done, restart
         if self.in_vain >= MOST_IN_VAIN:
-            rule = "a run must get on between losses"
+            rule = "a run must make progress between losses"
             raise LostCluster("train", rule, f"{self.in_vain} in a row at step={done}; the last: {error.got}")
 
 
 @dataclass
 class Recovery:
-    """What a run does when something of it is lost: back to the newest state that there is, and what that has cost.
+    """Takes a run back to the newest state that is left when something of it is lost, and reports what that costs.
 
-    folder   of the run, None where nothing is written
-    asked    whether somebody has asked to stop
+    folder          of the run; None where nothing is written
+    stop_requested  returns whether the run shall end
+    known           the workers at the last look
+    gone            the workers that had gone at the last look
+    again           how many steps are to be repeated
     """
 
     job: Job
@@ -199,21 +200,20 @@ class Recovery:
     beginning: Beginning
     folder: Path | None
     say: Callable[[str], None]
-    asked: Callable[[], bool]
-    points: RecoveryPoints = field(init=False)
+    stop_requested: Callable[[], bool]
     losses: Losses = field(default_factory=Losses)
-    known: set[str] = field(default_factory=set)  # who was there at the last look
-    gone: list[str] = field(default_factory=list)  # who was, at the last look
+    known: set[str] = field(default_factory=set)
+    gone: list[str] = field(default_factory=list)
     looked: float = 0.0
     lost_at: float = 0.0
-    again: int = 0  # steps that are to be made again
+    again: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.points = RecoveryPoints(self.job, self.scheduler, self.say, active=self.steps.recovers)
 
     def after(self, state: State) -> None:
-        """Called after each step with the state."""
+        """Make recovery points and look at the workers; called after each step."""
         if self.again and state.step >= self.losses.done:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
@@ -222,24 +222,26 @@ class Recovery:
             self._look()
 
     def news(self) -> dict[str, Any]:
-        """Metrics of a loss that is made up for, once; empty where there was none."""
+        """Return the metrics of a loss whose steps have been repeated since the last call, if there was one."""
         news, self.metrics = self.metrics, {}
         return news
 
     def back(self, error: LostResults, done: int) -> State:
-        """The state to go on from after a loss.
+        """Return the state to continue from after a loss.
 
-        done     steps that have ever been made
+        done     how many steps have ever been made
 
-        Errors   LostCluster where nobody is left to go on with, LostResults where something is lost meanwhile
+        Errors   LostCluster where no worker is left, LostResults where something is lost in the meantime
         """
         if not self.steps.recovers:
             raise error
         start = time.perf_counter()
         if not self.again:
             self.lost_at = start
-        gc.collect()  # frames of the error hold futures of what cannot be used any more
-        who = self._gone()
+        gc.collect()  # frames of the error hold futures of lost results
+        now = self.scheduler.addresses()
+        gone, self.gone, self.known = self.gone + sorted(self.known - now), [], now
+        who = ", ".join(f"worker {each}" for each in self._named(gone)) or "a worker's results"
         self._await_worker(error)
         state, source = self._newest()
         self.losses.count(done, state.step, error)
@@ -250,46 +252,38 @@ class Recovery:
         return state
 
     def _newest(self) -> tuple[State, str]:
+        """Return the newest state that is left, and its origin in words."""
         if (state := self.points.newest_whole()) is not None:
             return state, "a recovery point"
         found = newest_good(self.folder, self.say) if self.folder and self.folder.is_dir() else None
         if found is not None:
-            checkpoint = read_checkpoint(*found, self.job.moments)
-            return (
-                self.steps.initial(checkpoint.model.parameters, checkpoint.moments, checkpoint.step),
-                "the last checkpoint",
-            )
+            own = read_checkpoint(*found, self.job.moments)
+            return self.steps.initial(own.model.parameters, own.moments, own.step), "the last checkpoint"
         first = self.beginning
         return self.steps.initial(first.parameters, first.moments, first.step), "the beginning"
 
-    def _gone(self) -> str:
-        """Who is gone, in words."""
-        now = self.scheduler.addresses()
-        gone, self.gone = self.gone + sorted(self.known - now), []
-        self.known = now
-        return ", ".join(f"worker {who}" for who in self._told(gone)) if gone else "a worker's results"
-
-    def _told(self, gone: list[str]) -> list[str]:
-        """Who is gone, and of whom it was only found that nothing came from there."""
+    def _named(self, gone: list[str]) -> list[str]:
+        """Return the addresses of workers that are gone, and which of them had sent no heartbeats."""
         silent = self.scheduler.silent() if gone else set()
         return [f"{address}{', which said nothing' * (address in silent)}" for address in gone]
 
     def _look(self) -> None:
-        """Say who has come and gone; with a second worker there is somewhere to copy the state to."""
+        """Print which workers have come and gone; with a second one there is a place to copy the state to."""
         self.looked = time.monotonic()
         now, before = self.scheduler.addresses(), self.known
         come, gone, self.known = sorted(now - before), sorted(before - now), now
-        self.gone = gone  # of whom the look before has told, steps have been made without
+        self.gone = gone  # those of the look before are reported: steps have been made without them
         self.steps.look(len(now))
         if before and (come or gone):
             self.points.changed(gone=bool(gone))
-            told = [f"{what} {', '.join(who)}" for what, who in (("gone:", self._told(gone)), ("new:", come)) if who]
-            self.say(f"workers    {'; '.join(told)}")
+            parts = ("gone:", self._named(gone)), ("new:", come)
+            changes = [f"{what} {', '.join(who)}" for what, who in parts if who]
+            self.say(f"workers    {'; '.join(changes)}")
 
     def _await_worker(self, error: LostResults) -> None:
         """Wait until there is a worker.
 
-        Errors   LostCluster where none comes in time, or somebody asks to stop
+        Errors   LostCluster where none comes in time, or a stop is requested
         """
         if self.scheduler.addresses():
             return
@@ -297,8 +291,8 @@ class Recovery:
         self.say(f"workers    all are gone: the run ends unless one comes in {minutes:g} minutes")
         begin, waited = time.monotonic(), 0.0
         while not self.scheduler.addresses():
-            if (over := waited > 60 * minutes) or self.asked():
-                got = f"none for {minutes:g} minutes" if over else f"none for {waited:.0f} s, when it was asked to stop"
+            if (over := waited > 60 * minutes) or self.stop_requested():
+                got = f"none for {minutes:g} minutes" if over else f"none for {waited:.0f} s, when a stop was requested"
                 raise LostCluster("train", "the cluster must have a worker", got) from error
             time.sleep(0.2)
             waited = time.monotonic() - begin

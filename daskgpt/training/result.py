@@ -1,4 +1,4 @@
-"""What a run led to."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ LABEL = 12  # columns of `model       ` and the like
 
 @dataclass(repr=False)
 class Result:
-    """What a run led to.
+    """The result of a run.
 
     Fields   config: GPT2Config
                  size of the model
              parameters: dict[str, np.ndarray]
                  GPT-2's tensors under their published names, float32; of a cluster's run with a folder they are read
-                 from there when they are first asked for
+                 from there when they are first used
              losses: list[float]
-                 of each step of the run, before its update; nan for one of an earlier process that no metrics
-                 tell of [nats a token]
+                 loss of each step of the run, before its update; nan for a step of an earlier process that the metrics
+                 lack [nats a token]
              validation_loss: float
                  the last one measured, nan if there was none [nats a token]
              seconds: float
-                 of all steps and validations of this process [s]
+                 duration of all steps and validations of this process [s]
              checkpoint: Path | None
                  the folder with the model, which `daskgpt.load` reads; None where no run folder was written
              first: int
                  how many steps earlier processes have made
              stopped: bool
-                 whether Ctrl-C or SIGTERM has ended it before its last step
+                 whether Ctrl-C or SIGTERM has ended the run before its last step
              bits_a_byte: float
-                 the same loss by the bytes of the text, which other encodings' losses can be compared with; nan where
-                 this process has measured none [bits a byte]
+                 the validation loss by the bytes of the text, which compares different encodings; nan where this
+                 process has measured none [bits a byte]
              timers: dict[str, float]
                  seconds that steps waited for validation, logs, samples, checkpoints and recovery points [s]
     """
 
     config: GPT2Config
-    read: Callable[[], dict[str, np.ndarray]]  # gives the parameters
+    read: Callable[[], dict[str, np.ndarray]]  # returns the parameters
     losses: list[float]
     validation_loss: float
     seconds: float
@@ -59,17 +59,17 @@ class Result:
 
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:
-        """See above; where they are read, FileNotFoundError or ValueError as of `daskgpt.load`."""
+        """The parameters. Errors   as of `daskgpt.load` where they are read"""
         return self.read()
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, with the losses as a curve."""
+        """Return the same for notebooks, with the losses as a curve."""
         title, *lines = repr(self).splitlines()
         rows = [[line[:LABEL].strip(), line[LABEL:]] for line in lines]
         return html_table(title, rows) + svg_curve(self.losses, "loss of each step")
 
     def __repr__(self) -> str:
-        """A few lines without any array: `parameters` and `losses` hold the numbers."""
+        """Return a few lines without any array."""
         steps = len(self.losses)
         own = f" ({steps - self.first:,} of them now)" if self.first else ""
         lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{own} in {self.seconds:.1f} s"]

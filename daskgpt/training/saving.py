@@ -27,7 +27,7 @@ from daskgpt.training.job import Job
 from daskgpt.training.run_folder import FolderLost, RunFolder
 from daskgpt.training.step import State
 
-Read = Callable[[str], np.ndarray]  # returns an array of a state by its name
+Arrays = Mapping[str, np.ndarray]  # of a state, by name
 # Niceness of the writing thread: steps use all cores, and it gets the time that they leave, and a hundredth of a core.
 NICENESS = 19
 SPARE = 1.1  # free memory that a copy of the state needs, as a multiple of its size
@@ -150,12 +150,12 @@ class Saver:
         if last and self.saved == state.step:
             return
         self.since = time.monotonic()
-        read, background = self._reader(state, copied=not last)
+        arrays, background = self._arrays(state, copied=not last)
         best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
         save = self.current = _Save(state.step, best)
         facts = {**facts, **({"best": asdict(best)} if best.step >= 0 else {})}
         # A daemon, so that a process that ends does not wait for it: an unfinished checkpoint has a temporary name.
-        arguments = (save, state, read, facts, background and not last)
+        arguments = (save, arrays, facts, background and not last)
         save.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         save.thread.start()
         if last or not background:
@@ -194,18 +194,19 @@ class Saver:
         seconds, waited = round(save.seconds, 3), round(save.waited, 3)
         self.metrics = {"checkpoint_step": save.step, "checkpoint_s": seconds, "checkpoint_waited_s": waited}
 
-    def _reader(self, state: State, *, copied: bool) -> tuple[Read, bool]:
-        """Return a function that reads the state's arrays, and whether steps may run while it is used."""
+    def _arrays(self, state: State, *, copied: bool) -> tuple[Arrays, bool]:
+        """Return the arrays of a state, and whether steps may run while they are read."""
         if not self.scheduler.in_place:
-            return FetchedState(self.scheduler, state), True
+            fetched = FetchedState(self.scheduler, state)
+            return ReadLater((name for names, _ in fetched.packs for name in names), fetched), True
         values = {name: values_of(value) for name, value in state.layout.unpack(state.packs).items()}
         if not copied or not self._make_room(values):
-            return values.__getitem__, False
+            return values, False
         with ThreadPoolExecutor(self.scheduler.threads) as pool:
             list(pool.map(np.copyto, self.room.values(), (values[name] for name in self.room)))
-        return self.room.__getitem__, True
+        return self.room, True
 
-    def _make_room(self, values: Mapping[str, np.ndarray]) -> bool:
+    def _make_room(self, values: Arrays) -> bool:
         """Allocate memory for copies of a state once; return whether there is enough."""
         if not self.room:
             free, size = available_memory(), sum(value.nbytes for value in values.values())
@@ -217,7 +218,7 @@ class Saver:
                 self.say(f"checkpoint training waits while one is written: {needs}")
         return bool(self.room)
 
-    def _write(self, save: _Save, state: State, read: Read, facts: Mapping[str, Any], background: bool) -> None:
+    def _write(self, save: _Save, arrays: Arrays, facts: Mapping[str, Any], background: bool) -> None:
         start, job, folder = time.perf_counter(), self.job, self.folder
 
         def before_rename() -> None:
@@ -228,10 +229,10 @@ class Saver:
             if background and sys.platform == "linux":  # elsewhere it would be the priority of the whole process
                 own = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
-            weights = ReadLater(tensors(job.config), lambda name: read(f"weight.{name}"))
-            names = (name for names in state.layout.packs for name in names if not name.startswith("weight."))
+            weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
+            moments = ReadLater((n for n in arrays if not n.startswith("weight.")), arrays.__getitem__)
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
-            checkpoint = Checkpoint(save.step, model, ReadLater(names, read), facts)
+            checkpoint = Checkpoint(save.step, model, moments, facts)
             try:
                 folder.require_held()
                 written = write_checkpoint(folder.path, checkpoint, before_rename)

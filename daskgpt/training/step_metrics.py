@@ -42,14 +42,14 @@ class Timers:
 
 
 class StepMetrics:
-    """Compute the metrics of steps. The cost must be negligible: a step can take a few milliseconds.
+    """Computes the metrics of steps. The cost must be negligible: a step can take a few milliseconds.
 
     tokens          trained on so far, including the step
     seconds         of training so far, all processes of the run and validations included [s]
     tokens_per_s    of the step
     gflop_per_s     of its matrix products, without what is computed twice
     product_share   the same as a share of the float32 rate that this machine, or the cluster, reaches
-    memory_bytes    of this process now; of all workers of a cluster together, where they are measured
+    memory_bytes    of this process; the workers of a cluster report theirs
     forward_s, backward_s, update_s, idle
                     kernel seconds of each pass in a recorded step, divided by the threads, and the share of the
                     threads' time in which no kernel ran; only under the schedulers of this process, now and then

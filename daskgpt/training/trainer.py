@@ -33,6 +33,7 @@ from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, compile_kernels, describe, require_memory
 from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.metrics import chosen_sinks
 from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.result import Result
@@ -295,7 +296,7 @@ class _Trainer:
         job, progress, steps = self.job, self.progress, self.steps
         self.on_step, self.sampler = on_step, sampler
         if self.folder:
-            self.folder.begin(self._resolved(), self.beginning.step, job.sinks)
+            self.folder.begin(self._resolved(), self.beginning.step, chosen_sinks(job.run.log, job.run.out))
         if self.saver:
             self.saver.begin()
         for line in (describe(job, self.scheduler, steps.described_chunks), *self.beginning.said):
@@ -464,14 +465,12 @@ class _Trainer:
         """Save the last state and return the result of the run."""
         self.events.flush()
         seconds, step = time.perf_counter() - self.start, max(state.step - 1, 0)
+        self.finite.require_state(self.scheduler, state, step)
         checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
         if checkpoint and not self.scheduler.in_place:
-            self.finite.require_state(self.scheduler, state, step)
             read = partial(_parameters_in, checkpoint)
         else:
-            parameters = state.parameters(self.scheduler)
-            self.finite.require_parameters(step, parameters)
-            read = partial(dict, parameters)
+            read = partial(dict, state.parameters(self.scheduler))
         self.progress.close()
         for line in self.usage.lines():
             self.progress.say(line)
