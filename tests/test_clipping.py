@@ -234,6 +234,6 @@ def test_the_last_good_checkpoint_is_named(small_text, tmp_path):
     fit(small_text, out, optimizer=OptimizerConfig(schedule="constant"), steps=3, save_every=2)
     with pytest.raises(RuntimeError, match="must stay finite") as ended:
         daskgpt.fit(resume=out, quiet=True, run={"steps": 40}, optimizer={"learning_rate": 1e30})
-    (found,) = re.findall(r"The last good checkpoint is (\S+): --resume (\S+) goes on", str(ended.value))
+    (found,) = re.findall(r"The last good checkpoint is (\S+): --resume (\S+) continues", str(ended.value))
     assert found == (str(sorted(out.glob("step-*"))[-1]), str(out))
     assert daskgpt.load(found[0])

@@ -108,7 +108,6 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[
             file.write(json.dumps(state | {DIGEST: _digest_of(state)}, indent=1).encode() + b"\n")
         sync_folder(temporary)
         before_rename()
-        set_aside(target, "damaged")
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -157,20 +156,27 @@ def remove_leftovers(run: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def prune(run: Path, keep: int, keep_every: int, best: int = -1, spared: frozenset[Path] = frozenset()) -> None:
+def prune(run: Path, keep: int, keep_every: int, best: int = -1) -> None:
     """Delete the checkpoints of a run, except the newest ones, one each `keep_every` steps, and the best one.
 
     keep     how many of the newest stay
     best     step of the best checkpoint
-    spared   damaged checkpoints, which are neither deleted nor counted
     """
-    good = [path for path in checkpoints(run) if path not in spared]
-    for path in good[:-keep]:
+    for path in checkpoints(run)[:-keep]:
         step = step_of(path)
         if step != best and not (keep_every and step % keep_every == 0):
             deleted = run / f".{path.name}.{_unique()}.tmp"  # renamed first, so that no checkpoint is ever partial
             os.rename(path, deleted)
             shutil.rmtree(deleted, ignore_errors=True)
+
+
+def set_damaged_aside(run: Path, step: int) -> None:
+    """Rename the checkpoints beyond the step that a run continues from: they are damaged, and must not be deleted."""
+    damaged = [path for path in checkpoints(run) if step_of(path) > step]
+    for path in damaged:
+        set_aside(path, "damaged")
+    if damaged:
+        point(run / LATEST, step_folder(run, step).name)
 
 
 def newest_good(

@@ -212,6 +212,12 @@ class Recovery:
     def __post_init__(self) -> None:
         self.points = RecoveryPoints(self.job, self.scheduler, self.say, active=self.steps.recovers)
 
+    def start(self) -> State:
+        """Return the state that the run begins with."""
+        first = self.beginning
+        state: State = self.steps.initial(first.parameters, first.moments, first.step)
+        return state
+
     def after(self, state: State) -> None:
         """Make recovery points and look at the workers; called after each step."""
         if self.again and state.step >= self.losses.done:
@@ -259,8 +265,7 @@ class Recovery:
         if found is not None:
             own = read_checkpoint(*found, self.job.moments)
             return self.steps.initial(own.model.parameters, own.moments, own.step), "the last checkpoint"
-        first = self.beginning
-        return self.steps.initial(first.parameters, first.moments, first.step), "the beginning"
+        return self.start(), "the beginning"
 
     def _named(self, gone: list[str]) -> list[str]:
         """Return the addresses of workers that are gone, and which of them had sent no heartbeats."""

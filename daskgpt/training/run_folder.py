@@ -23,7 +23,7 @@ from daskgpt.formats.huggingface import INDEX, MODEL
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.vocabulary_file import learned_size
-from daskgpt.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
+from daskgpt.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers, set_damaged_aside
 from daskgpt.training.metrics import ALWAYS, METRICS, Logs, metrics_lines
 
 CONFIG, LOCK = "config.toml", ".lock"
@@ -72,7 +72,7 @@ class RunFolder:
     def begin(self, sections: Mapping[str, Any], steps: int = 0, logs: Sequence[str] = (ALWAYS,)) -> None:
         """Write the configuration and open the logs.
 
-        steps    of a resumed run, how many steps of the logs are kept
+        steps    of a resumed run, the step that it continues from
         logs     rows of `metrics.SINKS`; the first one is always there
 
         Errors   FileExistsError where another run has begun here in the meantime
@@ -80,6 +80,7 @@ class RunFolder:
         done = steps if self.resumed else None
         if self.resumed:
             remove_leftovers(self.path)
+            set_damaged_aside(self.path, steps)
         else:
             self.path.mkdir(parents=True, exist_ok=True)
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,20 +77,12 @@ class Saver:
     """
 
     def __init__(
-        self,
-        job: Job,
-        folder: RunFolder,
-        scheduler: Scheduler,
-        say: Callable[[str], None],
-        newest: int = 0,
-        spared: frozenset[Path] = frozenset(),
-        best: Best = NO_BEST,
+        self, job: Job, folder: RunFolder, scheduler: Scheduler, say: Callable[[str], None], newest: int, best: Best
     ) -> None:
         """newest   step of the checkpoint that the run was resumed from, 0 for a new run
-        spared   damaged checkpoints, which are not deleted
         best     the best checkpoint of earlier processes
         """
-        self.job, self.folder, self.scheduler, self.say, self.spared = job, folder, scheduler, say, spared
+        self.job, self.folder, self.scheduler, self.say = job, folder, scheduler, say
         self.saved, self.best, self.since = newest, best, time.monotonic()
         self.current: _Save | None = None
         self.room: dict[str, np.ndarray] = {}  # the memory of the copies
@@ -235,17 +226,17 @@ class Saver:
             checkpoint = Checkpoint(save.step, model, moments, facts)
             try:
                 folder.require_held()
-                written = write_checkpoint(folder.path, checkpoint, before_rename)
+                write_checkpoint(folder.path, checkpoint, before_rename)
             except (FolderLost, FileNotFoundError):
                 if folder.is_held():
                     raise
                 raise self._kept_elsewhere(checkpoint) from None
-            self.saved, self.spared = save.step, self.spared - {written}
+            self.saved = save.step
             if save.best != self.best:
                 point_best(folder.path, save.best)
                 self.best = save.best
             folder.require_held()
-            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step, self.spared)
+            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
         except Exception as error:  # of any kind: it must not end the run, and `_finish` reports it
             save.error = error
         save.seconds = time.perf_counter() - start

@@ -37,7 +37,6 @@ from daskgpt.training.checkpoint import (
     is_checkpoint,
     newest_good,
     read_checkpoint,
-    step_of,
 )
 from daskgpt.training.horizon import HORIZONS, one_horizon
 from daskgpt.training.job import Job, from_root
@@ -77,7 +76,6 @@ class Beginning:
     losses      their losses
     validation  the last validation loss, nan if there was none
     said        lines to print
-    spared      damaged checkpoints, which are never deleted
     seconds     how long earlier processes have trained
     outliers    see `safeguards.Outliers.facts`
     best        the best checkpoint of earlier processes
@@ -89,7 +87,6 @@ class Beginning:
     losses: list[float] = field(default_factory=list)
     validation: float = nan
     said: tuple[str, ...] = ()
-    spared: frozenset[Path] = frozenset()
     seconds: float = 0.0
     outliers: Sequence[Sequence[Any]] = ()
     best: Best = NO_BEST
@@ -296,7 +293,6 @@ class Resumed:
             [nan if loss is None else loss for loss in losses],
             validated[-1] if validated else nan,
             tuple(self.said),
-            frozenset(path for path in known if step_of(path) > done),
             horizon.get("seconds", 0.0),
             state.get("outliers", ()),
             best_of(self.folder.path, state),

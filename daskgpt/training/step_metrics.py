@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from daskgpt.graph.program import Span
+import psutil
+
 from daskgpt.graph.recording import Recorded
 from daskgpt.model.origins import PHASES
 from daskgpt.model.step_operations import step_operations
@@ -17,28 +16,8 @@ from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import Usage
 from daskgpt.training.job import Job
 
-STATM = Path("/proc/self/statm")
 PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
 RECORD_EVERY = 10.0  # seconds between two recorded steps: recording a small step costs about 1 % of it
-
-
-class Timers:
-    """Seconds that steps have waited for other work, by the names of `PARTS`.
-
-    Work beside steps, such as writing a checkpoint in the background, is not counted.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Add the duration of a `with` block to a part."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] += time.perf_counter() - start
 
 
 class StepMetrics:
@@ -54,7 +33,7 @@ class StepMetrics:
                     kernel seconds of each pass in a recorded step, divided by the threads, and the share of the
                     threads' time in which no kernel ran; only under the schedulers of this process, now and then
 
-    timers          seconds spent between steps
+    timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
 
     def __init__(self, job: Job, usage: Usage, seconds: Callable[[], float]) -> None:
@@ -62,9 +41,19 @@ class StepMetrics:
         self.tokens = job.data.sequences * job.data.sequence_length
         self.operations = step_operations(job.config, *job.batch_shape)
         self.usage, self.scheduler, self.seconds = usage, usage.scheduler, seconds
-        self.timers = Timers()
+        self.timers = dict.fromkeys(PARTS, 0.0)
+        self.process = psutil.Process()
         self.recorded_at = -float("inf")
-        self.processes: list[ProcessSpans] = []
+        self.recordings: list[ProcessSpans] = []
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the duration of a `with` block to a timer."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timers[part] += time.perf_counter() - start
 
     @contextmanager
     def record(self, recorded: Recorded | None) -> Iterator[None]:
@@ -72,13 +61,13 @@ class StepMetrics:
 
         recorded   the graph of a step; None where steps have none of their own, and nothing is recorded
         """
-        self.processes = []
+        self.recordings = []
         due = time.perf_counter() - self.recorded_at >= RECORD_EVERY
         if recorded is None or not self.scheduler.in_place or not due:
             yield
             return
         self.recorded_at = time.perf_counter()
-        with self.scheduler.record() as self.processes:
+        with self.scheduler.record() as self.recordings:
             yield
 
     def of_step(self, step: int, seconds: float) -> dict[str, Any]:
@@ -92,8 +81,8 @@ class StepMetrics:
         }
         if self.usage.products:
             found["product_share"] = round(rate / self.usage.products, 4)
-        if self.scheduler.in_place and (size := resident_bytes()):
-            found["memory_bytes"] = size
+        if self.scheduler.in_place:
+            found["memory_bytes"] = self.process.memory_info().rss
         return found
 
     def of_passes(self, recorded: Recorded | None, steps: int, seconds: float) -> dict[str, float]:
@@ -101,29 +90,12 @@ class StepMetrics:
 
         steps, seconds   how many steps were run together, and how long all of them took
         """
-        if recorded is None or not self.processes:
+        if recorded is None or not self.recordings:
             return {}
-        threads = self.scheduler.threads
-        busy = busy_by_pass(recorded, (span for process in self.processes for span in process.spans))
+        busy, threads = dict.fromkeys(PHASES, 0.0), self.scheduler.threads
+        for span in (span for process in self.recordings for span in process.spans):
+            origin = recorded.origin(span.key)
+            if origin is not None:
+                busy[origin.phase] += span.end - span.start
         shares = {f"{name}_s": round(total / threads / steps, 6) for name, total in busy.items()}
         return {**shares, "idle": round(max(0.0, 1 - sum(busy.values()) / (threads * seconds)), 4)}
-
-
-def busy_by_pass(recorded: Recorded, spans: Iterable[Span]) -> dict[str, float]:
-    """Return the seconds that kernels of a recorded step ran, by pass."""
-    busy = dict.fromkeys(PHASES, 0.0)
-    for span in spans:
-        origin = recorded.origin(span.key)
-        if origin is not None:
-            busy[origin.phase] += span.end - span.start
-    return busy
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 where the system does not say."""
-    try:
-        with STATM.open("rb", buffering=0) as file:
-            pages = int(file.read(100).split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGESIZE")

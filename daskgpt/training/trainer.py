@@ -264,8 +264,8 @@ class _Trainer:
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.usage, self.events = Usage(scheduler), Telling(scheduler)
         self.metrics = StepMetrics(job, self.usage, lambda: self.seconds)
-        self.measure = self.metrics.timers.measure
-        known = beginning.step, beginning.spared, beginning.best
+        self.measure = self.metrics.measure
+        known = beginning.step, beginning.best
         self.saver = Saver(job, folder, scheduler, progress.say, *known) if folder else None
         path = folder.path if folder else None
         self.recovery = Recovery(job, scheduler, self.steps, beginning, path, progress.say, stop_requested)
@@ -311,7 +311,9 @@ class _Trainer:
         while result is None:
             try:
                 # No name refers to the first state here: it would stay on the workers until the end of the run.
-                state, stopped = self._train(self._first_state(lost))
+                state, stopped = self._train(
+                    self.recovery.back(lost, len(self.losses)) if lost else self.recovery.start()
+                )
                 result = self._result(state, stopped)
                 if not stopped:  # whoever stops a run does not want to wait
                     self._show_sample(state)
@@ -323,14 +325,6 @@ class _Trainer:
         for watcher in watchers:  # their files may not get written: the model is saved by now
             watcher.end()
         return result
-
-    def _first_state(self, lost: LostResults | None) -> State:
-        """Return the state to begin with: the run's first one, or after a loss the newest one that is left."""
-        if lost:
-            return self.recovery.back(lost, len(self.losses))
-        first = self.beginning
-        state: State = self.steps.initial(first.parameters, first.moments, first.step)
-        return state
 
     def _train(self, state: State) -> tuple[State, bool]:
         """Make all steps, or those until a stop is requested; return the state, and whether a stop was requested.
@@ -490,7 +484,7 @@ class _Trainer:
             first=self.beginning.step,
             stopped=stopped,
             bits_a_byte=self.bits_a_byte,
-            timers=self.metrics.timers.seconds,
+            timers=self.metrics.timers,
         )
 
     def _show_sample(self, state: State) -> None:
@@ -503,11 +497,10 @@ class _Trainer:
 
     def ended_by(self, error: LostResults) -> RuntimeError:
         """Return the error of a run whose cluster is lost; it names the checkpoint to resume from."""
+        kind, advice = RuntimeError, "Start again: there is no checkpoint."
         if self.folder and checkpoints(self.folder.path):
-            advice = f"Go on with --resume {self.folder.path}."
-            return refusal(CanGoOn, error.where, error.rule, error.got, advice)
-        advice = "Start again: there is no checkpoint."
-        return refusal(RuntimeError, error.where, error.rule, error.got, advice)
+            kind, advice = CanGoOn, f"Continue with --resume {self.folder.path}."
+        return refusal(kind, error.where, error.rule, error.got, advice)
 
 
 def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:
