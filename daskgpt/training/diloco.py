@@ -7,21 +7,19 @@ Nesterov momentum, from the mean of what the replicas have changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+from dask.local import get_sync
 
 from daskgpt.config.groups import share_of_rank
 from daskgpt.config.run import LocalConfig
 from daskgpt.graph.distribute import Peers, own_part
-from daskgpt.graph.nodes import Graph, Key, is_leaf, slices_of, task, value_of
-from daskgpt.graph.program import Call, Program
+from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.recording import STATE, Layout, Runnable, Submission
 from daskgpt.kernels.floating_point import flush_to_zero
 from daskgpt.kernels.nesterov import nesterov
@@ -51,72 +49,32 @@ SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
 Timed = tuple[list[Outcome], float]  # outcomes of a replica's steps, and how long they took
 
 
-class RepeatedStep:
-    """A recorded step of a single task that can be called again and again, and writes over a given state.
-
-    It carries neither arrays nor a graph, so that it can be sent to the state.
-
-    names   of the state's arrays, in order
-    """
-
-    def __init__(self, runnable: Runnable) -> None:
-        """runnable   one task that writes over its state, and whose outputs have one chunk each"""
-        (node,) = (node for node in runnable.graph.values() if not is_leaf(node))
-        self.program: Program = node.func
-        (self.names,) = runnable.layout.packs
-        self.outputs = {name: place.number for name, (place,) in runnable.places.items()}
-        inputs = {
-            chunk: (name, index)
-            for name, array in runnable.recorded.inputs.items()
-            for chunk, index in slices_of(array).items()
-        }
-        keys = [reference.key for reference in node.args]
-        self.state = next(number for number, key in enumerate(keys) if key[0] == STATE)
-        self.inputs = {number: inputs[key] for number, key in enumerate(keys) if key in inputs}
-        constants = (runnable.graph.get(key) for key in keys)
-        self.constants = {number: value_of(leaf) for number, leaf in enumerate(constants) if leaf is not None}
-
-    def __call__(self, state: tuple[Any, ...], values: Mapping[str, np.ndarray], run: int) -> Outcome:
-        """Make a step.
-
-        values   whole inputs by name
-        run      number of the step within its graph, by which recorded kernel calls are told apart
-        """
-        program = copy(self.program)
-        program.run = run
-        arguments = {self.state: state, **self.constants}
-        arguments |= {number: values[name][index] for number, (name, index) in self.inputs.items()}
-        results = program(*(arguments[number] for number in range(len(arguments))))
-        return Outcome.of({n: results if number is None else results[number] for n, number in self.outputs.items()})
-
-
 @dataclass
 class InnerSteps:
     """A task of some steps of one replica. It returns their outcomes and duration, the weights, and the moments.
 
     The moments are written over, and so are the weights, except where replicas share them.
 
-    given    names of the arrays in each of the task's arguments
-    moments  inputs of each step, for the replica's sequences
-    copied   prefixes of the names of arrays that are shared, and copied first
+    runnable   the recorded step, which writes over its state
+    given      names of the arrays in each of the task's arguments
+    moments    inputs of each step, for the replica's sequences
+    copied     prefixes of the names of arrays that are shared, and copied first
     """
 
-    step: RepeatedStep
+    runnable: Runnable
     given: Layout
     moments: Sequence[Moment]
     copied: tuple[str, ...]
-    run: int = 0
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """The kernel calls of each step."""
-        return self.step.program.calls
 
     def __call__(self, *packs: tuple[Any, ...]) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
         begin, values = perf_counter(), self.given.unpack(packs)
-        named = {n: copy_of(values[n]) if n.startswith(self.copied) else values[n] for n in self.step.names}
-        state, steps = tuple(named.values()), enumerate(self.moments, self.run)
-        outcomes = [self.step(state, input_values(moment), run) for run, moment in steps]
+        (names,) = self.runnable.layout.packs
+        named = {n: copy_of(values[n]) if n.startswith(self.copied) else values[n] for n in names}
+        state, outcomes = [tuple(named.values())], []
+        for moment in self.moments:
+            run = self.runnable.submission(input_values(moment), state)
+            handles, _ = self.runnable.split(list(get_sync(with_leaves(run.graph, run.leaves), run.keys)), state)
+            outcomes.append(Outcome.of(self.runnable.output(handles)))
         weights = tuple(value for name, value in named.items() if name.startswith("weight."))
         moments = tuple(value for name, value in named.items() if not name.startswith("weight."))
         return (outcomes, perf_counter() - begin), weights, moments
@@ -186,11 +144,10 @@ class LocalSteps:
         free, at_once = available_memory(), min(self.replicas, scheduler.threads)
         if scheduler.in_place and (warning := self.chunks.fit(self.step, 1, free and free // at_once)):
             say(f"memory     {warning}")
-        self.repeated = RepeatedStep(self.step.runnable)
         self.table = tensors(job.config)
+        (names,) = self.step.runnable.layout.packs
         self.weights, self.moments = (
-            tuple(name for name in self.repeated.names if name.startswith("weight.") == wanted)
-            for wanted in (True, False)
+            tuple(name for name in names if name.startswith("weight.") == wanted) for wanted in (True, False)
         )
         self.shards = _shards({name: prod(tensor.shape) for name, tensor in self.table.items()}, self.replicas)
         by_shard = [tuple(f"{kind}.{n}" for n in names) for kind in ("weight", OUTER) for names in self.shards]
@@ -247,11 +204,11 @@ class LocalSteps:
 
         batches   their sequences
         """
-        end = state.step + len(batches)
+        end, shards = state.step + len(batches), len(self.shards)
         meets = self.job.meets(end)
         stretch = _Stretch(self, state, batches, length or self.job.horizon.at(state.step))
-        outcomes, packs = stretch.outcomes(), stretch.packs(meet=meets)
-        graph, keys = stretch.graph, [*outcomes, *packs]
+        outer = [stretch.outer(shard) for shard in range(shards)] if meets else []
+        graph, keys = stretch.graph, [*stretch.inner, *outer]
         if self.peers:
             homes = stretch.homes | {(STATE, number): self.home(number) for number in range(len(state.packs))}
             ranks = {key: self.rank_of(home) for key, home in homes.items()}
@@ -261,9 +218,14 @@ class LocalSteps:
         read = {key for node in graph.values() for key in node.dependencies}
         leaves = {(STATE, number): pack for number, pack in enumerate(state.packs) if (STATE, number) in read}
         found = dict(zip(keys, self.scheduler.run(Submission(graph, leaves, keys, len(batches)))))
-        made = [] if meets else state.packs[: 2 * len(self.shards)]
-        timed = {replica: found[key] for replica, key in enumerate(outcomes) if key in found}
-        return timed, State(self.layout, [*made, *map(found.get, packs)], end)
+
+        def parts(tasks: Sequence[Key], place: int) -> list[Any]:
+            return [found[key][place] if key in found else None for key in tasks]
+
+        packs = [*parts(outer, 0), *parts(outer, 1)] if meets else state.packs[: 2 * shards]
+        packs += [*parts(stretch.inner, 2), *([] if meets else parts(stretch.inner, 1))]
+        timed = {replica: found[key][0] for replica, key in enumerate(stretch.inner) if key in found}
+        return timed, State(self.layout, packs, end)
 
     def mean(self, timed: Sequence[Mapping[int, Timed]]) -> list[Outcome]:
         """Return the mean outcome of each step over the replicas of all ranks."""
@@ -293,6 +255,7 @@ class LocalSteps:
 class _Stretch:
     """The graph of some steps of a round.
 
+    inner   the tasks of the replicas' steps
     homes   task -> the replica whose rank runs it: its own, or the one with the number of its shard
     """
 
@@ -313,31 +276,18 @@ class _Stretch:
             mine = [moment.of(first, first + size) for moment in moments] if replica in here else []
             self.inner.append(self._inner(replica, mine))
 
-    def outcomes(self) -> list[Key]:
-        """Return the tasks that return outcomes and seconds of each replica."""
-        return [self._add("inner.loss", itemgetter(0), [key], replica) for replica, key in enumerate(self.inner)]
-
-    def packs(self, *, meet: bool) -> list[Key]:
-        """Return the tasks that return the new packs: at the end of a round, or within it."""
-        moments = [self._add("inner.moments", itemgetter(2), [key], r) for r, key in enumerate(self.inner)]
-        if not meet:
-            return moments + [self._add("inner.weights", itemgetter(1), [key], r) for r, key in enumerate(self.inner)]
-        outer = [self._outer(shard) for shard in range(len(self.steps.shards))]
-        weights = [self._add("outer.weights", itemgetter(0), [key], shard) for shard, key in enumerate(outer)]
-        return weights + [self._add("outer.momentum", itemgetter(1), [key], s) for s, key in enumerate(outer)] + moments
-
     def _inner(self, replica: int, moments: Sequence[Moment]) -> Key:
         """Add the steps of a replica, whose inputs are needed only where it is here."""
         steps, shards = self.steps, len(self.steps.shards)
         numbers = list(range(shards)) if self.begins else [2 * shards + steps.replicas + replica]
         weights = steps.layout.packs[:shards] if self.begins else (steps.weights,)
         copied = ("weight.",) if self.begins else ()  # all replicas begin with these
-        function = InnerSteps(steps.repeated, Layout((*weights, steps.moments)), moments, copied)
+        function = InnerSteps(steps.step.runnable, Layout((*weights, steps.moments)), moments, copied)
         needs = [(STATE, number) for number in [*numbers, 2 * shards + replica]]
         return self._add("inner.steps", function, needs, replica)
 
-    def _outer(self, shard: int) -> Key:
-        """Add the outer step of a shard."""
+    def outer(self, shard: int) -> Key:
+        """Add the outer step of a shard; return its task."""
         steps, names = self.steps, self.steps.shards[shard]
         places = {name: place for place, name in enumerate(steps.table)}
         take = partial(end_of_round, [places[name] for name in names])

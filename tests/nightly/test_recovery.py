@@ -130,7 +130,7 @@ def test_what_ends_a_run_that_can_be_gone_on_with(way, whole, tmp_path):
             assert run.process.wait(PATIENCE) == STOPPED
     said = run.errors.read_text()
     assert "Traceback" not in said
-    assert f". Go on with --resume {run.out.resolve()}." in said.splitlines()[-1]
+    assert f". Continue with --resume {run.out.resolve()}." in said.splitlines()[-1]
     steps = run.step + 5
     done = daskgpt.fit(resume=run.out, run={"steps": steps}, dataflow={"scheduler": "threads"}, quiet=True)
     assert len(losses_of(run.out)) == len(done.losses) == steps
