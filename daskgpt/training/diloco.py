@@ -30,6 +30,7 @@ from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Job, of_replica
+from daskgpt.training.job_steps import Steps
 from daskgpt.training.step import (
     NO_LIMITS,
     Batch,
@@ -109,19 +110,11 @@ def outer_step(
 
 def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
     """Record a step of one replica, as one task that writes over the state."""
-    return TrainingStep(
-        job.config,
-        job.replica_shape,
-        chunk,
-        job.optimizer,
-        precision=job.precision,
-        grain="step",
-        in_place=True,
-        groups=job.groups,
-    )
+    own = job.config, job.replica_shape, chunk, job.optimizer
+    return TrainingStep(*own, precision=job.precision, grain="step", in_place=True, groups=job.groups)
 
 
-class LocalSteps:
+class LocalSteps(Steps):
     """Runs a job's steps by replicas, a stretch of a round at a time; used like `JobSteps`.
 
     step     of one replica, recorded
@@ -130,9 +123,7 @@ class LocalSteps:
     shards   names of the tensors whose outer steps are made together
     """
 
-    open = False  # no measurement decides anything about later steps
-    recovers = False  # from the loss of a worker
-    recorded = None  # kernel calls are recorded where they run
+    described_tasks = SOME_STEPS
 
     def __init__(
         self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, peers: Peers | None = None
@@ -155,26 +146,6 @@ class LocalSteps:
         by_replica = [tuple(of_replica(n, r) for n in names) for names in both for r in range(self.replicas)]
         self.layout = Layout((*by_shard, *by_replica))
         self.seconds = TASK_SECONDS  # of one step; until the first one is made
-
-    @property
-    def grain(self) -> str:
-        """The grain that was asked for; tasks are stretches in any case."""
-        return self.job.dataflow.grain
-
-    @property
-    def chunk(self) -> tuple[int, int]:
-        """Sequences and tokens in a chunk."""
-        return self.step.chunk
-
-    @property
-    def described_chunks(self) -> str:
-        """Number and size of a replica's chunks, and why, for people."""
-        return self.chunks.described(self.chunk)
-
-    @property
-    def described_tasks(self) -> str:
-        """What a task is, for people."""
-        return SOME_STEPS
 
     def together(self, number: int) -> int:
         """Return how many steps from this one on are a stretch: about equal parts of the rest of the round."""
@@ -237,9 +208,6 @@ class LocalSteps:
             norm = sum(norms) / self.replicas if norms else None
             means.append(Outcome(sum(each.loss for each in own) / self.replicas, norm))
         return means
-
-    def close(self) -> None:
-        """See `JobSteps.close`."""
 
     def rank_of(self, replica: int) -> int:
         """Return the rank that has a replica."""

@@ -26,7 +26,6 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.grouping import groups_of, title
 from daskgpt.training.job import Job
 from daskgpt.training.step import (
-    Batch,
     Lazy,
     Moment,
     State,
@@ -104,11 +103,11 @@ class Inference:
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Return the wanted arrays, gradients by their parameters' names. Loss and gradients need `targets`."""
-        results = scheduler.run(self.runnable.submission(input_values(Moment(tokens, targets)), state.packs))
-        handles, _ = self.runnable.split(results, state.packs)
-        return self.runnable.output(scheduler.fetch(handles))
+        return self.of_all(scheduler, state, [(tokens, targets)])[0]
 
-    def of_all(self, scheduler: Scheduler, state: State, batches: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
+    def of_all(
+        self, scheduler: Scheduler, state: State, batches: Sequence[tuple[np.ndarray, np.ndarray | None]]
+    ) -> list[dict[str, np.ndarray]]:
         """Return the same for several batches, which are one graph and overlap."""
         values = [input_values(Moment(tokens, targets)) for tokens, targets in batches]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))

@@ -25,10 +25,7 @@ def training_step(
     rank    the rank that makes it, where several processes share a batch
     """
     return TrainingStep(
-        job.config,
-        job.batch_shape,
-        chunk,
-        job.optimizer,
+        *(job.config, job.batch_shape, chunk, job.optimizer),
         precision=job.precision,
         grain=grain,
         barrier=job.dataflow.barrier,
@@ -49,16 +46,49 @@ def micro_batches_of(job: Job, rank: Rank | None) -> int:
     return min(count for count in range(1, own + 1) if (own % count == 0 and own // count <= most) or count == own)
 
 
-class JobSteps:
-    """Runs a job's steps on a scheduler; chunks and grain are chosen with the first ones.
+class Steps:
+    """Runs the steps of a job: the interface that `JobSteps`, `LocalSteps` and `RankSteps` have in common.
 
-    step     the recorded step
-    chunks   the choice of its chunks
-    choice   the choice of its grain
-    open     whether one of these is open: the next step is then measured, and must run alone
+    step      the recorded step
+    chunks    the choice of its chunks
+    open      whether the next step is measured to choose chunks or grain, and must run alone
+    recovers  whether a run survives the loss of a worker
+    recorded  the graph of a step; None where kernel calls are recorded elsewhere
+    described_tasks   what a task is, for people
     """
 
-    recovers = False  # from the loss of a worker
+    job: Job
+    step: TrainingStep
+    chunks: ChunkChoice
+    open = False
+    recovers = False
+    recorded: Recorded | None = None
+    described_tasks = ""
+
+    @property
+    def grain(self) -> str:
+        """The grain of the coming steps."""
+        return self.job.dataflow.grain
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Sequences and tokens in a chunk of the coming steps."""
+        return self.step.chunk
+
+    @property
+    def described_chunks(self) -> str:
+        """Number and size of the chunks, and why, for people."""
+        return self.chunks.described(self.chunk)
+
+    def close(self) -> None:
+        """Release what steps hold outside of this process."""
+
+
+class JobSteps(Steps):
+    """Runs a job's steps on a scheduler; chunks and grain are chosen with the first ones.
+
+    choice   the choice of its grain
+    """
 
     def __init__(
         self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, rank: Rank | None = None
@@ -84,8 +114,7 @@ class JobSteps:
                 say(f"memory     {warning}")
 
     @property
-    def recorded(self) -> Recorded:
-        """The graph of a step, whose kernel calls can be recorded."""
+    def recorded(self) -> Recorded:  # type: ignore[override]
         return self.step.recorded
 
     @property
@@ -94,17 +123,7 @@ class JobSteps:
         return "auto" if self.choice.open else self.step.grain
 
     @property
-    def chunk(self) -> tuple[int, int]:
-        """Sequences and tokens in a chunk of the coming steps."""
-        return self.step.chunk
-
-    @property
-    def described_chunks(self) -> str:
-        """Number and size of the chunks, and why, for people."""
-        return self.chunks.described(self.chunk)
-
-    @property
-    def described_tasks(self) -> str:
+    def described_tasks(self) -> str:  # type: ignore[override]
         """Grain and number of a step's tasks, and what they cost on a cluster, for people; empty while it is open."""
         if self.choice.open:
             return ""
@@ -112,7 +131,7 @@ class JobSteps:
         return text if self.step.in_place else f"{text}, each of which costs Dask's scheduler some milliseconds"
 
     @property
-    def open(self) -> bool:
+    def open(self) -> bool:  # type: ignore[override]
         return self.chunks.open or self.choice.open
 
     def together(self, number: int) -> int:
@@ -153,6 +172,3 @@ class JobSteps:
             handles, state = self.step.submit(self.scheduler, state, own, length, limits)
             submitted.append(handles)
         return [self.step.outcome(self.scheduler, handles) for handles in submitted], state
-
-    def close(self) -> None:
-        """Release nothing: the state is in this process, or Dask's."""

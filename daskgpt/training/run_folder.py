@@ -24,7 +24,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.vocabulary_file import learned_size
 from daskgpt.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers, set_damaged_aside
-from daskgpt.training.metrics import ALWAYS, METRICS, Logs, metrics_lines
+from daskgpt.training.metrics import ALWAYS, METRICS, Logs
 
 CONFIG, LOCK = "config.toml", ".lock"
 
@@ -146,10 +146,6 @@ class RunFolder:
             file.copy_to(self.path / file.path.name)
         self.configure(self.sections)
         return former, self.path
-
-    def known_metrics(self, steps: int) -> list[dict[str, Any]]:
-        """Return the records of the first steps in the metrics; some may be missing."""
-        return [record for record, _ in metrics_lines(self.path / METRICS, steps)]
 
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the resolved configuration: a TOML table for each dataclass or mapping.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,24 +33,19 @@ NICENESS = 19
 SPARE = 1.1  # free memory that a copy of the state needs, as a multiple of its size
 
 
-class FetchedState:
-    """Reads the arrays of a state that a cluster keeps, one pack at a time.
+def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
+    """Return the arrays of a state that a cluster keeps, which are fetched a pack at a time when they are read.
 
-    Errors   schedulers.failures.LostResults where a pack is lost
+    Errors   schedulers.failures.LostResults, when an array is read that is lost
     """
+    places = {name: place for place, (names, _) in enumerate(zip(state.layout.packs, state.packs)) for name in names}
 
-    def __init__(self, scheduler: Scheduler, state: State) -> None:
-        self.scheduler, self.packs = scheduler, list(zip(state.layout.packs, state.packs))
-        self.held: dict[str, np.ndarray] = {}
+    @lru_cache(maxsize=1)
+    def pack(place: int) -> Arrays:
+        (values,) = scheduler.fetch([state.packs[place]])
+        return {name: values_of(value) for name, value in zip(state.layout.packs[place], values)}
 
-    def __call__(self, name: str) -> np.ndarray:
-        """Return an array by its name."""
-        if name not in self.held:
-            self.held = {}  # released before the next pack arrives
-            names, pack = next(own for own in self.packs if name in own[0])
-            (fetched,) = self.scheduler.fetch([pack])
-            self.held = {own: values_of(value) for own, value in zip(names, fetched)}
-        return self.held[name]
+    return ReadLater(places, lambda name: pack(places[name])[name])
 
 
 @dataclass
@@ -188,8 +184,7 @@ class Saver:
     def _arrays(self, state: State, *, copied: bool) -> tuple[Arrays, bool]:
         """Return the arrays of a state, and whether steps may run while they are read."""
         if not self.scheduler.in_place:
-            fetched = FetchedState(self.scheduler, state)
-            return ReadLater((name for names, _ in fetched.packs for name in names), fetched), True
+            return fetched_arrays(self.scheduler, state), True
         values = {name: values_of(value) for name, value in state.layout.unpack(state.packs).items()}
         if not copied or not self._make_room(values):
             return values, False

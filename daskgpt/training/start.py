@@ -40,6 +40,7 @@ from daskgpt.training.checkpoint import (
 )
 from daskgpt.training.horizon import HORIZONS, one_horizon
 from daskgpt.training.job import Job, from_root
+from daskgpt.training.metrics import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder, open_with_state
 
 SECTIONS: Mapping[str, type] = {
@@ -268,7 +269,11 @@ class Resumed:
         c = self._configuration(state, changes)
         open_model_file(folder)  # makes a learned vocabulary known
         dataset = open_dataset(c["data"], c["model"].vocabulary)
-        self._require_same_data(c["data"].data, dataset, state["data"])
+        then, now = state["data"], fingerprint(dataset)
+        other = [f"{name}={value} (was {then[name]})" for name, value in now.items() if value != then[name]]
+        rule = "the data must be those that the run was trained on"
+        got = f"data={c['data'].data}, {short(''.join(other[:1]), 100)}"
+        require(not other, "train", rule, got, "Bring them back, or start a new run with --init.")
         self.job = Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
         horizon, done = state.get("horizon", {}), state["step"]
         self.job.horizon.go_on(horizon, done)
@@ -277,11 +282,11 @@ class Resumed:
         require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
         checkpoint = read_checkpoint(folder, state, self.job.moments)
         self.said.append(f"resumed    {folder}: {done} of {steps} steps are done")
-        then, now = state["arithmetic"], arithmetic(self.job)
-        if then != now:
-            change = " -> ".join(f"{each['precision']} by {each['unit']}" for each in (then, now))
+        units = state["arithmetic"], arithmetic(self.job)
+        if units[0] != units[1]:
+            change = " -> ".join(f"{each['precision']} by {each['unit']}" for each in units)
             self.said.append(f"arithmetic {change}: bits differ from here on")
-        records = {record["step"]: record for record in self.folder.known_metrics(done)}
+        records = {record["step"]: record for record, _ in metrics_lines(self.folder.path / METRICS, done)}
         losses = [records.get(number, {}).get("loss") for number in range(done)]
         if missing := sum(loss is None for loss in losses):
             self.said.append(f"metrics    {missing} of {done} steps are missing")
@@ -357,13 +362,6 @@ class Resumed:
         rule, got = "the address of a scheduler must be given again", {"resume": self.path, "scheduler": known}
         advice = f"Add --scheduler {known} where you trust it, or --scheduler threads."
         raise refusal(ValueError, "train", rule, got, advice)
-
-    def _require_same_data(self, source: str, dataset: Dataset, known: Mapping[str, Any]) -> None:
-        now = fingerprint(dataset)
-        other = [f"{name}={value} (was {known[name]})" for name, value in now.items() if value != known[name]]
-        rule = "the data must be those that the run was trained on"
-        got = f"data={source}, {short(''.join(other[:1]), 100)}"
-        require(not other, "train", rule, got, "Bring them back, or start a new run with --init.")
 
 
 def may_not_change(path: str, given: Mapping[str, Any], known: Any = None) -> ValueError:
