@@ -40,7 +40,7 @@ from daskgpt.training.start import (
     start_values,
 )
 from daskgpt.training.step import State
-from daskgpt.training.trainer import Watcher, train
+from daskgpt.training.trainer import Callbacks, Watcher, train
 
 DEFAULT = "tiny"  # the preset
 EPILOG = (
@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
     watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []
     watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
-    result = train(job, first, folder, watchers=watchers, sampler=sampler)
+    result = train(job, first, folder, Callbacks(watchers=watchers, sampler=sampler))
     report(job, result, time.perf_counter() - begin)
     return STOPPED if result.stopped else 0
 

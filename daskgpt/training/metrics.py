@@ -10,7 +10,6 @@ import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -226,21 +225,11 @@ def as_markdown(sections: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-@dataclass(frozen=True)
-class Sink:
-    """A form in which metrics are written.
-
-    open      (folder, configuration by sections, steps that a resumed run has made or None) -> its file
-    package   the package that it needs, which an extra named like the sink installs
-    """
-
-    open: Callable[[Path, Mapping[str, Any], int | None], RecordFile]
-    package: str = ""
-
-
-SINKS = {
-    "metrics": Sink(open_metrics),  # always written: a resumed run reads its losses
-    "tensorboard": Sink(open_tensorboard, package="tensorboard"),
+# The forms in which metrics are written. A function opens the file of a run, for (folder, configuration by sections,
+# steps that a resumed run has made or None). All but the first need the package, and have the extra, of their name.
+SINKS: dict[str, Callable[[Path, Mapping[str, Any], int | None], RecordFile]] = {
+    "metrics": open_metrics,  # always written: a resumed run reads its losses
+    "tensorboard": open_tensorboard,
 }
 ALWAYS = "metrics"
 
@@ -258,8 +247,8 @@ def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
     for name in names:
         require(name in SINKS, "train", "the log must be known", {"log": name}, nearest(name, known))
         require(bool(out), "train", "a log must have a folder", {"log": name}, "Give RunConfig(out=...).")
-        if (package := SINKS[name].package) and find_spec(package) is None:
-            rule, got = f"{package} must be installed", {"log": name}
+        if name != ALWAYS and find_spec(name) is None:
+            rule, got = f"{name} must be installed", {"log": name}
             raise refusal(RuntimeError, "train", rule, got, f"Install it with pip install 'daskgpt[{name}]'.")
     return tuple(dict.fromkeys([ALWAYS, *names]))
 
@@ -271,7 +260,7 @@ class Logs:
         self.files: list[RecordFile] = []
 
     def open(self, name: str, folder: Path, sections: Mapping[str, Any], done: int | None) -> None:
-        self.files.append(SINKS[name].open(folder, sections, done))
+        self.files.append(SINKS[name](folder, sections, done))
 
     def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:
         """Append the metrics of a step to each file; numbers that are not finite, which JSON does not have, as null.

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -40,7 +40,7 @@ from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder, load
 from daskgpt.training.safeguards import Finite, Outliers
 from daskgpt.training.saving import Saver, reason
-from daskgpt.training.start import Beginning, Resumed, Start, facts, open_dataset, start_values
+from daskgpt.training.start import SECTIONS, Beginning, Resumed, Start, facts, open_dataset, start_values
 from daskgpt.training.step import Outcome, State
 from daskgpt.training.step_metrics import StepMetrics
 
@@ -67,6 +67,22 @@ class Watcher(Protocol):
     def end(self) -> None:
         """Write what was observed; called after the last step, when the model has been saved."""
         ...
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a run calls and shows while it trains.
+
+    on_step    called with (step, metrics) after each step; ends the run if it returns True
+    watchers   instruments that observe steps
+    sampler    returns the text to print of a state
+    quiet      whether nothing is printed
+    """
+
+    on_step: Any = None
+    watchers: Sequence[Watcher] = ()
+    sampler: Sampler | None = None
+    quiet: bool = False
 
 
 def fit(
@@ -109,7 +125,9 @@ def fit(
     >>> len(result.losses), result.losses[-1] < result.losses[0]
     (20, True)
     """
-    given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": _on(client, dataflow), "run": run}
+    if client is not None:
+        dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
+    given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
     folder: RunFolder | None
     if resume:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
@@ -121,22 +139,21 @@ def fit(
         require(config is not None, "fit", rule, {"config": config}, advice)
         job, beginning = _new_job(check_config("fit", config), parameters, given)
         folder = RunFolder(job.run.out) if job.run.out else None
-    return train(job, beginning, folder, client=client, on_step=on_step, watchers=watchers, quiet=quiet)
+    return train(job, beginning, folder, Callbacks(on_step, watchers, quiet=quiet), client)
 
 
 def _new_job(
     config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, given: Mapping[str, Any]
 ) -> tuple[Job, Beginning]:
     """Return the job of a new run, and the state that it begins with."""
-    data: DataConfig = _configuration(DataConfig, given["data"])
-    run: RunConfig = _configuration(RunConfig, given["run"])
-    origin = Start.read(run.init) if run.init else None
+    c = {name: _configuration(kind, given[name]) for name, kind in SECTIONS.items() if name != "model"}
+    data: DataConfig = c["data"]
+    origin = Start.read(c["run"].init) if c["run"].init else None
     if origin:
         rule = "the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    optimizer = _configuration(OptimizerConfig, given["optimizer"])
-    dataflow, local = _configuration(DataflowConfig, given["dataflow"]), _configuration(LocalConfig, given["local"])
-    job = Job(config, data, optimizer, dataflow, run, open_dataset(data, config.vocabulary, origin), local)
+    dataset = open_dataset(data, config.vocabulary, origin)
+    job = Job(config, data, c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
     require_memory(job)
     return job, Beginning(start_values(job, origin, parameters))
 
@@ -157,57 +174,44 @@ def _configuration(kind: Any, given: Any) -> Any:
     return kind(**given)
 
 
-def _on(client: Any, dataflow: DataflowConfig | Changes | None) -> DataflowConfig | Changes | None:
-    """Return the settings of the dataflow with the address of a client's scheduler."""
-    if client is None:
-        return dataflow
-    address = client_address(client)
-    if isinstance(dataflow, DataflowConfig):
-        return replace(dataflow, scheduler=address)
-    return {**(dataflow or {}), "scheduler": address}
-
-
 def _changes(given: Any) -> Mapping[str, Any]:
     """Return the settings that a configuration or a mapping gives."""
     return {} if given is None else given if isinstance(given, Mapping) else asdict(given)
 
 
-def train(job: Job, beginning: Beginning, folder: RunFolder | None, *, client: Any = None, **options: Any) -> Result:
-    """Compile kernels, open the scheduler of a job, and train; `options` as of `run_job`. The folder is closed."""
+def train(
+    job: Job,
+    beginning: Beginning,
+    folder: RunFolder | None,
+    callbacks: Callbacks = Callbacks(),
+    client: Any = None,
+) -> Result:
+    """Compile kernels, open the scheduler of a job, and train. The folder is closed."""
     try:
         compile_kernels(job.precision)
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
-            return run_job(job, scheduler, beginning, folder, **options)
+            return run_job(job, scheduler, beginning, folder, callbacks)
     finally:
         if folder:
             folder.close()
 
 
 def run_job(
-    job: Job,
-    scheduler: Scheduler,
-    beginning: Beginning,
-    folder: RunFolder | None,
-    on_step: Any = None,
-    watchers: Sequence[Watcher] = (),
-    quiet: bool = False,
-    sampler: Sampler | None = None,
+    job: Job, scheduler: Scheduler, beginning: Beginning, folder: RunFolder | None, callbacks: Callbacks
 ) -> Result:
     """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
-
-    sampler   returns the text to print of a state
 
     Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved; RuntimeError where another thread of this
               process trains under a scheduler of this process
     """
     scheduler.admit(job.precision.packed)
     scheduler.leave_silent(job.run.worker_seconds)
-    progress = Progress(job.steps, done=beginning.step, quiet=quiet)
+    progress = Progress(job.steps, done=beginning.step, quiet=callbacks.quiet)
     what = "round" if job.local.local_steps else "step"
     with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
         trainer = _Trainer(job, scheduler, beginning, folder, progress, stop_requested)
         try:
-            return trainer.run(on_step, watchers, sampler)
+            return trainer.run(callbacks)
         except Exception as error:
             trainer.wait()  # for the checkpoint that is being written, which precedes the error
             if isinstance(error, LostResults):
@@ -291,10 +295,10 @@ class _Trainer:
         if self.folder:
             self.folder.close()
 
-    def run(self, on_step: Any, watchers: Sequence[Watcher], sampler: Sampler | None) -> Result:
+    def run(self, callbacks: Callbacks) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
         job, progress, steps = self.job, self.progress, self.steps
-        self.on_step, self.sampler = on_step, sampler
+        self.on_step, self.sampler, watchers = callbacks.on_step, callbacks.sampler, callbacks.watchers
         if self.folder:
             self.folder.begin(self._resolved(), self.beginning.step, chosen_sinks(job.run.log, job.run.out))
         if self.saver:
@@ -304,7 +308,7 @@ class _Trainer:
         if steps.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {steps.described_tasks}")
         self.watching = [(watcher.begin(job, steps, self.scheduler), watcher) for watcher in watchers]
-        self.usage.begin(products=bool(self.folder or on_step))
+        self.usage.begin(products=bool(self.folder or self.on_step))
         self.start = time.perf_counter()
         progress.begin()
         result, lost = None, None
@@ -474,18 +478,10 @@ class _Trainer:
             if self.job.run.minutes:  # the number of steps is known now
                 self.folder.configure(self._resolved())
             self.folder.logs.write()
-        return Result(
-            self.job.config,
-            read,
-            self.losses,
-            self.validation_loss,
-            seconds,
-            checkpoint,
-            first=self.beginning.step,
-            stopped=stopped,
-            bits_a_byte=self.bits_a_byte,
-            timers=self.metrics.timers,
-        )
+        found = Result(self.job.config, read, self.losses, self.validation_loss, seconds, checkpoint)
+        found.first, found.stopped = self.beginning.step, stopped
+        found.bits_a_byte, found.timers = self.bits_a_byte, self.metrics.timers
+        return found
 
     def _show_sample(self, state: State) -> None:
         """Print a sample of the trained model, which is saved by now."""
