@@ -25,15 +25,15 @@ from daskgpt.instruments.timeline.watcher import require_shared_steps
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.horizon import one_horizon
-from daskgpt.training.inference import asked
+from daskgpt.training.inference import call_on_model
 from daskgpt.training.job import Job, require_memory
 from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import (
     SECTIONS,
-    Beginning,
     Resumed,
-    Start,
+    ResumeState,
+    WarmStart,
     changeable,
     may_not_change,
     open_dataset,
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
         run = from_flags(RunConfig, values)
         run = replace(run, out=run.out or new_folder())
         folder = RunFolder(run.out)
-        start = Start.read(run.init) if run.init else None
+        start = WarmStart.read(run.init) if run.init else None
         job = job_of(values, run, start)
     if shown.timeline:
         require_shared_steps(job)
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
         print(planned(job, values.workers))
         return 0
     require_memory(job)
-    first = resumed.beginning if resumed else Beginning(start_values(job, start))
+    first = resumed.initial if resumed else ResumeState(start_values(job, start))
     watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []
     watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
@@ -138,7 +138,7 @@ def resume(values: Namespace) -> Resumed:
     return Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
 
 
-def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
+def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
     """The checked job that the flags mean, from random values or from a model."""
     optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
     numbers = given_flags(GPT2Config, values)
@@ -201,7 +201,7 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
         seed=job.run.seed,
         threads=0 if scheduler.in_place else 1,
     )
-    text = "".join(readable(encoding, asked(scheduler, state, writing)))
+    text = "".join(readable(encoding, call_on_model(scheduler, state, writing)))
     return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"
 
 

@@ -20,7 +20,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.membership import running
 from daskgpt.schedulers.worker_metrics import METRIC
-from daskgpt.training.inference import asked
+from daskgpt.training.inference import call_on_model
 from daskgpt.training.step import State, TrainingStep
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
@@ -80,11 +80,11 @@ def summed(parameters):
 def test_a_worker_is_asked_about_a_model_that_no_client_fetches(cluster, precision, monkeypatch):
     cluster.have(2)
     with daskgpt.open_scheduler("threads", 2) as threads:
-        here, *wanted = asked(threads, state_after_a_step(threads, precision), summed)
+        here, *wanted = call_on_model(threads, state_after_a_step(threads, precision), summed)
     with daskgpt.open_scheduler(cluster.address) as scheduler:
         state = state_after_a_step(scheduler, precision)
         monkeypatch.setattr(State, "parameters", None)
-        process, *found = asked(scheduler, state, summed)
+        process, *found = call_on_model(scheduler, state, summed)
     assert here == os.getpid() != process
     assert found == wanted
 

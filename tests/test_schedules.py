@@ -80,10 +80,10 @@ def test_estimates_follow_the_clock():
         11,
     )  # the time is over: one more
     other = Horizon(RunConfig(minutes=20, steps=50), 64)
-    other.go_on(horizon.facts(599.0), 10)
+    other.resume(horizon.facts(599.0), 10)
     assert other.changes == horizon.changes
     with pytest.raises(ValueError, match="minutes=10, spent=11.7"):
-        Horizon(RunConfig(minutes=10), 64).go_on(horizon.facts(700.0), 11)
+        Horizon(RunConfig(minutes=10), 64).resume(horizon.facts(700.0), 11)
 
 
 @pytest.mark.parametrize("barrier", ["step", "none"])
@@ -109,6 +109,6 @@ def test_what_a_run_of_minutes_was_told_is_told_again(small_text, tmp_path):
     assert first == [0, 100]
     assert all(step <= early["step"] for step, _ in others)
     horizon = Horizon(RunConfig(minutes=1), 64)
-    horizon.go_on(late["horizon"], 0)
+    horizon.resume(late["horizon"], 0)
     for record in metrics_of(out):
         assert record["learning_rate"] == learning_rate(OPTIMIZER, record["step"], horizon.at(record["step"]))

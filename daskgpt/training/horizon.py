@@ -76,7 +76,7 @@ class Horizon:
         """Return the entry of a checkpoint: the estimates, and how long the run has trained."""
         return {"changes": list(self.changes), "seconds": round(seconds, 3), "of": self.seconds}
 
-    def go_on(self, facts: Mapping[str, Any], done: int) -> None:
+    def resume(self, facts: Mapping[str, Any], done: int) -> None:
         """Continue from the entry of a checkpoint after some steps.
 
         Errors   ValueError where no time is left

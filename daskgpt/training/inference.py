@@ -40,7 +40,7 @@ ASKED = "model.ask"  # name of the task
 Answer = TypeVar("Answer")
 
 
-def asked(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
+def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
     """Return what a function makes of a state's parameters.
 
     On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.

@@ -14,7 +14,6 @@ from tqdm.std import EMA
 
 SMOOTHING = 0.1  # share of the newest step in the numbers that are shown: a mean of about ten steps
 OUTLIER = 5  # times the mean: no step counts for more in the estimate of the time that is left
-PLAIN_EVERY = 30  # seconds between the lines in a file
 LEAST_BAR = 6  # columns; a shorter bar is left out
 MOST_COLUMNS = 120  # of the live line, however wide the window
 DEFAULT_COLUMNS = 80  # of a notebook, and of a terminal of unknown width
@@ -25,21 +24,16 @@ class Progress:
     """Shows the steps of a run.
 
     A terminal or a notebook has one line that is overwritten, and a lasting line for each validation. A file has the
-    latter, and a line at the first step and each `plain_every` seconds.
+    latter, and a line at the first step and now and then.
 
     done     how many steps earlier processes have made
     quiet    whether to show nothing
+    plain_every   seconds between the lines in a file
     stream   of the lines; None for stdout in a notebook, which shows streams apart, else stderr
     """
 
     def __init__(
-        self,
-        steps: int,
-        *,
-        done: int = 0,
-        quiet: bool = False,
-        stream: TextIO | None = None,
-        plain_every: float = PLAIN_EVERY,
+        self, steps: int, *, done: int = 0, quiet: bool = False, stream: TextIO | None = None, plain_every: float = 30
     ) -> None:
         notebook = in_notebook()
         self.steps, self.plain_every = steps, plain_every

@@ -16,7 +16,7 @@ from daskgpt.schedulers.failures import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.job import Job
-from daskgpt.training.start import Beginning
+from daskgpt.training.start import ResumeState
 from daskgpt.training.step import State
 
 SHARE = 0.01  # of the run's time that copying may take
@@ -197,7 +197,7 @@ class Recovery:
     job: Job
     scheduler: Scheduler
     steps: Any
-    beginning: Beginning
+    initial: ResumeState
     folder: Path | None
     say: Callable[[str], None]
     stop_requested: Callable[[], bool]
@@ -214,7 +214,7 @@ class Recovery:
 
     def start(self) -> State:
         """Return the state that the run begins with."""
-        first = self.beginning
+        first = self.initial
         state: State = self.steps.initial(first.parameters, first.moments, first.step)
         return state
 

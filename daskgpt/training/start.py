@@ -69,7 +69,7 @@ PACKAGES = ("numpy", "numba", "dask")
 
 
 @dataclass(frozen=True, eq=False)
-class Beginning:
+class ResumeState:
     """The state that a run begins with.
 
     moments     "MOMENT.NAME"; None for zeros
@@ -94,7 +94,7 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Start:
+class WarmStart:
     """A model to start from.
 
     init   its path
@@ -106,7 +106,7 @@ class Start:
     data: Mapping[str, Any]
 
     @classmethod
-    def read(cls, init: str) -> Start:
+    def read(cls, init: str) -> WarmStart:
         """Open a model. Errors   as of `daskgpt.load`"""
         model, state = open_with_state(init)
         return cls(init, model, state.get("configuration", {}).get("data", {}))
@@ -156,7 +156,7 @@ def _named(encoding: str) -> str:
     return encoding if encoding == "auto" or is_to_be_learned(encoding) else encoding_named(encoding)
 
 
-def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) -> Dataset:
+def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = None) -> Dataset:
     """Open the tokens that a configuration names.
 
     vocabulary   of the model: where the encoding is auto, the size of GPT-2's vocabulary means GPT-2's encoding
@@ -180,7 +180,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: Start | None = None) 
 
 
 def start_values(
-    job: Job, start: Start | None = None, parameters: Mapping[str, np.ndarray] | None = None
+    job: Job, start: WarmStart | None = None, parameters: Mapping[str, np.ndarray] | None = None
 ) -> Mapping[str, np.ndarray]:
     """Return the initial parameters: those given, those of a model, or random ones.
 
@@ -193,7 +193,7 @@ def start_values(
     return start.model.parameters() if start else RandomParameters(job.config, job.run.seed)
 
 
-def facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:
+def checkpoint_facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:
     """Return the entries of a checkpoint's state.json by which a run is resumed.
 
     `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
@@ -201,11 +201,7 @@ def facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, st
     """
     return {
         "seed": job.run.seed,
-        "data": {
-            "next_batch": step,
-            "position": "batches are a pure function of seed and step",
-            **fingerprint(job.tokens),
-        },
+        "data": {"next_batch": step, **fingerprint(job.tokens)},  # batches are a pure function of seed and step
         "configuration": {name: asdict(section) for name, section in job.resolved(scheduler, chunk, grain).items()},
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
@@ -236,7 +232,7 @@ class Resumed:
 
     folder      locked from here on
     job         its settings with the changes
-    beginning   the state of the checkpoint
+    initial     the state of the checkpoint
     """
 
     def __init__(self, path: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -276,7 +272,7 @@ class Resumed:
         require(not other, "train", rule, got, "Bring them back, or start a new run with --init.")
         self.job = Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
         horizon, done = state.get("horizon", {}), state["step"]
-        self.job.horizon.go_on(horizon, done)
+        self.job.horizon.resume(horizon, done)
         steps = self.job.steps
         rule, advice = "the run must have steps left", "Give more --steps."
         require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
@@ -291,7 +287,7 @@ class Resumed:
         if missing := sum(loss is None for loss in losses):
             self.said.append(f"metrics    {missing} of {done} steps are missing")
         validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
-        self.beginning = Beginning(
+        self.initial = ResumeState(
             checkpoint.model.parameters,
             checkpoint.moments,
             done,

@@ -40,7 +40,15 @@ from daskgpt.training.result import Result
 from daskgpt.training.run_folder import RunFolder, load
 from daskgpt.training.safeguards import Finite, Outliers
 from daskgpt.training.saving import Saver, reason
-from daskgpt.training.start import SECTIONS, Beginning, Resumed, Start, facts, open_dataset, start_values
+from daskgpt.training.start import (
+    SECTIONS,
+    Resumed,
+    ResumeState,
+    WarmStart,
+    checkpoint_facts,
+    open_dataset,
+    start_values,
+)
 from daskgpt.training.step import Outcome, State
 from daskgpt.training.step_metrics import StepMetrics
 
@@ -133,29 +141,29 @@ def fit(
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
         resumed = Resumed(os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in given.items()})
-        job, folder, beginning = resumed.job, resumed.folder, resumed.beginning
+        job, folder, initial = resumed.job, resumed.folder, resumed.initial
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
-        job, beginning = _new_job(check_config("fit", config), parameters, given)
+        job, initial = _new_job(check_config("fit", config), parameters, given)
         folder = RunFolder(job.run.out) if job.run.out else None
-    return train(job, beginning, folder, Callbacks(on_step, watchers, quiet=quiet), client)
+    return train(job, initial, folder, Callbacks(on_step, watchers, quiet=quiet), client)
 
 
 def _new_job(
     config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, given: Mapping[str, Any]
-) -> tuple[Job, Beginning]:
+) -> tuple[Job, ResumeState]:
     """Return the job of a new run, and the state that it begins with."""
     c = {name: _configuration(kind, given[name]) for name, kind in SECTIONS.items() if name != "model"}
     data: DataConfig = c["data"]
-    origin = Start.read(c["run"].init) if c["run"].init else None
+    origin = WarmStart.read(c["run"].init) if c["run"].init else None
     if origin:
         rule = "the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
     dataset = open_dataset(data, config.vocabulary, origin)
     job = Job(config, data, c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
     require_memory(job)
-    return job, Beginning(start_values(job, origin, parameters))
+    return job, ResumeState(start_values(job, origin, parameters))
 
 
 def _configuration(kind: Any, given: Any) -> Any:
@@ -180,24 +188,20 @@ def _changes(given: Any) -> Mapping[str, Any]:
 
 
 def train(
-    job: Job,
-    beginning: Beginning,
-    folder: RunFolder | None,
-    callbacks: Callbacks = Callbacks(),
-    client: Any = None,
+    job: Job, initial: ResumeState, folder: RunFolder | None, callbacks: Callbacks = Callbacks(), client: Any = None
 ) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The folder is closed."""
     try:
         compile_kernels(job.precision)
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
-            return run_job(job, scheduler, beginning, folder, callbacks)
+            return run_job(job, scheduler, initial, folder, callbacks)
     finally:
         if folder:
             folder.close()
 
 
 def run_job(
-    job: Job, scheduler: Scheduler, beginning: Beginning, folder: RunFolder | None, callbacks: Callbacks
+    job: Job, scheduler: Scheduler, initial: ResumeState, folder: RunFolder | None, callbacks: Callbacks
 ) -> Result:
     """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
 
@@ -206,10 +210,10 @@ def run_job(
     """
     scheduler.admit(job.precision.packed)
     scheduler.leave_silent(job.run.worker_seconds)
-    progress = Progress(job.steps, done=beginning.step, quiet=callbacks.quiet)
+    progress = Progress(job.steps, done=initial.step, quiet=callbacks.quiet)
     what = "round" if job.local.local_steps else "step"
     with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
-        trainer = _Trainer(job, scheduler, beginning, folder, progress, stop_requested)
+        trainer = _Trainer(job, scheduler, initial, folder, progress, stop_requested)
         try:
             return trainer.run(callbacks)
         except Exception as error:
@@ -252,34 +256,34 @@ class _Trainer:
         self,
         job: Job,
         scheduler: Scheduler,
-        beginning: Beginning,
+        initial: ResumeState,
         folder: RunFolder | None,
         progress: Progress,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self.job, self.scheduler, self.beginning, self.folder = job, scheduler, beginning, folder
+        self.job, self.scheduler, self.initial, self.folder = job, scheduler, initial, folder
         self.progress, self.stop_requested = progress, stop_requested
-        self.losses, self.validation_loss = list(beginning.losses), beginning.validation
+        self.losses, self.validation_loss = list(initial.losses), initial.validation
         self.bits_a_byte = math.nan  # the same loss by bytes of text
         self.validated: dict[int, float] = {}  # validation losses of this process, by the number of steps made
         self.steps = steps_of(job, scheduler, progress.say)
-        self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
+        self.outliers = Outliers(job.optimizer.skip_outliers, initial.outliers)
         self.finite = Finite(job, self.losses, self.wait)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.usage, self.events = Usage(scheduler), Telling(scheduler)
         self.metrics = StepMetrics(job, self.usage, lambda: self.seconds)
         self.measure = self.metrics.measure
-        known = beginning.step, beginning.best
+        known = initial.step, initial.best
         self.saver = Saver(job, folder, scheduler, progress.say, *known) if folder else None
         path = folder.path if folder else None
-        self.recovery = Recovery(job, scheduler, self.steps, beginning, path, progress.say, stop_requested)
+        self.recovery = Recovery(job, scheduler, self.steps, initial, path, progress.say, stop_requested)
         self.start = time.perf_counter()
         self.enough = False  # whether `on_step` has ended the run
 
     @property
     def seconds(self) -> float:
         """How long the run has trained, earlier processes included."""
-        return self.beginning.seconds + time.perf_counter() - self.start
+        return self.initial.seconds + time.perf_counter() - self.start
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -300,10 +304,10 @@ class _Trainer:
         job, progress, steps = self.job, self.progress, self.steps
         self.on_step, self.sampler, watchers = callbacks.on_step, callbacks.sampler, callbacks.watchers
         if self.folder:
-            self.folder.begin(self._resolved(), self.beginning.step, chosen_sinks(job.run.log, job.run.out))
+            self.folder.begin(self._resolved(), self.initial.step, chosen_sinks(job.run.log, job.run.out))
         if self.saver:
             self.saver.begin()
-        for line in (describe(job, self.scheduler, steps.described_chunks), *self.beginning.said):
+        for line in (describe(job, self.scheduler, steps.described_chunks), *self.initial.said):
             progress.say(line)
         if steps.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {steps.described_tasks}")
@@ -453,7 +457,7 @@ class _Trainer:
         return self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain)
 
     def _facts(self, state: State) -> dict[str, Any]:
-        known = facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
+        known = checkpoint_facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
         return known | {
             "horizon": self.job.horizon.facts(self.seconds),
             "outliers": self.outliers.facts(state.step),
@@ -479,7 +483,7 @@ class _Trainer:
                 self.folder.configure(self._resolved())
             self.folder.logs.write()
         found = Result(self.job.config, read, self.losses, self.validation_loss, seconds, checkpoint)
-        found.first, found.stopped = self.beginning.step, stopped
+        found.first, found.stopped = self.initial.step, stopped
         found.bits_a_byte, found.timers = self.bits_a_byte, self.metrics.timers
         return found
 
