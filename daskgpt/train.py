@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> int:
 def resume(values: Namespace) -> Resumed:
     """The run that --resume names, with the flags that may change."""
     if values.preset:
-        raise may_not_change(values.resume, {"preset": values.preset})
+        raise may_not_change(values.resume, "preset", values.preset)
     return Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
 
 

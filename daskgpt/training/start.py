@@ -201,7 +201,8 @@ def checkpoint_facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], gra
     """
     return {
         "seed": job.run.seed,
-        "data": {"next_batch": step, **fingerprint(job.tokens)},  # batches are a pure function of seed and step
+        "data": {"next_batch": step, "position": "batches are a pure function of seed and step"}
+        | fingerprint(job.tokens),
         "configuration": {name: asdict(section) for name, section in job.resolved(scheduler, chunk, grain).items()},
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
@@ -339,7 +340,7 @@ class Resumed:
                 same = value in (values.get(setting), OPEN.get(setting))
                 same |= setting in ("data", "out", "init") and values[setting] == from_root(str(value))
                 if setting not in may_change and not same:
-                    raise may_not_change(self.path, {setting: value}, values.get(setting))
+                    raise may_not_change(self.path, setting, value, values.get(setting))
             if name == "run" and any(map(given.get, HORIZONS)):
                 one_horizon(given)
                 values |= {"tokens": 0, "minutes": 0}  # the new length replaces the old one
@@ -360,13 +361,11 @@ class Resumed:
         raise refusal(ValueError, "train", rule, got, advice)
 
 
-def may_not_change(path: str, given: Mapping[str, Any], known: Any = None) -> ValueError:
+def may_not_change(path: str, setting: str, value: Any, known: Any = None) -> ValueError:
     """Return the error for a setting that a run keeps; it lists those that may change."""
+    got = f"{setting}={value}{'' if known is None else f' (its own: {known})'}, resume={path}"
     rule = "--resume keeps the run's own settings"
-    (got,) = (
-        f"{name}={value}" + (f" (its own: {known})" if known is not None else "") for name, value in given.items()
-    )
-    return refusal(ValueError, "train", rule, f"{got}, resume={path}", f"May change: {', '.join(changeable())}.")
+    return refusal(ValueError, "train", rule, got, f"May change: {', '.join(changeable())}.")
 
 
 def changeable() -> list[str]:
