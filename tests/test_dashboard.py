@@ -7,8 +7,9 @@ import pytest
 
 from daskgpt.instruments.dashboard.collected import Call, Collected, column, idle_share, overlap_share
 from daskgpt.instruments.dashboard.dashboard_page import WAITING, _Page
+from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.events import TOPIC
-from daskgpt.schedulers.worker_metrics import KERNEL, METRIC
+from daskgpt.schedulers.worker_metrics import METRIC
 
 CALLS = [
     Call("a", "linear.forward", 0.0, 2.0),

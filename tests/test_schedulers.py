@@ -197,7 +197,7 @@ def test_a_worker_of_another_arithmetic_is_refused_or_ends(other, there, outcome
     assert "bfloat16 products" not in membership.identity(False)
     if other:
         monkeypatch.setattr(membership, "one_order", lambda dtype: expected["float32 products"] == "library")
-    plugin = membership.Admission("name", expected, True, ["tcp://a:1"] if there else [])
+    plugin = membership.VersionCheck("name", expected, True, ["tcp://a:1"] if there else [])
     if outcome == "refused":
         with pytest.raises(RuntimeError, match=r"worker=tcp://a:1, float32 products=\w+ \(the run: \w+\)\."):
             plugin.setup(worker)
@@ -288,7 +288,7 @@ def test_what_workers_did_is_told_between_looks_and_at_the_end():
     )
     assert later.since(before) == worker_metrics.Use(1.0, 6.0, 2, 20, 4, 300, 0, 7, 3.0)
     assert later.since(None) == later.since(worker_metrics.Use(2.0, 4.0, 2)) == later
-    assert before.and_then(later) == worker_metrics.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
+    assert before.plus(later) == worker_metrics.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
     assert worker_metrics.imbalance({"a": later, "b": before}) == pytest.approx(0.5 / 0.45 - 1)
     assert worker_metrics.imbalance({"a": worker_metrics.Use(1.0, 1.0, 1)}) == 0
     told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
@@ -312,7 +312,7 @@ def test_what_workers_did_is_told_between_looks_and_at_the_end():
 def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatch):
     monkeypatch.setattr(worker_metrics, "product_rate", lambda *_: 5.0)
     state, monitor = SimpleNamespace(nthreads=2, executed_count=3), SimpleNamespace(recent=lambda: {"memory": 11})
-    worker = SimpleNamespace(state=state, monitor=monitor, transfer_outgoing_bytes_total=50)
+    worker = type("Worker", (), {"state": state, "monitor": monitor, "transfer_outgoing_bytes_total": 50})()
     worker.transfer_incoming_log, sums = [{"total": 100}], {("execute", "a", "thread-cpu", "s"): 1.0}
     worker.digests_total, found = sums, []
     count = worker_metrics.Count(worker)

@@ -26,9 +26,10 @@ from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.bounded_map import each_submitted
+from daskgpt.schedulers.dask_internals import scheduler_identity
 from daskgpt.schedulers.failures import LostResults, Silence, copies_apart, loss, present, telling_losses
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.membership import TakeBack, admit_equals, give, members, running, scheduler_identity, take_back
+from daskgpt.schedulers.membership import RemovePlugins, check_versions, members, register, remove_plugins_of, running
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.security import reason_and_advice, warn_of_open
 from daskgpt.schedulers.worker_metrics import METRIC
@@ -155,7 +156,7 @@ class ClusterScheduler:
 
     def admit(self, packed: bool) -> None:
         with telling_losses(self.client):
-            admit_equals(self.client, packed)
+            check_versions(self.client, packed)
 
     def leave_silent(self, seconds: float) -> None:
         self.silence.seconds = seconds
@@ -193,7 +194,7 @@ class ClusterScheduler:
 
         found: list[ProcessSpans] = []
         with telling_losses(self.client):
-            give(self.client, RecordSpans())
+            register(self.client, RecordSpans())
         try:
             yield found
         finally:
@@ -312,7 +313,7 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
             yield _ready(client, _described(client, kind, address))
         finally:
             with suppress(OSError, RuntimeError, ValueError):  # its cluster is gone
-                client.run_on_scheduler(take_back, client.id)
+                client.run_on_scheduler(remove_plugins_of, client.id)
 
 
 def client_address(client: Any) -> str:
@@ -407,8 +408,8 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     """ends_with_it   whether the cluster ends with its client: workers that close cannot give anything back"""
     from daskgpt.schedulers.workers import PrepareWorker
 
-    for kind in [PrepareWorker] if ends_with_it else [TakeBack, PrepareWorker]:
-        give(client, kind(client))
+    for kind in [PrepareWorker] if ends_with_it else [RemovePlugins, PrepareWorker]:
+        register(client, kind(client))
     _await_heartbeats(client)
     return ClusterScheduler(client, description)
 

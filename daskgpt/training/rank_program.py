@@ -13,8 +13,9 @@ from daskgpt.graph.distribute import Peers, Rank
 from daskgpt.graph.program import Span, recorded_spans
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
+from daskgpt.schedulers.dask_internals import thread_count
 from daskgpt.schedulers.events import RECEIVE, ShownCall, shown_calls
-from daskgpt.schedulers.links import LostRank, WorkerLink, done_of, end_programs, programs_of
+from daskgpt.schedulers.links import LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.training.diloco import LocalSteps
@@ -33,7 +34,7 @@ class RankProgram:
         worker = get_worker()
         self.job, self.epoch, self.count = job, epoch, len(addresses)
         self.link = WorkerLink(worker, epoch, number, addresses)
-        threads = worker.state.nthreads
+        threads = thread_count(worker)
         self.scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         self.said: list[str] = []
         self.state: State | None = None
@@ -132,8 +133,7 @@ class LocalRankProgram(RankProgram):
 
 def programs() -> dict[str, RankProgram]:
     """The programs of this worker by run."""
-    found: dict[str, RankProgram] = programs_of(get_worker())
-    return found
+    return ranks_of(get_worker()).programs
 
 
 def _program(run: str, epoch: str) -> RankProgram:
@@ -193,7 +193,7 @@ def run_window(
             raise
     program.kept += spans if kept else []
     said, program.said[:] = program.said[:], []
-    seconds, done = time.perf_counter() - start, done_of(get_worker())
+    seconds, done = time.perf_counter() - start, ranks_of(get_worker()).done
     kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
     done["busy"] += sum(span.end - span.start for span in kernels) - seconds
     step = program.steps.step
@@ -233,6 +233,6 @@ def hold_pack(job: Job, names: Sequence[str], arrays: Sequence[np.ndarray]) -> t
 
 async def abort(run: str, epoch: str, dask_worker: Any) -> None:
     """Let a rank that waits for others fail."""
-    program = programs_of(dask_worker).get(run)
+    program = ranks_of(dask_worker).programs.get(run)
     if program is not None and program.epoch == epoch:
         program.link.fail("another rank has failed")

@@ -18,7 +18,7 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.events import show
+from daskgpt.schedulers.events import show_calls
 from daskgpt.schedulers.links import end_programs
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
@@ -171,7 +171,7 @@ class RankSteps:
         self.tasks, self.used_grain = sum(window.tasks for window in ended), ended[0].grain
         calls = {address: window.calls for address, window in zip(self.addresses, ended)}
         with suppress(OSError):  # nobody needs it
-            self.scheduler.client.run_on_scheduler(show, calls, wait=False)
+            self.scheduler.client.run_on_scheduler(show_calls, calls, wait=False)
         self.live = LiveState(self, first + len(batches))
         outcomes = self.local.mean([window.told for window in ended]) if self.local else ended[0].told
         return outcomes, self.live

@@ -24,7 +24,7 @@ from daskgpt.model.parameters import check_config
 from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.cluster import client_address
-from daskgpt.schedulers.events import Telling
+from daskgpt.schedulers.events import Events
 from daskgpt.schedulers.failures import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.worker_metrics import Usage
@@ -262,7 +262,7 @@ class _Trainer:
         self.outliers = Outliers(job.optimizer.skip_outliers, beginning.outliers)
         self.finite = Finite(job, self.losses, self.wait)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.usage, self.events = Usage(scheduler), Telling(scheduler)
+        self.usage, self.events = Usage(scheduler), Events(scheduler)
         self.metrics = StepMetrics(job, self.usage, lambda: self.seconds)
         self.measure = self.metrics.timers.measure
         known = beginning.step, beginning.spared, beginning.best

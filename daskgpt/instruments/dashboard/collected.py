@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from distributed import SchedulerPlugin
 from distributed.utils import key_split
 
+from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.events import TOPIC
-from daskgpt.schedulers.worker_metrics import KERNEL, METRIC
+from daskgpt.schedulers.worker_metrics import METRIC
 
 CALLS, STEPS = 4000, 5000  # the latest that are kept
 WINDOW = 5.0  # seconds of lanes

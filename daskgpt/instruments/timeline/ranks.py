@@ -12,7 +12,7 @@ from typing import Any
 from daskgpt.graph.nodes import Key
 from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, Words
 from daskgpt.instruments.timeline.recorder import lane_name, until_done
-from daskgpt.schedulers.links import programs_of
+from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.training.rank_steps import RankSteps
@@ -30,7 +30,7 @@ class RankEvents:
 
 def events_on(run: str, start: float, dask_worker: Any) -> RankEvents | None:
     """What a worker has recorded of a run; start: of the timeline, as the time of day."""
-    program = programs_of(dask_worker).get(run)
+    program = ranks_of(dask_worker).programs.get(run)
     if program is None:
         return None
     runnable = program.steps.step.runnable
