@@ -34,7 +34,7 @@ from daskgpt.instruments.random_tokens import BenchConfig, job_of, random_batch
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import RandomParameters
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.rank_steps import RankSteps

@@ -39,7 +39,7 @@ _PUBLIC = {
     "load": "training.run_folder",
     "loss_and_gradients": "training.inference",
     "measure": "instruments.execution",
-    "open_scheduler": "schedulers.addresses",
+    "open_scheduler": "schedulers.connect",
     "plan": "instruments.plan",
     "preset": "config.model",
     "puzzle": "instruments.puzzle",

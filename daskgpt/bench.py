@@ -26,7 +26,7 @@ from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.instruments.records import Figure, append_records, check_records, measured
 from daskgpt.model.parameters import parameter_count
-from daskgpt.schedulers.addresses import chosen_address, open_scheduler
+from daskgpt.schedulers.connect import chosen_address, open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as facts_of

@@ -12,7 +12,7 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.corpus.manifest import Manifest, Part
 from daskgpt.data.corpus.preparing import Preparation, PrepareConfig
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 
 LINES = """\
 INPUT is a file, a folder (all below it that is not hidden) or a glob: text, JSONL (.jsonl, .ndjson, .json.gz),

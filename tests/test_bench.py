@@ -32,7 +32,7 @@ from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.model.parameters import parameter_count
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers import machine as machine_memory
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep
 
 SIZE = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]

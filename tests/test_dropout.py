@@ -19,7 +19,7 @@ from daskgpt.kernels.dropout import dropped
 from daskgpt.kernels.philox import streams, threshold_of, words
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.tape import Tape
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import Moment, TrainingStep, gradients_of
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["dropout"]

@@ -22,7 +22,7 @@ from daskgpt.model import layers
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.optimizer import OPTIMIZERS, Optimizer
 from daskgpt.model.parameters import tensors
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 
 
 def squared_relu(x):

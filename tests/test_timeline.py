@@ -23,7 +23,7 @@ from daskgpt.instruments.timeline.page import _means, lanes_of, time_axis
 from daskgpt.instruments.timeline.side_by_side import in_brief
 from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
 from daskgpt.instruments.timeline.summary import describe_summary, summarise
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep
 
 LARGER = GPT2Config(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)

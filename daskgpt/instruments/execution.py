@@ -19,7 +19,7 @@ from daskgpt.instruments.plan import plan
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.timeline import Summary, Timeline, summarise
 from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.job import Job, compile_kernels
 
 WARMUP = 4  # steps before the first turn

@@ -26,7 +26,7 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
-from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address, resolved_address
+from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address, resolved_address
 from daskgpt.schedulers.machine import memory_limit
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.horizon import Horizon

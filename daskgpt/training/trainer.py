@@ -22,8 +22,7 @@ from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.loading import BatchLoader
 from daskgpt.model.parameters import check_config
 from daskgpt.model.schedules import learning_rate
-from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.schedulers.cluster import client_address
+from daskgpt.schedulers.connect import client_address, open_scheduler
 from daskgpt.schedulers.events import Events
 from daskgpt.schedulers.failures import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler

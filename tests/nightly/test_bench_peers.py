@@ -12,7 +12,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments.compare.messages import TorchOptions
 from daskgpt.instruments.compare.torch_process import Place, TorchSide
 from daskgpt.instruments.measure import Steps
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'daskgpt[compare]'")
 MODEL = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]

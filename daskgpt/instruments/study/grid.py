@@ -13,7 +13,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.instruments.study.dials import BARRIERS, DIALS
-from daskgpt.schedulers.addresses import check_address
+from daskgpt.schedulers.connect import check_address
 from daskgpt.training.job import Job
 
 TOKEN_PARTS = (1, 2, 4, 8)

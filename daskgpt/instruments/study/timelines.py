@@ -17,7 +17,7 @@ from daskgpt.instruments.timeline import (
     write_side_by_side,
     write_timeline,
 )
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.local import usable_cores
 
 
