@@ -29,8 +29,8 @@ def each_local(
     items: Iterator[Item],
     take: Callable[[Result], None],
 ) -> None:
-    """Run read, call and take as one dataflow: item n is read after item n - 1, and once item n - ahead is taken; results
-    are taken one after the other, by any free thread.
+    """Run read, call and take as one dataflow: item n is read after item n - 1 and once item n - ahead is taken;
+    results are taken one after the other, by any free thread.
 
     Errors   those of items, function and take, of which the first one ends it
     """
