@@ -29,11 +29,11 @@ ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"}
 def keep_memory() -> bool:
     """Let glibc serve every allocation of this process from one heap that only grows; return whether it does.
 
-    By default glibc returns each piece of 32 MiB or more to the system when it is freed, and the next array of that size
-    costs a page fault every 4 KiB: more than the kernel that fills it, for layers that are bound by memory. There must be
-    one heap, since those of other threads hold no piece above 64 MiB. The setting cannot be undone, and comes too late
-    for threads that have a heap of their own: workers that this package starts have it in their environment. (Without
-    it some runs of gpt2 on two workers took 15 s a step instead of 11.7.)
+    By default glibc returns each piece of 32 MiB or more to the system when it is freed, and the next array of that
+    size costs a page fault every 4 KiB: more than the kernel that fills it, for layers that are bound by memory. There
+    must be one heap, since those of other threads hold no piece above 64 MiB. The setting cannot be undone, and comes
+    too late for threads that have a heap of their own: workers that this package starts have it in their environment.
+    (Without it some runs of gpt2 on two workers took 15 s a step instead of 11.7.)
     """
     if platform.libc_ver()[0] != "glibc":
         return False
