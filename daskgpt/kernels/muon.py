@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape, flat
+from daskgpt.kernels.arguments import check_output, check_shape, flat, into_new_arrays
 from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.orthogonal import Iteration, iteration, orthogonalised
 
@@ -22,45 +22,6 @@ def _step(weight, direction, rate, scale, decay):
         weight[i] = weight[i] - rate * (scale * direction[i] + decay * weight[i])
 
 
-def muon(
-    weight: np.ndarray,
-    gradient: np.ndarray,
-    m: np.ndarray,
-    hyper: np.ndarray,
-    *,
-    beta: float,
-    scale: float,
-    weight_decay: float,
-    maps: int,
-    step: Iteration = iteration,
-) -> tuple[np.ndarray, np.ndarray]:
-    """One step of Muon with decoupled decay, into new arrays.
-
-    m' = beta m + (1 - beta) g;  d = beta m' + (1 - beta) g  (Nesterov)
-    weight' = weight - rate (scale sqrt(max(n, k)) orthogonalised(d) + weight_decay weight);  hyper = [rate, ...]
-
-    An orthogonal matrix times the root of its longer side has numbers of root mean square 1: scale is that of a step,
-    in units of the rate.
-
-    Shapes   weight, gradient, m (maps n, k), hyper (1 or more,) float64 -> weight', m'; the maps lie one below the
-             other, and each is orthogonalised for itself
-    Dtype    float32 or float64, one for all but hyper
-    Source   Jordan et al. 2024, as above; the scale: Liu et al. 2025, arXiv:2502.16982
-    Errors   ValueError when the shapes do not fit
-    """
-    return muon_inplace(
-        weight.copy(),
-        gradient,
-        m.copy(),
-        hyper,
-        beta=beta,
-        scale=scale,
-        weight_decay=weight_decay,
-        maps=maps,
-        step=step,
-    )
-
-
 def muon_inplace(
     weight: np.ndarray,
     gradient: np.ndarray,
@@ -73,10 +34,18 @@ def muon_inplace(
     maps: int,
     step: Iteration = iteration,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same step, the same bits, written over weight and m, which are returned.
+    """Make one step of Muon with decoupled decay, written over weight and m, which are returned.
 
-    Shapes   weight, gradient, m (maps n, k), hyper (1 or more,) float64 -> weight, m
+    m' = beta m + (1 - beta) g;  d = beta m' + (1 - beta) g  (Nesterov)
+    weight' = weight - rate (scale sqrt(max(n, k)) orthogonalised(d) + weight_decay weight);  hyper = [rate, ...]
+
+    An orthogonal matrix times the root of its longer side has numbers of root mean square 1: scale is that of a step,
+    in units of the rate.
+
+    Shapes   weight, gradient, m (maps n, k), hyper (1 or more,) float64 -> weight, m; the maps lie one below the other,
+             and each is orthogonalised for itself
     Dtype    float32 or float64, one for all but hyper
+    Source   Jordan et al. 2024, as above; the scale: Liu et al. 2025, arXiv:2502.16982
     Errors   ValueError when the shapes do not fit, or weight or m cannot be written
     """
     rows, columns = len(weight) // maps, weight.shape[1]
@@ -91,3 +60,6 @@ def muon_inplace(
         length = scale * math.sqrt(max(rows, columns))
         _step(flat(weight[own]), flat(orthogonalised(direction, step)), rate, length, weight_decay)
     return weight, m
+
+
+muon = into_new_arrays(muon_inplace)

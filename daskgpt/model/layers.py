@@ -140,15 +140,10 @@ ATTENTION = Layer(
 # The same of a model that drops some of the probabilities while it is trained.
 DROPPED_ATTENTION = Layer(
     name="attention",
-    forward=Row(attention.forward_dropped, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
+    forward=Row(attention.forward, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
     outputs="y logsumexp",
     backward={
-        "qkv": Row(
-            attention.backward_dropped,
-            "bTC, bTX, bTC, bHT, b -> bTX",
-            "dy qkv y logsumexp streams",
-            "heads place rate",
-        )
+        "qkv": Row(attention.backward, "bTC, bTX, bTC, bHT, b -> bTX", "dy qkv y logsumexp streams", "heads place rate")
     },
     new_axes=ATTENTION.new_axes,
 )

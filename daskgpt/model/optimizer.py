@@ -13,7 +13,8 @@ import numpy as np
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import apply
 from daskgpt.kernels import adamw, momentum, muon
-from daskgpt.kernels.bfloat16 import rounded_layers
+from daskgpt.kernels.bfloat16 import gemm
+from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.norm import LIMITS, TOLD, guard, squares
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
@@ -86,7 +87,7 @@ ADAMW = Optimizer(
     options=_adamw_options,
     hyper=_adamw_hyper,
     hyper_size=3,
-    fused={rounded_layers.linear_backward_weight: rounded_layers.linear_update},
+    fused={gemm.backward_weight: linear_update},
 )
 
 

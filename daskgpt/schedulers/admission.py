@@ -16,7 +16,7 @@ from distributed.core import Status
 
 import daskgpt
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.bfloat16.units import unit
+from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.leaving import give, named
 from daskgpt.schedulers.members import members

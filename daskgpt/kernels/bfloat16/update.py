@@ -8,17 +8,25 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_scalars
 from daskgpt.kernels.arguments import check_output, check_shape
-from daskgpt.kernels.bfloat16.operands import FLOAT32, NOTHING, ceiling, check_float32, words
-from daskgpt.kernels.bfloat16.packed_weight import PackedWeight, check_layout, check_panel_rows, pack_weight
-from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_weight_rows
-from daskgpt.kernels.bfloat16.tiles import CONFIGURATION, STEP, ZEROS, close_unit, open_unit
-from daskgpt.kernels.bfloat16.units import scratch, unit
-from daskgpt.kernels.bfloat16.weight_gradient import (
+from daskgpt.kernels.bfloat16.gemm import (
+    TrainedWeight,
     backward_weight,
-    check_tokens,
-    row_range,
+    check_layout,
+    check_panel_rows,
+    pack_weight,
     runs_of_tokens,
     sum_rows,
+)
+from daskgpt.kernels.bfloat16.isa import scratch, unit
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.tiles import (
+    CONFIGURATION,
+    STEP,
+    ZEROS,
+    close_unit,
+    open_unit,
+    pack_pairs,
+    pack_weight_rows,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.totals import additions, level, meet
@@ -130,50 +138,46 @@ def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
 
 
-def _check(where, dys, xs, groups, weight, m, v, packed, gradient, rows):
-    """Raise unless the arguments of update_weight fit; returns the rows to update."""
-    if not dys or len(dys) != len(xs):
-        rule, found = "dys and xs must have as many chunks", f"{len(dys)} and {len(xs)}"
-        raise refusal(ValueError, where, rule, found, "Give one of each.")
-    count = len({*groups})
-    in_order = [*groups] == sorted(groups) and {*groups} == {*range(count)}
-    if len(groups) != len(dys) or not in_order:
-        rule = "groups must be one a chunk, 0 ... 0 1 ... 1 and so on"
-        raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Leave them out for a single one.")
-    outputs, channels = weight.shape
-    first, last = row_range(where, outputs, rows)
+def _check(where, parts, groups, start, state, first, last):
+    """Raise unless the arguments of `linear_update` fit."""
+    weight, m, v, _ = state
+    if not parts:
+        raise refusal(ValueError, where, "parts must be one pair or more", {"parts": len(parts)}, "Give dy and x.")
+    in_order = [*groups] == sorted(groups) and {*groups} == {*range(len({*groups}))}
+    if len(groups) != len(parts) or not in_order:
+        rule = "groups must be one a part, 0 ... 0 1 ... 1 and so on"
+        raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Give each part the number of its group.")
+    outputs, channels = shape = weight.values.shape
     check_panel_rows(where, outputs, first, last)
-    for name, array in (("weight", weight), ("m", m), ("v", v)):
-        check_output(where, name, array, (outputs, channels), FLOAT32)
-    check_layout(where, packed)
-    if (packed.outputs, packed.channels) != (outputs, channels):
-        rule = f"packed must be of the weight's shape {(outputs, channels)}"
-        got = {"packed": (packed.outputs, packed.channels)}
-        raise refusal(ValueError, where, rule, got, "Give the weight's own.")
-    for dy, x in zip(dys, xs):
-        check_tokens(where, dy, x)
-        check_shape(where, "dy", dy, (*dy.shape[:-1], outputs))
+    for name, array in (("weight", weight.values), ("m", m), ("v", v)):
+        check_output(where, name, array, shape, FLOAT32)
+    check_layout(where, weight.packed)
+    if (weight.packed.outputs, weight.packed.channels) != shape:
+        got = {"packed": (weight.packed.outputs, weight.packed.channels)}
+        raise refusal(ValueError, where, f"packed must be of the weight's shape {shape}", got, "Give the weight's own.")
+    for dy, x in parts:
+        check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
         check_shape(where, "x", x, (*x.shape[:-1], channels))
         check_float32(where, dy=dy, x=x)
-    if gradient is not None:
-        check_shape(where, "gradient", gradient, (last - first, channels))
-        check_float32(where, gradient=gradient)
-    return first, last
+    if start is not None:
+        check_shape(where, "start", start, (last - first, channels))
+        check_float32(where, start=start)
 
 
-def _in_two_steps(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options):
-    shape = last - first, weight.shape[1]
-    totals = [np.empty(shape, FLOAT32) for _ in range(1 + max(map(level, groups)))]
-    if gradient is not None:
-        totals[0][:] = gradient
-    begun = gradient is not None
-    for dy, x, group, after in zip(dys, xs, groups, [*groups[1:], None]):
-        backward_weight(dy, x, total=totals[level(group)], accumulate=begun, rows=(first, last))
+def _in_two_steps(parts, groups, start, state, first, last, options):
+    weight, m, v, hyper = state
+    totals = [np.empty((last - first, weight.shape[1]), FLOAT32) for _ in range(1 + max(map(level, groups)))]
+    if start is not None:
+        totals[0][:] = start
+    begun = start is not None
+    for (dy, x), group, after in zip(parts, groups, [*groups[1:], None]):
+        backward_weight(dy, x, total=totals[level(group)], accumulate=begun, first_row=first)
         begun = group == after
         if not begun:
             meet(totals, level(group), additions(group, parts=1 + groups[-1]))
-    adamw_inplace(weight[first:last], totals[0], m[first:last], v[first:last], hyper, **options)
-    pack_weight(weight[first:last], packed, first=first)
+    values = weight.values[first:last]
+    adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
+    pack_weight(values, weight.packed, first=first)
 
 
 def _runs(dy, x):
@@ -193,10 +197,11 @@ def _table(operands, groups, started):
     return np.array(rows, np.int64)
 
 
-def _in_one_pass(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options):
-    outputs, channels = weight.shape
-    operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in zip(dys, xs)]
-    table = _table(operands, groups, gradient is not None)
+def _in_one_pass(parts, groups, start, state, first, last, options):
+    weight, m, v, hyper = state
+    packed, (outputs, channels) = weight.packed, weight.shape
+    operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in parts]
+    table = _table(operands, groups, start is not None)
     steps, totals = [ceiling(count, 32) // 32 for count in table[:, 2].tolist()], 1 + int(table[:, 3].max())
     band_rows, band_columns = _plan(max(steps), channels, totals)
     sums_step = ceiling(channels, 32) * 4 + 64
@@ -206,48 +211,37 @@ def _in_one_pass(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, 
     )
     scalars = np.array(step_scalars(hyper, **options), FLOAT32)
     _update(
-        words(table), words(weight), words(m), words(v), NOTHING if gradient is None else words(gradient),
+        words(table), words(weight.values), words(m), words(v), NOTHING if start is None else words(start),
         packed.forward, packed.backward, words(scalars), ZEROS, unit(), CONFIGURATION, len(table), outputs, channels,
         first, last, left, right, sums, total_step, sums_step, band_rows, band_columns,
     )  # fmt: skip
 
 
-def update_weight(
-    dys: Sequence[np.ndarray],
-    xs: Sequence[np.ndarray],
-    weight: np.ndarray,
-    m: np.ndarray,
-    v: np.ndarray,
-    packed: PackedWeight,
-    hyper: np.ndarray,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    groups: Sequence[int] | None = None,
-    gradient: np.ndarray | None = None,
-    rows: tuple[int, int] | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, PackedWeight]:
-    """AdamW step of a linear layer's weight, in place, straight from the chunks of dy and x; packs the new weight, too.
+def linear_update(
+    parts: Sequence[Sequence[np.ndarray]],
+    groups: Sequence[int],
+    start: np.ndarray | None,
+    state: tuple[TrainedWeight, np.ndarray, np.ndarray, np.ndarray],
+    first: int,
+    last: int,
+    **options: float,
+) -> None:
+    """Update rows first ... last - 1 of a linear layer's weight by AdamW, in place, straight from dy and x.
 
-    g = gradient + Σ_chunks Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight: the same bits as these three in a row
+    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight: the same bits as these three in a row
 
-    groups   of each chunk its group, whose totals meet as `kernels.totals` says; the first one's goes on from gradient
+    parts    pairs of dy and x, in the order in which their rows are summed
+    groups   of each part the group whose total it enters, see `kernels.totals`; the first one goes on from start
+    start    these rows of the gradient that the sum goes on from, or None
+    state    weight, m, v (whole), hyper
+    options  of adamw_inplace
 
-    Shapes   dys of (..., O), xs of (..., C), weight, m, v (O, C), gradient (O, C) or, with rows=(first, end),
-             (end - first, C), hyper (3,) float64 -> weight, m, v, packed
-    Dtype    float32; dys and xs are rounded
+    Shapes   dy (..., O), x (..., C), start (last - first, C), weight, m, v (O, C), hyper (3,) float64
+    Dtype    float32; dy and x are rounded
     Cost     2 O C operations a token, 28 bytes a number; the gradient stays in the second cache, some rows at a time
     Errors   TypeError for other dtypes; ValueError when shapes or groups do not fit, rows do not begin and end at
              multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another unit's layout
     """
-    where = "bfloat16.update_weight"
-    groups = [0] * len(dys) if groups is None else groups
-    first, last = _check(where, dys, xs, groups, weight, m, v, packed, gradient, rows)
-    options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    if packed.in_tiles and all(dy.size for dy in dys):
-        _in_one_pass(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options)
-    else:
-        _in_two_steps(dys, xs, groups, weight, m, v, packed, hyper, gradient, first, last, options)
-    return weight, m, v, packed
+    _check("bfloat16.linear_update", parts, groups, start, state, first, last)
+    in_one_pass = state[0].packed.in_tiles and all(dy.size for dy, _ in parts)
+    (_in_one_pass if in_one_pass else _in_two_steps)(parts, groups, start, state, first, last, options)

@@ -11,45 +11,218 @@ are the probabilities that dropout drops, and what it leaves is made larger afte
 import math
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from daskgpt.kernels import attention
-from daskgpt.kernels.bfloat16.attention_lanes import (
-    exponentials,
-    largest,
-    raise_columns,
-    score_gradients,
-    sum_of_lanes,
-)
-from daskgpt.kernels.bfloat16.dropping import drop_halves, factors_of_patch, multiply_reals
-from daskgpt.kernels.bfloat16.operands import FLOAT32, ceiling, check_float32, words
-from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
-from daskgpt.kernels.bfloat16.rounding import rounded
+from daskgpt.kernels.bfloat16.gemm import sum_rows
+from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import (
     CONFIGURATION,
     PATCH,
     ROW,
     STEP,
+    TILE,
     ZEROS,
     close_unit,
     multiply_patch,
     open_unit,
+    pack_pairs,
+    pack_rows,
 )
-from daskgpt.kernels.bfloat16.units import Unit, scratch, unit
-from daskgpt.kernels.bfloat16.weight_gradient import sum_rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.philox import factors_of_row
+from daskgpt.kernels.philox import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
 from daskgpt.kernels.vectors.elementary import log
 from daskgpt.kernels.vectors.lanes import (
+    F32,
+    HALVES,
+    I64,
+    LANES,
+    REALS,
     VECTOR,
+    below,
+    call,
+    constant,
+    exp,
+    fma,
+    load,
+    round_to_bfloat16,
+    splat,
+    store,
+    whole,
 )
 from daskgpt.kernels.vectors.operations import (
+    PARTS,
     address_of,
     copy_row,
+    operation,
     read_real,
+    store_pairs,
     transpose_tile,
     write_real,
 )
-from daskgpt.kernels.vectors.sums import dot_at
+from daskgpt.kernels.vectors.sums import dot_at, folded
+
+
+@intrinsic
+def raise_columns(typing_context, tops, scores, count):
+    """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
+
+    def build(builder, tops, scores, count):
+        top = load(builder, tops)
+        for first in PARTS:
+            score = load(builder, scores, first * 4)
+            above = builder.and_(builder.fcmp_ordered(">", score, top), below(builder, count, first))
+            top = builder.select(above, score, top)
+        store(builder, top, tops)
+
+    return operation(build, 3)
+
+
+@intrinsic
+def largest(typing_context, address):
+    """The largest of 16 float32 numbers."""
+
+    def generate(context, builder, signature, values):
+        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [load(builder, values[0])])
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def sum_of_lanes(typing_context, address):
+    """The sum of 16 float32 numbers."""
+
+    def generate(context, builder, signature, values):
+        return folded(builder, load(builder, values[0]))
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def exponentials(typing_context, scores, target, totals, count, scale, top):
+    """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
+
+    def build(builder, scores, target, totals, count, scale, top):
+        scale, negative_top = splat(builder, scale), splat(builder, builder.fneg(top))
+        total = load(builder, totals)
+        for first in PARTS:
+            p = exp(builder, fma(builder, load(builder, scores, first * 4), scale, negative_top))
+            p = builder.select(below(builder, count, first), p, constant(REALS, 0.0))
+            total = builder.fadd(total, p)
+            store(builder, round_to_bfloat16(builder, p), target, first * 2)
+        store(builder, total, totals)
+
+    return operation(build, 4, 2)
+
+
+def _key_gradients(builder, place, first, hidden, scale):
+    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
+    scores, gradients, logsumexp, deltas = (load(builder, address, first * 4) for address in place)
+    score = builder.fmul(scores, scale)
+    p = exp(builder, builder.fsub(score, logsumexp))
+    centred = builder.fsub(gradients, deltas)
+    gradient = builder.fmul(builder.fmul(p, scale), centred)
+    mask, zero = below(builder, hidden, first), constant(REALS, 0.0)
+    return [round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
+
+
+@intrinsic
+def score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
+    """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
+
+    p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
+    """
+
+    def build(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
+        scale = splat(builder, scale)
+        for first in PARTS:
+            both = []
+            for row in (0, 1):
+                down, across = whole(row * ROW), row * 64 + first * 2
+                place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
+                limit = builder.add(hidden, whole(row))
+                probability, gradient = _key_gradients(builder, place, first, limit, scale)
+                store(builder, probability, p, across)
+                store(builder, gradient, ds, across)
+                both.append(gradient)
+            store_pairs(builder, both[0], both[1], builder.add(pairs, whole(first // LANES * TILE)))
+
+    return operation(build, 8, 1)
+
+
+_COUNTERS = ir.VectorType(I64, LANES)
+_LOWER, _HALF = constant(_COUNTERS, 2**32 - 1), constant(_COUNTERS, 32)
+
+
+def _philox(builder, counter, key, other):
+    """Four vectors of words, as `philox.philox` makes them of numbers."""
+    a, b, c, d = counter
+    for _ in range(ROUNDS):
+        first = builder.mul(a, constant(_COUNTERS, FIRST_MULTIPLIER))
+        second = builder.mul(c, constant(_COUNTERS, SECOND_MULTIPLIER))
+        a = builder.xor(builder.xor(builder.lshr(second, _HALF), b), splat(builder, key))
+        c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), splat(builder, other))
+        b, d = builder.and_(second, _LOWER), builder.and_(first, _LOWER)
+        key, other = (
+            builder.and_(builder.add(each, whole(step)), whole(2**32 - 1))
+            for each, step in ((key, FIRST_STEP), (other, SECOND_STEP))
+        )
+    return a, b, c, d
+
+
+@intrinsic
+def _factors(typing_context, target, stream, place, part, query, group, threshold, kept):
+    """Factors of 16 queries and the keys 4 group ... 4 group + 3, a row of a patch a key: see `factors_of_patch`."""
+
+    def build(builder, target, stream, place, part, query, group, threshold, kept):
+        queries = builder.add(splat(builder, query), ir.Constant(_COUNTERS, list(range(LANES))))
+        counter = splat(builder, group), queries, splat(builder, place), splat(builder, part)
+        key, other = builder.and_(stream, whole(2**32 - 1)), builder.lshr(stream, whole(32))
+        for row, word in enumerate(_philox(builder, counter, key, other)):
+            gone = builder.icmp_unsigned("<", word, splat(builder, threshold))
+            store(builder, builder.select(gone, constant(REALS, 0.0), splat(builder, kept)), target, row * ROW)
+
+    return operation(build, 7, 1)
+
+
+@helper
+def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
+    """A row of 32 queries for each of 32 keys: 0 where a probability is dropped, else `kept`; as `factors_of_row`."""
+    for group in range(8):
+        for half in range(2):
+            _factors(
+                patch + 4 * group * ROW + half * 64, stream, place, part, query + 16 * half, key // 4 + group,
+                threshold, kept,
+            )  # fmt: skip
+
+
+@intrinsic
+def drop_halves(typing_context, target, factors):
+    """32 bfloat16 numbers at target: zero where one of the 32 float32 numbers at `factors` is."""
+
+    def build(builder, target, factors):
+        for first in PARTS:
+            gone = builder.fcmp_ordered("==", load(builder, factors, first * 4), constant(REALS, 0.0))
+            value = builder.select(gone, constant(HALVES, 0), load(builder, target, first * 2, HALVES))
+            store(builder, value, target, first * 2)
+
+    return operation(build, 2)
+
+
+@intrinsic
+def multiply_reals(typing_context, target, factors):
+    """32 float32 numbers at target = they times the 32 at `factors`."""
+
+    def build(builder, target, factors):
+        for first in PARTS:
+            product = builder.fmul(load(builder, target, first * 4), load(builder, factors, first * 4))
+            store(builder, product, target, first * 4)
+
+    return operation(build, 2)
+
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 # Queries that two keys before the diagonal's patch must not be seen by: none.
@@ -260,42 +433,25 @@ def _backward(
     close_unit(unit)
 
 
-def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Causal self-attention, scale 1 / sqrt(HS), its products' operands rounded to bfloat16.
-
-    y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position
-    logsumexp = log(sum(exp(q kᵀ / sqrt(HS))))
+def forward(
+    qkv: np.ndarray, streams: np.ndarray | None = None, *, heads: int, place: int = 0, rate: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return causal self-attention as `attention.forward` does, its products' operands rounded to bfloat16.
 
     The probabilities are rounded before they are divided by their sum, which is that of the numbers not rounded. On the
-    portable unit q, k and v are rounded, the probabilities are not.
+    portable unit q, k and v are rounded, the probabilities are not. Dropout drops the same probabilities.
 
-    Shapes   qkv (b, T, 3C) -> y (b, T, C), logsumexp (b, NH, T)
-    Dtype    float32; operands bfloat16, sums and softmax float32
+    Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
+    Dtype    float32; operands bfloat16, sums and softmax float32; int64 streams
     Cost     2 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
-    Errors   TypeError when qkv is not float32; ValueError when the columns are not 3 heads HS
-    """
-    return _attend("rounded_attention.forward", qkv, heads, attention.NOTHING)
-
-
-def forward_dropped(
-    qkv: np.ndarray, streams: np.ndarray, heads: int, place: int, rate: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """`forward` with a share of the probabilities set to 0 and the others divided by 1 - rate: those of `attention`.
-
-    Shapes   qkv (b, T, 3C), streams (b,) -> y (b, T, C), logsumexp (b, NH, T)
-    Dtype    float32, int64 streams
     Errors   TypeError when qkv is not float32; ValueError when the shapes do not fit
     """
-    where = "rounded_attention.forward_dropped"
-    return _attend(where, qkv, heads, attention.check_dropped(where, qkv, streams, place, rate))
-
-
-def _attend(where: str, qkv: np.ndarray, heads: int, dropped: attention.Dropped) -> tuple[np.ndarray, np.ndarray]:
-    channels = attention.check_heads(where, qkv, heads)
+    where = "bfloat16.attention.forward"
+    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
     check_float32(where, qkv=qkv)
     if unit() is Unit.PORTABLE:
-        return attention.attend(where, rounded(qkv), heads, dropped)
+        return attention.forward(rounded(qkv), streams, heads=heads, place=place, rate=rate)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
     size = channels // heads
@@ -306,68 +462,49 @@ def _attend(where: str, qkv: np.ndarray, heads: int, dropped: attention.Dropped)
     )
     _forward(
         words(qkv), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size,
-        *addresses, steps, *_told(dropped), np.empty(patches * 32, FLOAT32),
+        *addresses, steps, *_kept_as_array(dropout), np.empty(patches * 32, FLOAT32),
     )  # fmt: skip
     return y, logsumexp
 
 
-def _told(dropped: attention.Dropped) -> tuple[np.ndarray, int, int, np.ndarray]:
-    """The same with its float as an array: a kernel without arrays of floats has no type for one."""
-    streams, place, threshold, kept = dropped
+def _kept_as_array(dropout: attention.Dropout) -> tuple[np.ndarray, int, int, np.ndarray]:
+    """Return the same with its float as an array: a kernel without arrays of floats has no type for one."""
+    streams, place, threshold, kept = dropout
     return streams, place, threshold, np.array([kept], FLOAT32)
 
 
-def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int) -> np.ndarray:
-    """Gradient of causal self-attention with respect to q, k and v, its products' operands rounded to bfloat16.
+def backward(
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    streams: np.ndarray | None = None,
+    *,
+    heads: int,
+    place: int = 0,
+    rate: float = 0.0,
+) -> np.ndarray:
+    """Return the gradient of attention as `attention.backward` does, its products' operands rounded to bfloat16.
 
     p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS)
     dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
 
     On the portable unit q, k, v and dy are rounded, p and ds are not.
 
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T) -> dqkv (b, T, 3C)
-    Dtype    float32; operands bfloat16, everything else float32
+    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv (b, T, 3C)
+    Dtype    float32; operands bfloat16, everything else float32; int64 streams
     Cost     5 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
     """
-    return _differentiate("rounded_attention.backward", dy, qkv, y, logsumexp, heads, attention.NOTHING)
-
-
-def backward_dropped(
-    dy: np.ndarray,
-    qkv: np.ndarray,
-    y: np.ndarray,
-    logsumexp: np.ndarray,
-    streams: np.ndarray,
-    heads: int,
-    place: int,
-    rate: float,
-) -> np.ndarray:
-    """Gradient of `forward_dropped` with respect to q, k and v, see `attention.backward_dropped`.
-
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) -> dqkv (b, T, 3C)
-    Dtype    float32, int64 streams
-    Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
-    """
-    where = "rounded_attention.backward_dropped"
-    dropped = attention.check_dropped(where, qkv, streams, place, rate)
-    return _differentiate(where, dy, qkv, y, logsumexp, heads, dropped)
-
-
-def _differentiate(
-    where: str,
-    dy: np.ndarray,
-    qkv: np.ndarray,
-    y: np.ndarray,
-    logsumexp: np.ndarray,
-    heads: int,
-    dropped: attention.Dropped,
-) -> np.ndarray:
-    channels, (sequences, tokens) = attention.check_backward(where, dy, qkv, y, logsumexp, heads), qkv.shape[:2]
+    where = "bfloat16.attention.backward"
+    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
+    attention.check_backward(where, dy, qkv, y, logsumexp, heads)
     check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
     if unit() is Unit.PORTABLE:
-        return attention.differentiate(where, rounded(dy), rounded(qkv), y, logsumexp, heads, dropped)
+        kept = y, logsumexp, streams
+        return attention.backward(rounded(dy), rounded(qkv), *kept, heads=heads, place=place, rate=rate)
+    sequences, tokens = qkv.shape[:2]
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels, line = steps * patches * STEP, patches * ROW
@@ -377,5 +514,5 @@ def _differentiate(
     )  # fmt: skip
     arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
     sizes = sequences, tokens, heads, size
-    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, *sizes, *addresses, *_told(dropped))
+    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, *sizes, *addresses, *_kept_as_array(dropout))
     return dqkv
