@@ -15,9 +15,9 @@ from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm, gemm_address
 from daskgpt.kernels.philox import factors_of_row, threshold_of
-from daskgpt.kernels.vectors.elementary import exp, log, maximum
-from daskgpt.kernels.vectors.operations import address_of
-from daskgpt.kernels.vectors.sums import dot, sum_of
+from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.simd.math import exp, log, maximum
+from daskgpt.kernels.simd.reductions import dot, sum_of
 
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from daskgpt.config.errors import refusal
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
-# one rounding says so (`elementary.fma`), and sums over a row have their own order (`vectors.sums`).
+# one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32}
@@ -104,7 +104,7 @@ class Kernel:
         self.words = signature.split()
         self.name = f"{function.__module__}.{function.__qualname__}"
         arrays = [position for position, word in enumerate(self.words) if word[0] in "rw"]
-        self._witness = arrays[0] if arrays else None
+        self._witness = arrays[0] if arrays else 0
         self._any = not any(word[0] in "rwf" for word in self.words)
         self._compiled: dict[str, Any] = {}
 

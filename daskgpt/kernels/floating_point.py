@@ -16,8 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.vectors.lanes import I8, I32, I64, VOID, at, call
-from daskgpt.kernels.vectors.processor import X86
+from daskgpt.kernels.simd.lanes import I8, I32, I64, VOID, X86, at, call
 
 _FLUSH_TO_ZERO = 1 << 15
 _SUBNORMALS_ARE_ZERO = 1 << 6

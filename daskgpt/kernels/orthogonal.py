@@ -8,9 +8,9 @@ import numpy as np
 from daskgpt.kernels.arguments import flat
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32.blas import gemm, gemm_address, product
-from daskgpt.kernels.vectors.elementary import fma
-from daskgpt.kernels.vectors.operations import address_of
-from daskgpt.kernels.vectors.sums import dot
+from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.simd.math import fma
+from daskgpt.kernels.simd.reductions import dot
 
 ITERATIONS = 5
 A, B, C = 3.4445, -4.7750, 2.0315  # of the polynomial, whose slope at 0 is as steep as five steps allow

@@ -27,43 +27,41 @@ from daskgpt.kernels.bfloat16.tiles import (
     TILE,
     ZEROS,
     close_unit,
+    copy_row,
     multiply_patch,
     open_unit,
     pack_pairs,
     pack_rows,
+    store_pairs,
+    transpose_tile,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.philox import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
-from daskgpt.kernels.vectors.elementary import log
-from daskgpt.kernels.vectors.lanes import (
+from daskgpt.kernels.simd.lanes import (
     F32,
     HALVES,
     I64,
     LANES,
+    PARTS,
     REALS,
     VECTOR,
+    address_of,
     below,
     call,
     constant,
     exp,
     fma,
     load,
+    operation,
+    read_real,
     round_to_bfloat16,
     splat,
     store,
     whole,
-)
-from daskgpt.kernels.vectors.operations import (
-    PARTS,
-    address_of,
-    copy_row,
-    operation,
-    read_real,
-    store_pairs,
-    transpose_tile,
     write_real,
 )
-from daskgpt.kernels.vectors.sums import dot_at, folded
+from daskgpt.kernels.simd.math import log
+from daskgpt.kernels.simd.reductions import dot_at, folded
 
 
 @intrinsic

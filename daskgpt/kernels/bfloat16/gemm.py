@@ -24,17 +24,19 @@ from daskgpt.kernels.bfloat16.tiles import (
     STEP,
     ZEROS,
     close_unit,
+    copy_row,
     fetch,
     multiply_patch,
     open_unit,
     pack_pairs,
     pack_rows,
     pack_weight_rows,
+    store_columns,
     touch_patch,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32 import blas
-from daskgpt.kernels.vectors.operations import address_of, copy_row, store_columns
+from daskgpt.kernels.simd.lanes import address_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,26 @@
 """Rounding to bfloat16, the upper half of a float32, and back; arrays of bfloat16 numbers, as kernels take them."""
 
 import numpy as np
+from numba.extending import intrinsic
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
-from daskgpt.kernels.vectors.operations import address_of, round_exactly, widen
+from daskgpt.kernels.simd.lanes import (
+    HALVES,
+    LANES,
+    REALS,
+    address_of,
+    below,
+    load,
+    load_masked,
+    operation,
+    round_to_bfloat16,
+    store,
+    store_masked,
+    whole,
+    widen,
+)
 
 # What the kernels accept. NumPy has no bfloat16, so its numbers are kept as uint16.
 BFLOAT16 = np.dtype(np.uint16)
@@ -41,12 +56,45 @@ def aligned(size: int) -> np.ndarray:
     return memory[first : first + size]
 
 
+def _convert(builder, count, convert, source, source_kind, target):
+    """Up to 16 numbers; whole vectors without a mask, which only AVX-512 has for 16-bit numbers."""
+    with builder.if_else(builder.icmp_signed(">=", count, whole(LANES))) as (full, rest):
+        with full:
+            store(builder, convert(builder, load(builder, source, 0, source_kind)), target)
+        with rest:
+            mask = below(builder, count)
+            store_masked(builder, convert(builder, load_masked(builder, source, 0, mask, source_kind)), target, 0, mask)
+
+
+@intrinsic
+def _round_exactly(typing_context, source, target, count):
+    """Up to 16 bfloat16 numbers at target = as many float32 numbers at source, subnormal ones too."""
+
+    def convert(builder, reals):
+        return round_to_bfloat16(builder, reals, subnormal=True)
+
+    def build(builder, source, target, count):
+        _convert(builder, count, convert, source, REALS, target)
+
+    return operation(build, 3)
+
+
+@intrinsic
+def _widen(typing_context, source, target, count):
+    """Up to 16 float32 numbers at target = as many bfloat16 numbers at source."""
+
+    def build(builder, source, target, count):
+        _convert(builder, count, widen, source, HALVES, target)
+
+    return operation(build, 3)
+
+
 @kernel("h1 H1 n")
 def _to_bfloat16(x, y, size):
     wide_vectors()
     source, target = address_of(x), address_of(y)
     for i in range(0, size, 16):
-        round_exactly(source + i * 4, target + i * 2, size - i)
+        _round_exactly(source + i * 4, target + i * 2, size - i)
 
 
 @kernel("h1 H1 n")
@@ -54,7 +102,7 @@ def _from_bfloat16(x, y, size):
     wide_vectors()
     source, target = address_of(x), address_of(y)
     for i in range(0, size, 16):
-        widen(source + i * 2, target + i * 4, size - i)
+        _widen(source + i * 2, target + i * 4, size - i)
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:

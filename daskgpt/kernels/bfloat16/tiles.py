@@ -16,22 +16,31 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.bfloat16.isa import Unit, compiles
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors.lanes import (
+from daskgpt.kernels.simd.lanes import (
     BITS,
     I8,
     I32,
     I64,
+    LANES,
+    PARTS,
     POINTER,
     REALS,
+    VECTOR,
     VOID,
+    below,
     call,
+    constant,
     load,
+    load_masked,
+    operation,
     prefetch,
+    round_to_bfloat16,
     splat,
     store,
+    store_masked,
+    transposed,
     whole,
 )
-from daskgpt.kernels.vectors.operations import operation, pair_columns, round_columns, transpose_tile
 
 TILE = 1024
 STEP = 2 * TILE
@@ -266,6 +275,78 @@ def close_unit(unit):
 #     pack_rows, transposed     right operand    weight of y = x weightᵀ
 #     pack_pairs                right operand    weight of dx = dy weight, x of dweight = dyᵀ x
 #     pack_pairs, transposed    left operand     dy of dweight = dyᵀ x
+
+
+def _rounded(builder, source, first, count):
+    """Numbers first .. first + 15 of `count` float32 numbers, rounded to bfloat16."""
+    return round_to_bfloat16(builder, load_masked(builder, source, first * 4, below(builder, count, first)))
+
+
+@intrinsic
+def round_columns(typing_context, source, target, count):
+    """32 bfloat16 numbers at target = `count` float32 numbers at source, then zeros."""
+
+    def build(builder, source, target, count):
+        for first in PARTS:
+            store(builder, _rounded(builder, source, first, count), target, first * 2)
+
+    return operation(build, 3)
+
+
+def store_pairs(builder, upper, lower, target):
+    """16 pairs of bfloat16 numbers at target, those of `upper` before those of `lower`."""
+    upper, lower = builder.zext(upper, BITS), builder.zext(lower, BITS)
+    store(builder, builder.or_(upper, builder.shl(lower, constant(BITS, 16))), target)
+
+
+@intrinsic
+def pair_columns(typing_context, upper, lower, target, upper_count, lower_count):
+    """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
+
+    def build(builder, upper, lower, target, upper_count, lower_count):
+        first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
+        store_pairs(builder, first, second, target)
+
+    return operation(build, 5)
+
+
+@intrinsic
+def transpose_tile(typing_context, tile):
+    """Transpose a tile of 16 x 16 numbers of 32 bits in place."""
+
+    def build(builder, tile):
+        rows = [load(builder, tile, VECTOR * row, BITS) for row in range(LANES)]
+        for row, value in enumerate(transposed(builder, rows)):
+            store(builder, value, tile, VECTOR * row)
+
+    return operation(build, 1)
+
+
+@intrinsic
+def store_columns(typing_context, source, target, count):
+    """`count` of 32 float32 numbers at target = those at source."""
+
+    def build(builder, source, target, count):
+        for first in PARTS:
+            value = load(builder, source, first * 4)
+            store_masked(builder, value, target, first * 4, below(builder, count, first))
+
+    return operation(build, 3)
+
+
+@intrinsic
+def copy_row(typing_context, source, target, count):
+    """`count` float32 numbers at target = those at source."""
+
+    def build(builder, source, target, count):
+        with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
+            place = builder.shl(loop.index, whole(6))
+            store(builder, load(builder, source, place), target, place)
+        rest = builder.and_(count, whole(LANES - 1))
+        place, mask = builder.shl(builder.sub(count, rest), whole(2)), below(builder, rest)
+        store_masked(builder, load_masked(builder, source, place, mask), target, place, mask)
+
+    return operation(build, 3)
 
 
 @helper

@@ -24,13 +24,14 @@ from daskgpt.kernels.bfloat16.tiles import (
     STEP,
     ZEROS,
     close_unit,
+    copy_row,
     open_unit,
     pack_pairs,
     pack_weight_rows,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.simd.lanes import address_of, read_real, read_whole, write_real
 from daskgpt.kernels.totals import additions, level, meet
-from daskgpt.kernels.vectors.operations import address_of, copy_row, read_real, read_whole, write_real
 
 # The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256

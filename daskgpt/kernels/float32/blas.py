@@ -27,8 +27,7 @@ from numba.extending import intrinsic
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import Kernel, helper, kernel
 from daskgpt.kernels.float32 import gemm as sgemm
-from daskgpt.kernels.vectors.operations import address_of, read, write
-from daskgpt.kernels.vectors.processor import has_fma
+from daskgpt.kernels.simd.lanes import address_of, has_fma, read, write
 
 # What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
 # 32-bit ones.

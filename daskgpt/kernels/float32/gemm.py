@@ -37,9 +37,8 @@ from daskgpt.kernels.float32.tiles import (
     multiply,
     transpose,
 )
-from daskgpt.kernels.vectors.operations import read_real, write_real
-from daskgpt.kernels.vectors.processor import has_fma
-from daskgpt.kernels.vectors.scratch import PAGE, give_back, slots, take
+from daskgpt.kernels.simd.lanes import has_fma, read_real, write_real
+from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
 
 # Steps of the summed axis that are packed at once.
 DEPTH = 384

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.kernels.vectors.lanes import (
+from daskgpt.kernels.simd.lanes import (
     F32,
     I1,
     I8,
@@ -24,8 +24,11 @@ from daskgpt.kernels.vectors.lanes import (
     below,
     constant,
     fma,
+    has_avx512,
+    has_fma,
     load,
     load_masked,
+    operation,
     prefetch,
     shuffle,
     splat,
@@ -34,8 +37,6 @@ from daskgpt.kernels.vectors.lanes import (
     transposed,
     whole,
 )
-from daskgpt.kernels.vectors.operations import operation
-from daskgpt.kernels.vectors.processor import has_avx512, has_fma
 
 # By the registers of the processor that code is compiled for. 32 registers of 16 numbers (AVX-512): a tile of 8 rows
 # and 3 vectors. 16 registers of 8 (AVX2), and 32 of 4, which LLVM makes the same vectors of (NEON): 4 rows and 3

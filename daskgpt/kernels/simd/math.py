@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors import lanes
+from daskgpt.kernels.simd import lanes
 
 
 @intrinsic

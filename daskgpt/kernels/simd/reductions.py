@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.kernels.vectors.lanes import F32, below, call, constant, load, load_masked, shuffle, whole
+from daskgpt.kernels.simd.lanes import F32, below, call, constant, load, load_masked, shuffle, whole
 
 _LANES = 32
 

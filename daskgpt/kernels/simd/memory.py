@@ -15,8 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors.lanes import I64, POINTER, VOID, call, whole
-from daskgpt.kernels.vectors.operations import operation
+from daskgpt.kernels.simd.lanes import I64, POINTER, VOID, call, operation, whole
 
 PAGE = 4096
 # Places for addresses of free memory.
