@@ -68,7 +68,7 @@ def stay_apart(typing_context: Any) -> Any:
     return numba.types.void(), generate
 
 
-def _numba_type(word: str, real: Any) -> Any:
+def numba_type(word: str, real: Any = None) -> Any:
     """r2 -> a float array that is read, w1 -> one that is written; other letters as `kernel` says them."""
     letter, count = word[0], word[1:]
     if letter in "nf" or word == "s":
@@ -127,7 +127,7 @@ class Kernel:
         dispatcher = self._compiled.get(kind)
         if dispatcher is None:
             dispatcher = self._dispatcher(kind)
-            dispatcher.compile(tuple(_numba_type(word, _FLOATS.get(kind)) for word in self.words))
+            dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
             dispatcher.disable_compile()
             self._compiled[kind] = dispatcher
             stats = dispatcher.stats

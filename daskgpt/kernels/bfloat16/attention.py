@@ -12,8 +12,6 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from daskgpt.kernels import attention
 from daskgpt.kernels.bfloat16.gemm import sum_rows
@@ -51,8 +49,8 @@ from daskgpt.kernels.simd.lanes import (
     constant,
     exp,
     fma,
+    instruction,
     load,
-    operation,
     read_real,
     round_to_bfloat16,
     splat,
@@ -64,56 +62,40 @@ from daskgpt.kernels.simd.math import log
 from daskgpt.kernels.simd.reductions import dot_at, folded
 
 
-@intrinsic
-def raise_columns(typing_context, tops, scores, count):
+@instruction("n n n")
+def raise_columns(builder, tops, scores, count):
     """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
-
-    def build(builder, tops, scores, count):
-        top = load(builder, tops)
-        for first in PARTS:
-            score = load(builder, scores, first * 4)
-            above = builder.and_(builder.fcmp_ordered(">", score, top), below(builder, count, first))
-            top = builder.select(above, score, top)
-        store(builder, top, tops)
-
-    return operation(build, 3)
+    top = load(builder, tops)
+    for first in PARTS:
+        score = load(builder, scores, first * 4)
+        above = builder.and_(builder.fcmp_ordered(">", score, top), below(builder, count, first))
+        top = builder.select(above, score, top)
+    store(builder, top, tops)
 
 
-@intrinsic
-def largest(typing_context, address):
+@instruction("n", "s")
+def largest(builder, address):
     """The largest of 16 float32 numbers."""
-
-    def generate(context, builder, signature, values):
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [load(builder, values[0])])
-
-    return types.float32(types.int64), generate
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [load(builder, address)])
 
 
-@intrinsic
-def sum_of_lanes(typing_context, address):
+@instruction("n", "s")
+def sum_of_lanes(builder, address):
     """The sum of 16 float32 numbers."""
-
-    def generate(context, builder, signature, values):
-        return folded(builder, load(builder, values[0]))
-
-    return types.float32(types.int64), generate
+    return folded(builder, load(builder, address))
 
 
-@intrinsic
-def exponentials(typing_context, scores, target, totals, count, scale, top):
+@instruction("n n n n s s")
+def exponentials(builder, scores, target, totals, count, scale, top):
     """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
-
-    def build(builder, scores, target, totals, count, scale, top):
-        scale, negative_top = splat(builder, scale), splat(builder, builder.fneg(top))
-        total = load(builder, totals)
-        for first in PARTS:
-            p = exp(builder, fma(builder, load(builder, scores, first * 4), scale, negative_top))
-            p = builder.select(below(builder, count, first), p, constant(REALS, 0.0))
-            total = builder.fadd(total, p)
-            store(builder, round_to_bfloat16(builder, p), target, first * 2)
-        store(builder, total, totals)
-
-    return operation(build, 4, 2)
+    scale, negative_top = splat(builder, scale), splat(builder, builder.fneg(top))
+    total = load(builder, totals)
+    for first in PARTS:
+        p = exp(builder, fma(builder, load(builder, scores, first * 4), scale, negative_top))
+        p = builder.select(below(builder, count, first), p, constant(REALS, 0.0))
+        total = builder.fadd(total, p)
+        store(builder, round_to_bfloat16(builder, p), target, first * 2)
+    store(builder, total, totals)
 
 
 def _key_gradients(builder, place, first, hidden, scale):
@@ -127,28 +109,24 @@ def _key_gradients(builder, place, first, hidden, scale):
     return [round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
 
 
-@intrinsic
-def score_gradients(typing_context, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
+@instruction("n n n n n n n n s")
+def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
     """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
 
     p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
     """
-
-    def build(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
-        scale = splat(builder, scale)
-        for first in PARTS:
-            both = []
-            for row in (0, 1):
-                down, across = whole(row * ROW), row * 64 + first * 2
-                place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
-                limit = builder.add(hidden, whole(row))
-                probability, gradient = _key_gradients(builder, place, first, limit, scale)
-                store(builder, probability, p, across)
-                store(builder, gradient, ds, across)
-                both.append(gradient)
-            store_pairs(builder, both[0], both[1], builder.add(pairs, whole(first // LANES * TILE)))
-
-    return operation(build, 8, 1)
+    scale = splat(builder, scale)
+    for first in PARTS:
+        both = []
+        for row in (0, 1):
+            down, across = whole(row * ROW), row * 64 + first * 2
+            place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
+            limit = builder.add(hidden, whole(row))
+            probability, gradient = _key_gradients(builder, place, first, limit, scale)
+            store(builder, probability, p, across)
+            store(builder, gradient, ds, across)
+            both.append(gradient)
+        store_pairs(builder, both[0], both[1], builder.add(pairs, whole(first // LANES * TILE)))
 
 
 _COUNTERS = ir.VectorType(I64, LANES)
@@ -171,19 +149,15 @@ def _philox(builder, counter, key, other):
     return a, b, c, d
 
 
-@intrinsic
-def _factors(typing_context, target, stream, place, part, query, group, threshold, kept):
+@instruction("n n n n n n n s")
+def _factors(builder, target, stream, place, part, query, group, threshold, kept):
     """Factors of 16 queries and the keys 4 group ... 4 group + 3, a row of a patch a key: see `factors_of_patch`."""
-
-    def build(builder, target, stream, place, part, query, group, threshold, kept):
-        queries = builder.add(splat(builder, query), ir.Constant(_COUNTERS, list(range(LANES))))
-        counter = splat(builder, group), queries, splat(builder, place), splat(builder, part)
-        key, other = builder.and_(stream, whole(2**32 - 1)), builder.lshr(stream, whole(32))
-        for row, word in enumerate(_philox(builder, counter, key, other)):
-            gone = builder.icmp_unsigned("<", word, splat(builder, threshold))
-            store(builder, builder.select(gone, constant(REALS, 0.0), splat(builder, kept)), target, row * ROW)
-
-    return operation(build, 7, 1)
+    queries = builder.add(splat(builder, query), ir.Constant(_COUNTERS, list(range(LANES))))
+    counter = splat(builder, group), queries, splat(builder, place), splat(builder, part)
+    key, other = builder.and_(stream, whole(2**32 - 1)), builder.lshr(stream, whole(32))
+    for row, word in enumerate(_philox(builder, counter, key, other)):
+        gone = builder.icmp_unsigned("<", word, splat(builder, threshold))
+        store(builder, builder.select(gone, constant(REALS, 0.0), splat(builder, kept)), target, row * ROW)
 
 
 @helper
@@ -197,29 +171,21 @@ def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
             )  # fmt: skip
 
 
-@intrinsic
-def drop_halves(typing_context, target, factors):
+@instruction("n n")
+def drop_halves(builder, target, factors):
     """32 bfloat16 numbers at target: zero where one of the 32 float32 numbers at `factors` is."""
-
-    def build(builder, target, factors):
-        for first in PARTS:
-            gone = builder.fcmp_ordered("==", load(builder, factors, first * 4), constant(REALS, 0.0))
-            value = builder.select(gone, constant(HALVES, 0), load(builder, target, first * 2, HALVES))
-            store(builder, value, target, first * 2)
-
-    return operation(build, 2)
+    for first in PARTS:
+        gone = builder.fcmp_ordered("==", load(builder, factors, first * 4), constant(REALS, 0.0))
+        value = builder.select(gone, constant(HALVES, 0), load(builder, target, first * 2, HALVES))
+        store(builder, value, target, first * 2)
 
 
-@intrinsic
-def multiply_reals(typing_context, target, factors):
+@instruction("n n")
+def multiply_reals(builder, target, factors):
     """32 float32 numbers at target = they times the 32 at `factors`."""
-
-    def build(builder, target, factors):
-        for first in PARTS:
-            product = builder.fmul(load(builder, target, first * 4), load(builder, factors, first * 4))
-            store(builder, product, target, first * 4)
-
-    return operation(build, 2)
+    for first in PARTS:
+        product = builder.fmul(load(builder, target, first * 4), load(builder, factors, first * 4))
+        store(builder, product, target, first * 4)
 
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)

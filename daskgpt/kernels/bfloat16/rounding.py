@@ -1,7 +1,8 @@
 """Rounding to bfloat16, the upper half of a float32, and back; arrays of bfloat16 numbers, as kernels take them."""
 
+from functools import partial
+
 import numpy as np
-from numba.extending import intrinsic
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import flat
@@ -12,9 +13,9 @@ from daskgpt.kernels.simd.lanes import (
     REALS,
     address_of,
     below,
+    instruction,
     load,
     load_masked,
-    operation,
     round_to_bfloat16,
     store,
     store_masked,
@@ -66,27 +67,16 @@ def _convert(builder, count, convert, source, source_kind, target):
             store_masked(builder, convert(builder, load_masked(builder, source, 0, mask, source_kind)), target, 0, mask)
 
 
-@intrinsic
-def _round_exactly(typing_context, source, target, count):
+@instruction("n n n")
+def _round_exactly(builder, source, target, count):
     """Up to 16 bfloat16 numbers at target = as many float32 numbers at source, subnormal ones too."""
-
-    def convert(builder, reals):
-        return round_to_bfloat16(builder, reals, subnormal=True)
-
-    def build(builder, source, target, count):
-        _convert(builder, count, convert, source, REALS, target)
-
-    return operation(build, 3)
+    _convert(builder, count, partial(round_to_bfloat16, subnormal=True), source, REALS, target)
 
 
-@intrinsic
-def _widen(typing_context, source, target, count):
+@instruction("n n n")
+def _widen(builder, source, target, count):
     """Up to 16 float32 numbers at target = as many bfloat16 numbers at source."""
-
-    def build(builder, source, target, count):
-        _convert(builder, count, widen, source, HALVES, target)
-
-    return operation(build, 3)
+    _convert(builder, count, widen, source, HALVES, target)
 
 
 @kernel("h1 H1 n")

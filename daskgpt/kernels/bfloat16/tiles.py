@@ -30,9 +30,9 @@ from daskgpt.kernels.simd.lanes import (
     below,
     call,
     constant,
+    instruction,
     load,
     load_masked,
-    operation,
     prefetch,
     round_to_bfloat16,
     splat,
@@ -54,8 +54,6 @@ AMX = int(Unit.AMX)
 # Rows of sums that AVX-512 keeps in registers: 8 x 2 vectors, two more for the right operand.
 _GROUP = 8
 
-_int = types.int64
-
 
 def _configuration() -> np.ndarray:
     """What ldtilecfg reads: palette 1, eight tiles of 16 rows of 64 bytes."""
@@ -73,46 +71,38 @@ CONFIGURATION = _CONFIGURATION_BYTES.ctypes.data
 ZEROS = np.zeros(ROW // 2, np.uint16)
 
 
-def _instruction(name, values):
-    """Code generator of one AMX instruction; `values` turns the builder and the arguments into operands."""
-
-    def generate(context, builder, signature, arguments):
-        if compiles(Unit.AMX):
-            call(builder, name, VOID, values(builder, arguments))
-        return context.get_dummy_value()
-
-    return generate
+@instruction("n")
+def load_configuration(builder, address):
+    if compiles(Unit.AMX):
+        call(builder, "llvm.x86.ldtilecfg", VOID, [builder.inttoptr(address, POINTER)])
 
 
-@intrinsic
-def load_configuration(typing_context, address):
-    def values(builder, arguments):
-        return [builder.inttoptr(arguments[0], POINTER)]
-
-    return types.void(_int), _instruction("llvm.x86.ldtilecfg", values)
+@instruction("")
+def release_tiles(builder):
+    if compiles(Unit.AMX):
+        call(builder, "llvm.x86.tilerelease", VOID, [])
 
 
-@intrinsic
-def release_tiles(typing_context):
-    return types.void(), _instruction("llvm.x86.tilerelease", lambda builder, arguments: [])
+def _move(name):
+    """An intrinsic of a tile's number, which is a literal, an address, and the bytes from row to row."""
+
+    @intrinsic
+    def move(typing_context, tile, address, step):
+        if not isinstance(tile, types.IntegerLiteral):
+            return None
+
+        def generate(context, builder, signature, arguments):
+            if compiles(Unit.AMX):
+                number, place = ir.Constant(I8, tile.literal_value), builder.inttoptr(arguments[1], POINTER)
+                call(builder, name, VOID, [number, place, arguments[2]])
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64, types.int64), generate
+
+    return move
 
 
-def _move(name, tile):
-    def values(builder, arguments):
-        return [ir.Constant(I8, tile.literal_value), builder.inttoptr(arguments[1], POINTER), arguments[2]]
-
-    return types.void(tile, _int, _int), _instruction(name, values)
-
-
-@intrinsic
-def load_tile(typing_context, tile, address, step):
-    return _move("llvm.x86.tileloadd64", tile) if isinstance(tile, types.IntegerLiteral) else None
-
-
-@intrinsic
-def store_tile(typing_context, tile, address, step):
-    return _move("llvm.x86.tilestored64", tile) if isinstance(tile, types.IntegerLiteral) else None
-
+load_tile, store_tile = _move("llvm.x86.tileloadd64"), _move("llvm.x86.tilestored64")
 
 # Tiles 0 to 3 are the sums, 4 and 5 the left panel, 6 and 7 the right one. In assembly, because LLVM would keep a
 # pointer for every address of the loop and run out of registers.
@@ -134,24 +124,19 @@ jnz 1b
 _OPERANDS = "=r,=r,=r,r,0,1,2,~{memory},~{cc}," + ",".join(f"~{{tmm{tile}}}" for tile in range(8))
 
 
-@intrinsic
-def multiply_tiles(typing_context, left, right, steps):
+@instruction("n n n")
+def multiply_tiles(builder, left, right, steps):
     """Tiles 0 to 3 += a left panel @ a right panel, over `steps` (at least one)."""
-
-    def generate(context, builder, signature, arguments):
-        if compiles(Unit.AMX):
-            llvmlite.binding.initialize_native_asmparser()
-            kind = ir.FunctionType(ir.LiteralStructType([I64] * 3), [I64] * 4)
-            builder.asm(kind, _LOOP, _OPERANDS, [whole(64), *arguments], True)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, _int), generate
+    if compiles(Unit.AMX):
+        llvmlite.binding.initialize_native_asmparser()
+        kind = ir.FunctionType(ir.LiteralStructType([I64] * 3), [I64] * 4)
+        builder.asm(kind, _LOOP, _OPERANDS, [whole(64), left, right, steps], True)
 
 
-@intrinsic
-def _prefetch(typing_context, address):
+@instruction("n")
+def _prefetch(builder, address):
     """Fetch the cache line at `address` into the second cache; any address is allowed."""
-    return operation(prefetch, 1)
+    prefetch(builder, address)
 
 
 def _multiply_pair(builder, sums, left, right):
@@ -168,28 +153,24 @@ def _multiply_pair(builder, sums, left, right):
             builder.store(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", REALS, operands), total)
 
 
-@intrinsic
-def _multiply_rows(typing_context, left, right, steps, start, start_step, total, total_step):
+@instruction("n n n n n n n")
+def _multiply_rows(builder, left, right, steps, start, start_step, total, total_step):
     """8 rows x 32 columns at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
-
-    def build(builder, left, right, steps, start, start_step, total, total_step):
-        if not compiles(Unit.AVX512):
-            return
-        sums = {(row, half): cgutils.alloca_once(builder, REALS) for row in range(_GROUP) for half in (0, 1)}
-        for (row, half), place in sums.items():
-            line = builder.add(start, builder.mul(start_step, whole(row)))
-            builder.store(load(builder, line, 64 * half), place)
-        with cgutils.for_range(builder, builder.mul(steps, whole(16))) as loop:
-            step = builder.mul(builder.lshr(loop.index, whole(4)), whole(STEP))
-            pair = builder.and_(loop.index, whole(15))
-            rows = builder.add(builder.add(left, step), builder.mul(pair, whole(4)))
-            columns = builder.add(builder.add(right, step), builder.mul(pair, whole(64)))
-            _multiply_pair(builder, sums, rows, columns)
-        for (row, half), place in sums.items():
-            line = builder.add(total, builder.mul(total_step, whole(row)))
-            store(builder, builder.load(place), line, 64 * half)
-
-    return operation(build, 7)
+    if not compiles(Unit.AVX512):
+        return
+    sums = {(row, half): cgutils.alloca_once(builder, REALS) for row in range(_GROUP) for half in (0, 1)}
+    for (row, half), place in sums.items():
+        line = builder.add(start, builder.mul(start_step, whole(row)))
+        builder.store(load(builder, line, 64 * half), place)
+    with cgutils.for_range(builder, builder.mul(steps, whole(16))) as loop:
+        step = builder.mul(builder.lshr(loop.index, whole(4)), whole(STEP))
+        pair = builder.and_(loop.index, whole(15))
+        rows = builder.add(builder.add(left, step), builder.mul(pair, whole(4)))
+        columns = builder.add(builder.add(right, step), builder.mul(pair, whole(64)))
+        _multiply_pair(builder, sums, rows, columns)
+    for (row, half), place in sums.items():
+        line = builder.add(total, builder.mul(total_step, whole(row)))
+        store(builder, builder.load(place), line, 64 * half)
 
 
 @helper
@@ -282,15 +263,11 @@ def _rounded(builder, source, first, count):
     return round_to_bfloat16(builder, load_masked(builder, source, first * 4, below(builder, count, first)))
 
 
-@intrinsic
-def round_columns(typing_context, source, target, count):
+@instruction("n n n")
+def round_columns(builder, source, target, count):
     """32 bfloat16 numbers at target = `count` float32 numbers at source, then zeros."""
-
-    def build(builder, source, target, count):
-        for first in PARTS:
-            store(builder, _rounded(builder, source, first, count), target, first * 2)
-
-    return operation(build, 3)
+    for first in PARTS:
+        store(builder, _rounded(builder, source, first, count), target, first * 2)
 
 
 def store_pairs(builder, upper, lower, target):
@@ -299,54 +276,38 @@ def store_pairs(builder, upper, lower, target):
     store(builder, builder.or_(upper, builder.shl(lower, constant(BITS, 16))), target)
 
 
-@intrinsic
-def pair_columns(typing_context, upper, lower, target, upper_count, lower_count):
+@instruction("n n n n n")
+def pair_columns(builder, upper, lower, target, upper_count, lower_count):
     """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
-
-    def build(builder, upper, lower, target, upper_count, lower_count):
-        first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
-        store_pairs(builder, first, second, target)
-
-    return operation(build, 5)
+    first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
+    store_pairs(builder, first, second, target)
 
 
-@intrinsic
-def transpose_tile(typing_context, tile):
+@instruction("n")
+def transpose_tile(builder, tile):
     """Transpose a tile of 16 x 16 numbers of 32 bits in place."""
-
-    def build(builder, tile):
-        rows = [load(builder, tile, VECTOR * row, BITS) for row in range(LANES)]
-        for row, value in enumerate(transposed(builder, rows)):
-            store(builder, value, tile, VECTOR * row)
-
-    return operation(build, 1)
+    rows = [load(builder, tile, VECTOR * row, BITS) for row in range(LANES)]
+    for row, value in enumerate(transposed(builder, rows)):
+        store(builder, value, tile, VECTOR * row)
 
 
-@intrinsic
-def store_columns(typing_context, source, target, count):
+@instruction("n n n")
+def store_columns(builder, source, target, count):
     """`count` of 32 float32 numbers at target = those at source."""
-
-    def build(builder, source, target, count):
-        for first in PARTS:
-            value = load(builder, source, first * 4)
-            store_masked(builder, value, target, first * 4, below(builder, count, first))
-
-    return operation(build, 3)
+    for first in PARTS:
+        value = load(builder, source, first * 4)
+        store_masked(builder, value, target, first * 4, below(builder, count, first))
 
 
-@intrinsic
-def copy_row(typing_context, source, target, count):
+@instruction("n n n")
+def copy_row(builder, source, target, count):
     """`count` float32 numbers at target = those at source."""
-
-    def build(builder, source, target, count):
-        with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
-            place = builder.shl(loop.index, whole(6))
-            store(builder, load(builder, source, place), target, place)
-        rest = builder.and_(count, whole(LANES - 1))
-        place, mask = builder.shl(builder.sub(count, rest), whole(2)), below(builder, rest)
-        store_masked(builder, load_masked(builder, source, place, mask), target, place, mask)
-
-    return operation(build, 3)
+    with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
+        place = builder.shl(loop.index, whole(6))
+        store(builder, load(builder, source, place), target, place)
+    rest = builder.and_(count, whole(LANES - 1))
+    place, mask = builder.shl(builder.sub(count, rest), whole(2)), below(builder, rest)
+    store_masked(builder, load_masked(builder, source, place, mask), target, place, mask)
 
 
 @helper

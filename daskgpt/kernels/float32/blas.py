@@ -17,7 +17,6 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -27,7 +26,7 @@ from numba.extending import intrinsic
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import Kernel, helper, kernel
 from daskgpt.kernels.float32 import gemm as sgemm
-from daskgpt.kernels.simd.lanes import address_of, has_fma, read, write
+from daskgpt.kernels.simd.lanes import VOID, address_of, has_fma, read, whole, write
 
 # What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
 # 32-bit ones.
@@ -124,31 +123,19 @@ _PORTABLE = Kernel(_portable, "n n n n n n f n n n n f n n")
 def _call_blas(typing_context, blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
     """cblas_?gemm at address `blas`.
 
-    Every whole number is passed as 64 bits. A library with 32-bit integers reads the lower half of the register or of
-    the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
+    Every whole number and every pointer is passed as 64 bits. A library with 32-bit integers reads the lower half of
+    the register or of the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        long, short, real = ir.IntType(64), ir.IntType(32), arguments[6].type
-        pointer = ir.IntType(8).as_pointer()
-        kinds = [short, short, short, long, long, long, real, pointer, long, pointer, long, real, pointer, long]
-        values = [
-            ir.Constant(short, _ROW_MAJOR),
-            builder.trunc(arguments[1], short),
-            builder.trunc(arguments[2], short),
-        ]
-        values += arguments[3:7]
-        for position in (7, 9):
-            values += [builder.inttoptr(arguments[position], pointer), arguments[position + 1]]
-        values += [arguments[11], builder.inttoptr(arguments[12], pointer), arguments[13]]
-        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
-        builder.call(function, values)
+    def generate(context, builder, signature, arguments):
+        address, *values = arguments
+        values = [whole(_ROW_MAJOR), *values]
+        kind = ir.FunctionType(VOID, [value.type for value in values])
+        builder.call(builder.inttoptr(address, kind.as_pointer()), values)
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(
-        whole, whole, whole, whole, whole, whole, alpha, whole, whole, whole, whole, alpha, whole, whole
-    ), generate
+    n = types.int64
+    return types.void(n, n, n, n, n, n, alpha, n, n, n, n, alpha, n, n), generate
 
 
 @helper

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from daskgpt.kernels.simd.lanes import (
     F32,
@@ -26,9 +24,9 @@ from daskgpt.kernels.simd.lanes import (
     fma,
     has_avx512,
     has_fma,
+    instruction,
     load,
     load_masked,
-    operation,
     prefetch,
     shuffle,
     splat,
@@ -127,7 +125,6 @@ _UNROLL = 4
 
 _TILE_KINDS, _TRANSPOSE_KINDS = [I64] * 12 + [F32], [I64] * 8 + [F32]
 _COPY_KINDS, _HALVES_KINDS = [I64] * 5, [I64] * 6
-_int, _real = types.int64, types.float32
 
 
 def function(module: Any, name: str, kinds: list[Any], body: Callable[..., None]) -> Any:
@@ -250,22 +247,18 @@ def _functions(module: Any) -> Iterator[tuple[int, Any]]:
                 yield _number(kind, rows, width), _Tile(kind, rows, width).function(module)
 
 
-@intrinsic
-def code(typing_context):
+@instruction("", "n")
+def code(builder):
     """Address of the table of all functions; only what asks for it is compiled together with them."""
-
-    def generate(context, builder, signature, arguments):
-        if not has_fma():
-            return whole(0)
-        functions = dict(_functions(builder.module))
-        kind = ir.ArrayType(POINTER, max(functions) + 1)
-        empty = ir.Constant(POINTER, None)
-        entries = [functions[number].bitcast(POINTER) if number in functions else empty for number in range(kind.count)]
-        table = ir.GlobalVariable(builder.module, kind, "sgemm_code")
-        table.linkage, table.global_constant, table.initializer = "internal", True, ir.Constant(kind, entries)
-        return builder.ptrtoint(table, I64)
-
-    return _int(), generate
+    if not has_fma():
+        return whole(0)
+    functions = dict(_functions(builder.module))
+    kind = ir.ArrayType(POINTER, max(functions) + 1)
+    empty = ir.Constant(POINTER, None)
+    entries = [functions[number].bitcast(POINTER) if number in functions else empty for number in range(kind.count)]
+    table = ir.GlobalVariable(builder.module, kind, "sgemm_code")
+    table.linkage, table.global_constant, table.initializer = "internal", True, ir.Constant(kind, entries)
+    return builder.ptrtoint(table, I64)
 
 
 def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: Sequence[Any]) -> None:
@@ -274,56 +267,35 @@ def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: Se
     builder.call(builder.bitcast(found, ir.FunctionType(VOID, kinds).as_pointer()), arguments)
 
 
-@intrinsic
-def multiply(
-    typing_context, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta
-):
+@instruction("n n n n n n7 n n n n s")
+def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta):
     """`rows` (1, 2, 4 or 8) x LANES `width` (1, 2, 3) numbers at total = beta * those numbers + left @ right.
 
     operands: left, left_step, right, right_step, where to pack the right one, total, total_step.
     """
-
-    def generate(context, builder, signature, arguments):
-        code, kind, rows, width, steps, operands, *rest = arguments
-        number = builder.add(builder.shl(kind, whole(6)), builder.add(builder.shl(rows, whole(2)), width))
-        values = [steps, *cgutils.unpack_tuple(builder, operands), *rest]
-        _call(builder, code, number, _TILE_KINDS, values)
-        return context.get_dummy_value()
-
-    return types.void(*[_int] * 5, types.UniTuple(_int, 7), *[_int] * 4, _real), generate
+    number = builder.add(builder.shl(kind, whole(6)), builder.add(builder.shl(rows, whole(2)), width))
+    values = [steps, *cgutils.unpack_tuple(builder, operands), ahead, ahead_count, ahead_lines, ahead_step, beta]
+    _call(builder, code, number, _TILE_KINDS, values)
 
 
-@intrinsic
-def transpose(typing_context, code, operands, target, target_step, target_rows, target_columns, beta):
+@instruction("n n4 n n n n s")
+def transpose(builder, code, operands, target, target_step, target_rows, target_columns, beta):
     """LANES x LANES numbers at target = those at source, transposed, + beta * what was there.
 
     operands: source, its step, rows and columns; beyond them it counts as zero. Beyond its own, target is not touched.
     """
-
-    def generate(context, builder, signature, arguments):
-        code, operands, *rest = arguments
-        values = [*cgutils.unpack_tuple(builder, operands), *rest]
-        _call(builder, code, whole(_TRANSPOSE), _TRANSPOSE_KINDS, values)
-        return context.get_dummy_value()
-
-    return types.void(_int, types.UniTuple(_int, 4), *[_int] * 4, _real), generate
+    values = [*cgutils.unpack_tuple(builder, operands), target, target_step, target_rows, target_columns, beta]
+    _call(builder, code, whole(_TRANSPOSE), _TRANSPOSE_KINDS, values)
 
 
-@intrinsic
-def copy_rows(typing_context, code, width, source, step, rows, columns, target):
+@instruction("n n n n n n n")
+def copy_rows(builder, code, width, source, step, rows, columns, target):
     """`rows` rows of LANES `width` numbers, one after the other at target; beyond `columns` of source they are zero."""
-
-    def build(builder, code, width, *rest):
-        _call(builder, code, width, _COPY_KINDS, rest)
-
-    return operation(build, 7)
+    _call(builder, code, width, _COPY_KINDS, [source, step, rows, columns, target])
 
 
-@intrinsic
-def copy_halves(typing_context, code, source, step, rows, columns, target, distance):
+@instruction("n n n n n n n")
+def copy_halves(builder, code, source, step, rows, columns, target, distance):
     """`rows` rows of LANES numbers, half of each at target, half `distance` further; past `columns` zeros."""
-
-    def build(builder, code, *rest):
-        _call(builder, code, whole(_COPY_HALVES), _HALVES_KINDS, rest)
-
-    return operation(build, 7)
+    values = [source, step, rows, columns, target, distance]
+    _call(builder, code, whole(_COPY_HALVES), _HALVES_KINDS, values)

@@ -10,6 +10,7 @@ differently from the others: numbers that never fill a vector. That pays for lon
 
 import functools
 import platform
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -17,6 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+
+from daskgpt.kernels.compilation import numba_type
 
 # What the processor can do, as Numba compiles for it: NUMBA_CPU_FEATURES can take instructions away.
 X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
@@ -242,14 +245,27 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
 
 
-def operation(build: Any, integers: int, reals: int = 0) -> Any:
-    """An intrinsic that returns nothing, of so many int64 and then float32 numbers; `build` writes its code."""
+def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of a function that writes its code.
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        build(builder, *values)
-        return context.get_dummy_value()
+    `instruction("n n s", "n")` decorates a function of an llvmlite builder and of the values of two whole numbers and
+    of a float32 number, each by its name, which returns a whole number; without a result it returns nothing. The words
+    are those of `compilation.kernel`.
+    """
+    typed = (numba_type(result) if result else types.void)(*map(numba_type, arguments.split()))
 
-    return types.void(*[types.int64] * integers, *[types.float32] * reals), generate
+    def decorate(write_code: Callable[..., Any]) -> Any:
+        @functools.wraps(write_code)
+        def definition(typing_context: Any, *kinds: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                made = write_code(builder, *values)
+                return made if result else context.get_dummy_value()
+
+            return typed, generate
+
+        return intrinsic(definition)
+
+    return decorate
 
 
 @intrinsic
@@ -267,42 +283,41 @@ def _element(builder, address, index, kind):
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
 
 
-def _read(context, builder, signature, arguments):
-    kind = context.get_value_type(signature.return_type)
-    return builder.load(_element(builder, arguments[0], arguments[1], kind))
-
-
-def _write(context, builder, signature, arguments):
-    address, index, value = arguments
-    builder.store(value, _element(builder, address, index, value.type))
-    return context.get_dummy_value()
-
-
 @intrinsic
 def read(typing_context, address, index, like):
     """Number `index` of those at an address, which have the type of `like`."""
-    return like(types.int64, types.int64, like), _read
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(_element(builder, arguments[0], arguments[1], context.get_value_type(like)))
+
+    return like(types.int64, types.int64, like), generate
 
 
 @intrinsic
 def write(typing_context, address, index, value):
     """Set number `index` of those at an address, which have the type of `value`."""
-    return types.void(types.int64, types.int64, value), _write
+
+    def generate(context, builder, signature, arguments):
+        address, index, value = arguments
+        builder.store(value, _element(builder, address, index, value.type))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value), generate
 
 
-@intrinsic
-def read_real(typing_context, address, index):
+@instruction("n n", "s")
+def read_real(builder, address, index):
     """Number `index` of the float32 numbers at an address."""
-    return types.float32(types.int64, types.int64), _read
+    return builder.load(_element(builder, address, index, F32))
 
 
-@intrinsic
-def write_real(typing_context, address, index, value):
+@instruction("n n s")
+def write_real(builder, address, index, value):
     """Set number `index` of the float32 numbers at an address."""
-    return types.void(types.int64, types.int64, types.float32), _write
+    builder.store(value, _element(builder, address, index, F32))
 
 
-@intrinsic
-def read_whole(typing_context, address, index):
+@instruction("n n", "n")
+def read_whole(builder, address, index):
     """Number `index` of the int64 numbers at an address."""
-    return types.int64(types.int64, types.int64), _read
+    return builder.load(_element(builder, address, index, I64))
