@@ -1,6 +1,7 @@
 """AdamW: one parameter's update, into new arrays or in place."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,24 +16,51 @@ def next_moment(moment, value, beta, keep):
 
 
 @helper
-def next_weight(weight, m, v, rate, m_scale, v_scale, eps, decay):
-    return weight - rate * (m * m_scale / (math.sqrt(v * v_scale) + eps) + decay * weight)
+def next_weight(weight, m, v, step):
+    return weight - step.rate * (m * step.m_scale / (math.sqrt(v * step.v_scale) + step.eps) + step.decay * weight)
 
 
-@kernel("w1 r1 w1 w1 f f f f f f f f f")
-def _adamw(weight, gradient, m, v, rate, m_scale, v_scale, beta1, keep1, beta2, keep2, eps, decay):
+class Step(NamedTuple):
+    """What the numbers of a tensor have in common, in the order of `step_scalars`."""
+
+    rate: float
+    m_scale: float
+    v_scale: float
+    beta1: float
+    keep1: float
+    beta2: float
+    keep2: float
+    eps: float
+    decay: float
+
+
+@helper
+def step_of(scalars):
+    """The fields in an array, for use inside kernels."""
+    rate, m_scale, v_scale = scalars[0], scalars[1], scalars[2]
+    beta1, keep1, beta2, keep2 = scalars[3], scalars[4], scalars[5], scalars[6]
+    return Step(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
+
+
+@kernel("w1 r1 w1 w1 r1")
+def _adamw(weight, gradient, m, v, scalars):
+    step = step_of(scalars)
     for i in range(weight.size):
-        new_m = next_moment(m[i], gradient[i], beta1, keep1)
-        new_v = next_moment(v[i], gradient[i] * gradient[i], beta2, keep2)
+        new_m = next_moment(m[i], gradient[i], step.beta1, step.keep1)
+        new_v = next_moment(v[i], gradient[i] * gradient[i], step.beta2, step.keep2)
         m[i] = new_m
         v[i] = new_v
-        weight[i] = next_weight(weight[i], new_m, new_v, rate, m_scale, v_scale, eps, decay)
+        weight[i] = next_weight(weight[i], new_m, new_v, step)
 
 
-def step_scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+def step_scalars(
+    dtype: np.dtype, hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> np.ndarray:
+    """The fields of a `Step`, as kernels take them."""
     check_shape("adamw", "hyper", hyper, (3,))
     rate, correction1, correction2 = hyper.tolist()
-    return rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
+    step = Step(rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
+    return np.array(step, dtype)
 
 
 def adamw_inplace(
@@ -56,7 +84,7 @@ def adamw_inplace(
     check_shape("adamw", "gradient", gradient, weight.shape)
     for name, array in (("weight", weight), ("m", m), ("v", v)):
         check_output("adamw", name, array, weight.shape, weight.dtype)
-    _adamw(flat(weight), flat(gradient), flat(m), flat(v), *step_scalars(hyper, **options))
+    _adamw(flat(weight), flat(gradient), flat(m), flat(v), step_scalars(weight.dtype, hyper, **options))
     return weight, m, v
 
 

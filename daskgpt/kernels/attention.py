@@ -22,10 +22,10 @@ from daskgpt.kernels.simd.reductions import dot, sum_of
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16
 
-# Dropout as kernels take it: the streams of the sequences, the number of the place in the model, the word below which a
-# probability is dropped, and what the others are multiplied by.
-Dropout = tuple[np.ndarray, int, int, float]
-_NO_DROPOUT: Dropout = (np.empty(0, np.int64), 0, 0, 1.0)
+# Dropout as kernels take it: the streams of the sequences; the number of the place in the model and the word below
+# which a probability is dropped; what the others are multiplied by.
+Dropout = tuple[np.ndarray, tuple[int, int], float]
+_NO_DROPOUT: Dropout = (np.empty(0, np.int64), (0, 0), 1.0)
 
 
 @helper
@@ -53,15 +53,13 @@ def _softmax(scores, row, limit, last, scale):
     return top, sum_of(scores[row, :limit])
 
 
-@kernel("n r3 n w3 w3 w2 w2 w1 l1 n n f w1")
-def _forward(
-    blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, place, threshold, kept, factors
-):  # fmt: skip
+@kernel("n r3 n w3 w3 w2 w2 w1 l1 n2 f w1")
+def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, dropout, kept, factors):
     """The sum of a row's exponentials is that of all of them: dropout comes after it."""
     wide_vectors()
     real = y.dtype.type
     one, zero = real(1), real(0)
-    tokens, channels = y.shape[1], y.shape[2]
+    (place, threshold), tokens, channels = dropout, y.shape[1], y.shape[2]
     hs = channels // heads
     ld, lds, size = 3 * channels, scores.shape[1], y.itemsize
     scale = one / real(math.sqrt(hs))
@@ -115,16 +113,16 @@ def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
         gradients[row, j] = 0
 
 
-@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n n f w1")
+@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n2 f w1")
 def _backward(
-    blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, place, threshold,
-    kept, factors,
+    blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, dropout, kept,
+    factors,
 ):  # fmt: skip
     """The last band of queries comes first: it meets every key, so its products start the sums of dk and dv."""
     wide_vectors()
     real = dy.dtype.type
     one, zero = real(1), real(0)
-    tokens, channels = dy.shape[1], dy.shape[2]
+    (place, threshold), tokens, channels = dropout, dy.shape[1], dy.shape[2]
     hs = channels // heads
     ld, lds, size = 3 * channels, scores.shape[1], dy.itemsize
     scale = one / real(math.sqrt(hs))
@@ -178,7 +176,7 @@ def check_forward(
     if streams is None:
         return channels, _NO_DROPOUT
     check_shape(where, "streams", streams, qkv.shape[:1])
-    return channels, (np.ascontiguousarray(streams), place, threshold_of(rate), 1 / (1 - rate))
+    return channels, (np.ascontiguousarray(streams), (place, threshold_of(rate)), 1 / (1 - rate))
 
 
 def check_backward(

@@ -18,12 +18,10 @@ from daskgpt.kernels.bfloat16.gemm import sum_rows
 from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import (
-    CONFIGURATION,
     PATCH,
     ROW,
     STEP,
     TILE,
-    ZEROS,
     close_unit,
     copy_row,
     multiply_patch,
@@ -32,132 +30,117 @@ from daskgpt.kernels.bfloat16.tiles import (
     pack_rows,
     store_pairs,
     transpose_tile,
+    zero_row,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.philox import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
-from daskgpt.kernels.simd.lanes import (
-    F32,
-    HALVES,
-    I64,
-    LANES,
-    PARTS,
-    REALS,
-    VECTOR,
-    address_of,
-    below,
-    call,
-    constant,
-    exp,
-    fma,
-    instruction,
-    load,
-    read_real,
-    round_to_bfloat16,
-    splat,
-    store,
-    whole,
-    write_real,
-)
+from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.lanes import VECTOR, address_of, read_real, write_real
 from daskgpt.kernels.simd.math import log
 from daskgpt.kernels.simd.reductions import dot_at, folded
 
 
-@instruction("n n n")
+@lanes.instruction("n n n")
 def raise_columns(builder, tops, scores, count):
     """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
-    top = load(builder, tops)
-    for first in PARTS:
-        score = load(builder, scores, first * 4)
-        above = builder.and_(builder.fcmp_ordered(">", score, top), below(builder, count, first))
+    top = lanes.load(builder, tops)
+    for first in lanes.PARTS:
+        score = lanes.load(builder, scores, first * 4)
+        above = builder.and_(builder.fcmp_ordered(">", score, top), lanes.below(builder, count, first))
         top = builder.select(above, score, top)
-    store(builder, top, tops)
+    lanes.store(builder, top, tops)
 
 
-@instruction("n", "s")
+@lanes.instruction("n", "s")
 def largest(builder, address):
     """The largest of 16 float32 numbers."""
-    return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [load(builder, address)])
+    return lanes.call(builder, "llvm.vector.reduce.fmax.v16f32", lanes.F32, [lanes.load(builder, address)])
 
 
-@instruction("n", "s")
+@lanes.instruction("n", "s")
 def sum_of_lanes(builder, address):
     """The sum of 16 float32 numbers."""
-    return folded(builder, load(builder, address))
+    return folded(builder, lanes.load(builder, address))
 
 
-@instruction("n n n n s s")
+@lanes.instruction("n n n n s s")
 def exponentials(builder, scores, target, totals, count, scale, top):
     """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
-    scale, negative_top = splat(builder, scale), splat(builder, builder.fneg(top))
-    total = load(builder, totals)
-    for first in PARTS:
-        p = exp(builder, fma(builder, load(builder, scores, first * 4), scale, negative_top))
-        p = builder.select(below(builder, count, first), p, constant(REALS, 0.0))
+    scale, negative_top = lanes.splat(builder, scale), lanes.splat(builder, builder.fneg(top))
+    total = lanes.load(builder, totals)
+    for first in lanes.PARTS:
+        p = lanes.exp(builder, lanes.fma(builder, lanes.load(builder, scores, first * 4), scale, negative_top))
+        p = builder.select(lanes.below(builder, count, first), p, lanes.constant(lanes.REALS, 0.0))
         total = builder.fadd(total, p)
-        store(builder, round_to_bfloat16(builder, p), target, first * 2)
-    store(builder, total, totals)
+        lanes.store(builder, lanes.round_to_bfloat16(builder, p), target, first * 2)
+    lanes.store(builder, total, totals)
 
 
 def _key_gradients(builder, place, first, hidden, scale):
     """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
-    scores, gradients, logsumexp, deltas = (load(builder, address, first * 4) for address in place)
+    scores, gradients, logsumexp, deltas = (lanes.load(builder, address, first * 4) for address in place)
     score = builder.fmul(scores, scale)
-    p = exp(builder, builder.fsub(score, logsumexp))
+    p = lanes.exp(builder, builder.fsub(score, logsumexp))
     centred = builder.fsub(gradients, deltas)
     gradient = builder.fmul(builder.fmul(p, scale), centred)
-    mask, zero = below(builder, hidden, first), constant(REALS, 0.0)
-    return [round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
+    mask, zero = lanes.below(builder, hidden, first), lanes.constant(lanes.REALS, 0.0)
+    return [lanes.round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
 
 
-@instruction("n n n n n n n n s")
+@lanes.instruction("n n n n n n n n s")
 def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
     """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
 
     p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
     """
-    scale = splat(builder, scale)
-    for first in PARTS:
+    scale = lanes.splat(builder, scale)
+    for first in lanes.PARTS:
         both = []
         for row in (0, 1):
-            down, across = whole(row * ROW), row * 64 + first * 2
+            down, across = lanes.whole(row * ROW), row * 64 + first * 2
             place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
-            limit = builder.add(hidden, whole(row))
+            limit = builder.add(hidden, lanes.whole(row))
             probability, gradient = _key_gradients(builder, place, first, limit, scale)
-            store(builder, probability, p, across)
-            store(builder, gradient, ds, across)
+            lanes.store(builder, probability, p, across)
+            lanes.store(builder, gradient, ds, across)
             both.append(gradient)
-        store_pairs(builder, both[0], both[1], builder.add(pairs, whole(first // LANES * TILE)))
+        store_pairs(builder, both[0], both[1], builder.add(pairs, lanes.whole(first // lanes.LANES * TILE)))
 
 
-_COUNTERS = ir.VectorType(I64, LANES)
-_LOWER, _HALF = constant(_COUNTERS, 2**32 - 1), constant(_COUNTERS, 32)
+_COUNTERS = ir.VectorType(lanes.I64, lanes.LANES)
+_LOWER, _HALF = lanes.constant(_COUNTERS, 2**32 - 1), lanes.constant(_COUNTERS, 32)
 
 
 def _philox(builder, counter, key, other):
     """Four vectors of words, as `philox.philox` makes them of numbers."""
     a, b, c, d = counter
     for _ in range(ROUNDS):
-        first = builder.mul(a, constant(_COUNTERS, FIRST_MULTIPLIER))
-        second = builder.mul(c, constant(_COUNTERS, SECOND_MULTIPLIER))
-        a = builder.xor(builder.xor(builder.lshr(second, _HALF), b), splat(builder, key))
-        c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), splat(builder, other))
+        first = builder.mul(a, lanes.constant(_COUNTERS, FIRST_MULTIPLIER))
+        second = builder.mul(c, lanes.constant(_COUNTERS, SECOND_MULTIPLIER))
+        a = builder.xor(builder.xor(builder.lshr(second, _HALF), b), lanes.splat(builder, key))
+        c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), lanes.splat(builder, other))
         b, d = builder.and_(second, _LOWER), builder.and_(first, _LOWER)
         key, other = (
-            builder.and_(builder.add(each, whole(step)), whole(2**32 - 1))
+            builder.and_(builder.add(each, lanes.whole(step)), lanes.whole(2**32 - 1))
             for each, step in ((key, FIRST_STEP), (other, SECOND_STEP))
         )
     return a, b, c, d
 
 
-@instruction("n n n n n n n s")
+@lanes.instruction("n n n n n n n s")
 def _factors(builder, target, stream, place, part, query, group, threshold, kept):
     """Factors of 16 queries and the keys 4 group ... 4 group + 3, a row of a patch a key: see `factors_of_patch`."""
-    queries = builder.add(splat(builder, query), ir.Constant(_COUNTERS, list(range(LANES))))
-    counter = splat(builder, group), queries, splat(builder, place), splat(builder, part)
-    key, other = builder.and_(stream, whole(2**32 - 1)), builder.lshr(stream, whole(32))
+    queries = builder.add(lanes.splat(builder, query), ir.Constant(_COUNTERS, list(range(lanes.LANES))))
+    counter = lanes.splat(builder, group), queries, lanes.splat(builder, place), lanes.splat(builder, part)
+    key, other = builder.and_(stream, lanes.whole(2**32 - 1)), builder.lshr(stream, lanes.whole(32))
     for row, word in enumerate(_philox(builder, counter, key, other)):
-        gone = builder.icmp_unsigned("<", word, splat(builder, threshold))
-        store(builder, builder.select(gone, constant(REALS, 0.0), splat(builder, kept)), target, row * ROW)
+        gone = builder.icmp_unsigned("<", word, lanes.splat(builder, threshold))
+        lanes.store(
+            builder,
+            builder.select(gone, lanes.constant(lanes.REALS, 0.0), lanes.splat(builder, kept)),
+            target,
+            row * ROW,
+        )
 
 
 @helper
@@ -171,21 +154,23 @@ def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
             )  # fmt: skip
 
 
-@instruction("n n")
+@lanes.instruction("n n")
 def drop_halves(builder, target, factors):
     """32 bfloat16 numbers at target: zero where one of the 32 float32 numbers at `factors` is."""
-    for first in PARTS:
-        gone = builder.fcmp_ordered("==", load(builder, factors, first * 4), constant(REALS, 0.0))
-        value = builder.select(gone, constant(HALVES, 0), load(builder, target, first * 2, HALVES))
-        store(builder, value, target, first * 2)
+    for first in lanes.PARTS:
+        gone = builder.fcmp_ordered("==", lanes.load(builder, factors, first * 4), lanes.constant(lanes.REALS, 0.0))
+        value = builder.select(
+            gone, lanes.constant(lanes.HALVES, 0), lanes.load(builder, target, first * 2, lanes.HALVES)
+        )
+        lanes.store(builder, value, target, first * 2)
 
 
-@instruction("n n")
+@lanes.instruction("n n")
 def multiply_reals(builder, target, factors):
     """32 float32 numbers at target = they times the 32 at `factors`."""
-    for first in PARTS:
-        product = builder.fmul(load(builder, target, first * 4), load(builder, factors, first * 4))
-        store(builder, product, target, first * 4)
+    for first in lanes.PARTS:
+        product = builder.fmul(lanes.load(builder, target, first * 4), lanes.load(builder, factors, first * 4))
+        lanes.store(builder, product, target, first * 4)
 
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
@@ -242,15 +227,15 @@ def _store_output(sums, totals, rows, size, kept, target, target_step):
         copy_row(sums + row * width * 4, target + row * target_step, size)
 
 
-@kernel("h1 H1 H1 h1 n n n n n n n n n n n n n n n l1 n n s1 S1")
-def _forward(
-    qkv, y, logsumexp, zeros, unit, configuration, sequences, tokens, heads, size, q, keys, values, scores, p, sums,
-    tops, totals, patch_steps, streams, place, threshold, kept, factors,
-):  # fmt: skip
-    """patch_steps: steps of the summed axis of q kᵀ, ceil(HS / 32)."""
+@kernel("h1 H1 H1 n n4 n8 l1 n2 s S1")
+def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, factors):
+    """sizes: sequences, tokens, heads, numbers of a head; dropout: place, threshold."""
     wide_vectors()
-    open_unit(unit, configuration)
-    channels, nothing = heads * size, address_of(zeros)
+    open_unit(unit)
+    sequences, tokens, heads, size = sizes
+    q, keys, values, scores, p, sums, tops, totals = scratch
+    place, threshold = dropout
+    channels, nothing, patch_steps = heads * size, zero_row(), (size + 31) // 32
     row_bytes, patches = 12 * channels, (tokens + 31) // 32
     panel, scale = patch_steps * STEP, _ONE / np.float32(math.sqrt(size))
     for head in range(sequences * heads):
@@ -268,11 +253,11 @@ def _forward(
                 value = read_real(tops, row * 16) + log(read_real(totals, row * 16))
                 write_real(address_of(logsumexp), head * tokens + first + row, value)
             if threshold > 0:
-                _drop_queries(p, patch, streams[sequence], place, head % heads, threshold, kept[0], factors)
+                _drop_queries(p, patch, streams[sequence], place, head % heads, threshold, kept, factors)
             width = patch_steps * ROW
             sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
             target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
-            _store_output(sums, totals, rows, size, kept[0], target, channels * 4)
+            _store_output(sums, totals, rows, size, kept, target, channels * 4)
     close_unit(unit)
 
 
@@ -338,14 +323,14 @@ def _differentiate_patch(
             drop_halves(p + row * 64, factors + row * ROW)
 
 
-@kernel("h1 h1 h1 h1 H1 h1 n n n n n n n n n n n n n n n l1 n n s1")
-def _backward(
-    dy, qkv, y, logsumexp, dqkv, zeros, unit, configuration, sequences, tokens, heads, size, rows, pairs, work, offsets,
-    deltas, lefts, sums, dq, factors, streams, place, threshold, kept,
-):  # fmt: skip
+@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s")
+def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept):
     wide_vectors()
-    open_unit(unit, configuration)
-    channels, nothing, scale = heads * size, address_of(zeros), _ONE / np.float32(math.sqrt(size))
+    open_unit(unit)
+    sequences, tokens, heads, size = sizes
+    rows, pairs, work, offsets, deltas, lefts, sums, dq, factors = scratch
+    place, threshold = dropout
+    channels, nothing, scale = heads * size, zero_row(), _ONE / np.float32(math.sqrt(size))
     patches, steps = (tokens + 31) // 32, (size + 31) // 32
     panel, long_panel, row_bytes = steps * STEP, patches * STEP, 12 * channels
     each, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
@@ -364,7 +349,7 @@ def _backward(
                 key, query = rows + j * panel, rows + 2 * each + i * panel
                 if threshold > 0:
                     factors_of_patch(
-                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept[0], factors
+                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, factors
                     )  # fmt: skip
                 _differentiate_patch(
                     unit, key, query, key + each, query + each, steps, nothing, work, offsets + i * ROW,
@@ -383,7 +368,7 @@ def _backward(
                 )
                 if which and threshold > 0:
                     for n in range(32 * steps * 32):
-                        write_real(sums, n, read_real(sums, n) * kept[0])
+                        write_real(sums, n, read_real(sums, n) * kept)
                 target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
                 for row in range(min(32, tokens - j * 32)):
                     copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
@@ -422,19 +407,18 @@ def forward(
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels = steps * patches * STEP
     addresses = scratch(
-        steps * STEP, panels, panels, patches * PATCH, patches * STEP, steps * PATCH, 32 * VECTOR, 32 * VECTOR
+        steps * STEP,
+        panels,
+        panels,
+        patches * PATCH,
+        patches * STEP,
+        steps * PATCH,
+        32 * VECTOR,
+        32 * VECTOR,
     )
-    _forward(
-        words(qkv), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size,
-        *addresses, steps, *_kept_as_array(dropout), np.empty(patches * 32, FLOAT32),
-    )  # fmt: skip
+    sizes, factors = (sequences, tokens, heads, size), np.empty(patches * 32, FLOAT32)
+    _forward(words(qkv), words(y), words(logsumexp), int(unit()), sizes, tuple(addresses), *dropout, factors)
     return y, logsumexp
-
-
-def _kept_as_array(dropout: attention.Dropout) -> tuple[np.ndarray, int, int, np.ndarray]:
-    """Return the same with its float as an array: a kernel without arrays of floats has no type for one."""
-    streams, place, threshold, kept = dropout
-    return streams, place, threshold, np.array([kept], FLOAT32)
 
 
 def backward(
@@ -478,5 +462,5 @@ def backward(
     )  # fmt: skip
     arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
     sizes = sequences, tokens, heads, size
-    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, *sizes, *addresses, *_kept_as_array(dropout))
+    _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout)
     return dqkv

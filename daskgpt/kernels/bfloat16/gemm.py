@@ -15,14 +15,12 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
-from daskgpt.kernels.bfloat16.rounding import FLOAT32, aligned, ceiling, check_float32, rounded, words
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import (
-    CONFIGURATION,
     DEPTH,
     PATCH,
     ROW,
     STEP,
-    ZEROS,
     close_unit,
     copy_row,
     fetch,
@@ -33,6 +31,7 @@ from daskgpt.kernels.bfloat16.tiles import (
     pack_weight_rows,
     store_columns,
     touch_patch,
+    zero_row,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32 import blas
@@ -173,14 +172,14 @@ def _store_patch(patch, rows, columns, target, row_bytes):
         store_columns(patch + row * ROW, target + row * row_bytes, columns)
 
 
-@kernel("h1 h1 h1 H1 n n n n n n n n n n n")
-def _multiply(
-    x, weight, start, y, unit, configuration, rows, depth, width, start_step, left, sums, patch_step, chunk_rows,
-    chunk_depth,
-):  # fmt: skip
+@kernel("h1 h1 h1 H1 n n3 n6")
+def _multiply(x, weight, bias, y, unit, sizes, plan):
     """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, bands of rows."""
     wide_vectors()
-    open_unit(unit, configuration)
+    open_unit(unit)
+    rows, depth, width = sizes
+    left, sums, chunk_rows, chunk_depth, patch_step, bias_step = plan
+    start = address_of(bias) if bias.size else zero_row()
     panel = (depth + 31) // 32 * STEP
     for row0 in range(0, rows, chunk_rows):
         chunk = min(chunk_rows, rows - row0)
@@ -198,7 +197,7 @@ def _multiply(
                     done = step + count == steps and depth0 + deep == depth
                     for i in range(patches):
                         patch = sums + column // 32 * patch_step + i * PATCH
-                        begin = address_of(start) + column // 32 * start_step if fresh else patch
+                        begin = start + column // 32 * bias_step if fresh else patch
                         if patches >= _PATCHES_TO_FETCH:
                             fetch(right + panel + step * STEP, count, i, patches)
                         multiply_patch(
@@ -214,27 +213,24 @@ def _multiply(
 
 @functools.lru_cache(1024)
 def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
-    """Rows and depth of a chunk, bytes of its left panels and its sums, bytes from a column of patches to the next."""
+    """Bytes of a chunk's left panels and of its sums, its rows, its depth, bytes between columns of patches."""
     if depth > _LONGEST:
         chunk_rows, chunk_depth = max(32, min(_DEEP_ROWS, ceiling(rows, 32))), _LONGEST // 2
         patch_step = chunk_rows // 32 * PATCH
-        return chunk_rows, chunk_depth, chunk_rows * chunk_depth * 2, ceiling(width, 32) // 32 * patch_step, patch_step
+        return chunk_rows * chunk_depth * 2, ceiling(width, 32) // 32 * patch_step, chunk_rows, chunk_depth, patch_step
     chunk_depth = ceiling(depth, 32)
     most = max(32, _ROWS_BYTES // (2 * chunk_depth) // 32 * 32)
     chunks = max(1, -(-rows // most))
     chunk_rows = max(32, ceiling(-(-rows // chunks), 32))
-    return chunk_rows, chunk_depth, chunk_rows * chunk_depth * 2, chunk_rows // 32 * PATCH, 0
+    return chunk_rows * chunk_depth * 2, chunk_rows // 32 * PATCH, chunk_rows, chunk_depth, 0
 
 
-def _starts(bias: np.ndarray | None, width: int) -> tuple[np.ndarray, int]:
-    """What the sums start with, the bias or one row of zeros, and the bytes from 32 columns of it to the next."""
-    if bias is None:
-        return ZEROS, 0
+def _padded(bias: np.ndarray, width: int) -> np.ndarray:
+    """The bias with zeros up to a multiple of 32 numbers."""
     if width % 32:
-        padded = np.zeros(ceiling(width, 32), FLOAT32)
-        padded[:width] = bias
-        bias = padded
-    return words(bias), ROW
+        bias, given = np.zeros(ceiling(width, 32), FLOAT32), bias
+        bias[:width] = given
+    return bias
 
 
 def _product(
@@ -255,14 +251,12 @@ def _product(
         if bias is not None:
             y += bias
         return y
-    start, start_step = _starts(bias, width)
     count = x.size // depth
-    chunk_rows, chunk_depth, left_bytes, sums_bytes, patch_step = _plan(count, depth, width)
-    left, sums = scratch(left_bytes, sums_bytes)
-    _multiply(
-        words(x), packed.backward if backward else packed.forward, start, words(y), unit(), CONFIGURATION, count, depth,
-        width, start_step, left, sums, patch_step, chunk_rows, chunk_depth,
-    )  # fmt: skip
+    left_bytes, sums_bytes, *chunks = _plan(count, depth, width)
+    plan = *scratch(left_bytes, sums_bytes), *chunks, 0 if bias is None else ROW
+    start = NOTHING if bias is None else words(_padded(bias, width))
+    operand = packed.backward if backward else packed.forward
+    _multiply(words(x), operand, start, words(y), int(unit()), (count, depth, width), plan)
     return y
 
 
@@ -330,14 +324,13 @@ def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, pan
         pack_pairs(place, row_bytes, tokens, columns, transposed, target + run * ((tokens + 31) // 32) * STEP, panel)
 
 
-@kernel("h1 h1 H1 h1 n n n n n n n n n n n n n n")
-def _sum_tokens(
-    dy, x, total, zeros, unit, configuration, runs, tokens, outputs, channels, first, last, accumulate,
-    left, right, sums, band_rows, band_columns,
-):  # fmt: skip
+@kernel("h1 h1 H1 n n n6 n5")
+def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
     """The loops, from outside: bands of rows, bands of columns, 32 rows."""
     wide_vectors()
-    open_unit(unit, configuration)
+    open_unit(unit)
+    runs, tokens, outputs, channels, first, last = sizes
+    left, right, sums, band_rows, band_columns = plan
     steps = (tokens + 31) // 32 * runs
     panel, row_bytes, sums_step = steps * STEP, channels * 4, band_columns * 4 + 64
     _pack_runs(address_of(x), row_bytes, runs, tokens, channels, False, right, panel)
@@ -353,7 +346,7 @@ def _sum_tokens(
                 target, target_step = (sums, sums_step) if aside else (place, row_bytes)
                 if aside and accumulate:
                     _copy_rows(place, row_bytes, sums, sums_step, high, columns)
-                start, start_step = (target, target_step) if accumulate else (address_of(zeros), 0)
+                start, start_step = (target, target_step) if accumulate else (zero_row(), 0)
                 panels = right + column // 32 * panel
                 sum_rows(
                     unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step
@@ -411,11 +404,10 @@ def backward_weight(
     runs, tokens = runs_of_tokens(dy)
     steps = ceiling(tokens, 32) // 32 * runs
     band_rows, band_columns = _gradient_plan(steps, channels)
-    left, right, sums = scratch(
+    places = scratch(
         band_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (band_columns * 4 + 64)
     )
-    _sum_tokens(
-        words(dy), words(x), words(total), ZEROS, unit(), CONFIGURATION, runs, tokens, outputs, channels, first_row,
-        last, accumulate, left, right, sums, band_rows, band_columns,
-    )  # fmt: skip
+    sizes = runs, tokens, outputs, channels, first_row, last
+    plan = *places, band_rows, band_columns
+    _sum_tokens(words(dy), words(x), words(total), int(unit()), int(accumulate), sizes, plan)
     return total

@@ -7,21 +7,7 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
-from daskgpt.kernels.simd.lanes import (
-    HALVES,
-    LANES,
-    REALS,
-    address_of,
-    below,
-    instruction,
-    load,
-    load_masked,
-    round_to_bfloat16,
-    store,
-    store_masked,
-    whole,
-    widen,
-)
+from daskgpt.kernels.simd import lanes
 
 # What the kernels accept. NumPy has no bfloat16, so its numbers are kept as uint16.
 BFLOAT16 = np.dtype(np.uint16)
@@ -59,30 +45,32 @@ def aligned(size: int) -> np.ndarray:
 
 def _convert(builder, count, convert, source, source_kind, target):
     """Up to 16 numbers; whole vectors without a mask, which only AVX-512 has for 16-bit numbers."""
-    with builder.if_else(builder.icmp_signed(">=", count, whole(LANES))) as (full, rest):
+    with builder.if_else(builder.icmp_signed(">=", count, lanes.whole(lanes.LANES))) as (full, rest):
         with full:
-            store(builder, convert(builder, load(builder, source, 0, source_kind)), target)
+            lanes.store(builder, convert(builder, lanes.load(builder, source, 0, source_kind)), target)
         with rest:
-            mask = below(builder, count)
-            store_masked(builder, convert(builder, load_masked(builder, source, 0, mask, source_kind)), target, 0, mask)
+            mask = lanes.below(builder, count)
+            lanes.store_masked(
+                builder, convert(builder, lanes.load_masked(builder, source, 0, mask, source_kind)), target, 0, mask
+            )
 
 
-@instruction("n n n")
+@lanes.instruction("n n n")
 def _round_exactly(builder, source, target, count):
     """Up to 16 bfloat16 numbers at target = as many float32 numbers at source, subnormal ones too."""
-    _convert(builder, count, partial(round_to_bfloat16, subnormal=True), source, REALS, target)
+    _convert(builder, count, partial(lanes.round_to_bfloat16, subnormal=True), source, lanes.REALS, target)
 
 
-@instruction("n n n")
+@lanes.instruction("n n n")
 def _widen(builder, source, target, count):
     """Up to 16 float32 numbers at target = as many bfloat16 numbers at source."""
-    _convert(builder, count, widen, source, HALVES, target)
+    _convert(builder, count, lanes.widen, source, lanes.HALVES, target)
 
 
 @kernel("h1 H1 n")
 def _to_bfloat16(x, y, size):
     wide_vectors()
-    source, target = address_of(x), address_of(y)
+    source, target = lanes.address_of(x), lanes.address_of(y)
     for i in range(0, size, 16):
         _round_exactly(source + i * 4, target + i * 2, size - i)
 
@@ -90,7 +78,7 @@ def _to_bfloat16(x, y, size):
 @kernel("h1 H1 n")
 def _from_bfloat16(x, y, size):
     wide_vectors()
-    source, target = address_of(x), address_of(y)
+    source, target = lanes.address_of(x), lanes.address_of(y)
     for i in range(0, size, 16):
         _widen(source + i * 2, target + i * 4, size - i)
 

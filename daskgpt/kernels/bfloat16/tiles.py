@@ -8,7 +8,6 @@ On a processor without the unit the intrinsics generate nothing; `units` sees to
 """
 
 import llvmlite.binding
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -16,31 +15,7 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.bfloat16.isa import Unit, compiles
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.simd.lanes import (
-    BITS,
-    I8,
-    I32,
-    I64,
-    LANES,
-    PARTS,
-    POINTER,
-    REALS,
-    VECTOR,
-    VOID,
-    below,
-    call,
-    constant,
-    instruction,
-    load,
-    load_masked,
-    prefetch,
-    round_to_bfloat16,
-    splat,
-    store,
-    store_masked,
-    transposed,
-    whole,
-)
+from daskgpt.kernels.simd import lanes
 
 TILE = 1024
 STEP = 2 * TILE
@@ -55,32 +30,35 @@ AMX = int(Unit.AMX)
 _GROUP = 8
 
 
-def _configuration() -> np.ndarray:
-    """What ldtilecfg reads: palette 1, eight tiles of 16 rows of 64 bytes."""
-    configuration = np.zeros(64, np.uint8)
-    configuration[0] = 1
-    configuration[16:32:2] = 64
-    configuration[48:56] = 16
-    return configuration
+# What ldtilecfg reads: palette 1, eight tiles of 16 rows of 64 bytes.
+_CONFIGURATION = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
 
 
-_CONFIGURATION_BYTES = _configuration()
-# Addresses do not change while the module lives: kernels take this one as an argument.
-CONFIGURATION = _CONFIGURATION_BYTES.ctypes.data
-# What the 32 columns of a product without a bias start with, float32 numbers as 16-bit words.
-ZEROS = np.zeros(ROW // 2, np.uint16)
+def _constant_bytes(builder, name, content):
+    """The address of bytes that do not change."""
+    kind = ir.ArrayType(lanes.I8, len(content))
+    variable = cgutils.global_constant(builder, name, ir.Constant(kind, bytearray(content)))
+    variable.align = 64
+    return builder.ptrtoint(variable, lanes.I64)
 
 
-@instruction("n")
-def load_configuration(builder, address):
+@lanes.instruction("", "n")
+def zero_row(builder):
+    """Address of the 32 float32 numbers that the sums of a product without a bias start with."""
+    return _constant_bytes(builder, "zero_row", bytes(ROW))
+
+
+@lanes.instruction("")
+def _load_configuration(builder):
     if compiles(Unit.AMX):
-        call(builder, "llvm.x86.ldtilecfg", VOID, [builder.inttoptr(address, POINTER)])
+        place = builder.inttoptr(_constant_bytes(builder, "tile_configuration", _CONFIGURATION), lanes.POINTER)
+        lanes.call(builder, "llvm.x86.ldtilecfg", lanes.VOID, [place])
 
 
-@instruction("")
+@lanes.instruction("")
 def release_tiles(builder):
     if compiles(Unit.AMX):
-        call(builder, "llvm.x86.tilerelease", VOID, [])
+        lanes.call(builder, "llvm.x86.tilerelease", lanes.VOID, [])
 
 
 def _move(name):
@@ -93,8 +71,8 @@ def _move(name):
 
         def generate(context, builder, signature, arguments):
             if compiles(Unit.AMX):
-                number, place = ir.Constant(I8, tile.literal_value), builder.inttoptr(arguments[1], POINTER)
-                call(builder, name, VOID, [number, place, arguments[2]])
+                number, place = ir.Constant(lanes.I8, tile.literal_value), builder.inttoptr(arguments[1], lanes.POINTER)
+                lanes.call(builder, name, lanes.VOID, [number, place, arguments[2]])
             return context.get_dummy_value()
 
         return types.void(tile, types.int64, types.int64), generate
@@ -124,19 +102,19 @@ jnz 1b
 _OPERANDS = "=r,=r,=r,r,0,1,2,~{memory},~{cc}," + ",".join(f"~{{tmm{tile}}}" for tile in range(8))
 
 
-@instruction("n n n")
+@lanes.instruction("n n n")
 def multiply_tiles(builder, left, right, steps):
     """Tiles 0 to 3 += a left panel @ a right panel, over `steps` (at least one)."""
     if compiles(Unit.AMX):
         llvmlite.binding.initialize_native_asmparser()
-        kind = ir.FunctionType(ir.LiteralStructType([I64] * 3), [I64] * 4)
-        builder.asm(kind, _LOOP, _OPERANDS, [whole(64), left, right, steps], True)
+        kind = ir.FunctionType(ir.LiteralStructType([lanes.I64] * 3), [lanes.I64] * 4)
+        builder.asm(kind, _LOOP, _OPERANDS, [lanes.whole(64), left, right, steps], True)
 
 
-@instruction("n")
+@lanes.instruction("n")
 def _prefetch(builder, address):
     """Fetch the cache line at `address` into the second cache; any address is allowed."""
-    prefetch(builder, address)
+    lanes.prefetch(builder, address)
 
 
 def _multiply_pair(builder, sums, left, right):
@@ -144,33 +122,33 @@ def _multiply_pair(builder, sums, left, right):
 
     vdpbf16ps adds the products of 16 pairs of bfloat16 numbers, both products of a pair.
     """
-    columns = [load(builder, right, offset, BITS) for offset in (0, TILE)]
+    columns = [lanes.load(builder, right, offset, lanes.BITS) for offset in (0, TILE)]
     for row in range(_GROUP):
-        pair = splat(builder, load(builder, left, 64 * row, I32))
+        pair = lanes.splat(builder, lanes.load(builder, left, 64 * row, lanes.I32))
         for half in (0, 1):
             total = sums[row, half]
             operands = [builder.load(total), pair, columns[half]]
-            builder.store(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", REALS, operands), total)
+            builder.store(lanes.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", lanes.REALS, operands), total)
 
 
-@instruction("n n n n n n n")
+@lanes.instruction("n n n n n n n")
 def _multiply_rows(builder, left, right, steps, start, start_step, total, total_step):
     """8 rows x 32 columns at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
     if not compiles(Unit.AVX512):
         return
-    sums = {(row, half): cgutils.alloca_once(builder, REALS) for row in range(_GROUP) for half in (0, 1)}
+    sums = {(row, half): cgutils.alloca_once(builder, lanes.REALS) for row in range(_GROUP) for half in (0, 1)}
     for (row, half), place in sums.items():
-        line = builder.add(start, builder.mul(start_step, whole(row)))
-        builder.store(load(builder, line, 64 * half), place)
-    with cgutils.for_range(builder, builder.mul(steps, whole(16))) as loop:
-        step = builder.mul(builder.lshr(loop.index, whole(4)), whole(STEP))
-        pair = builder.and_(loop.index, whole(15))
-        rows = builder.add(builder.add(left, step), builder.mul(pair, whole(4)))
-        columns = builder.add(builder.add(right, step), builder.mul(pair, whole(64)))
+        line = builder.add(start, builder.mul(start_step, lanes.whole(row)))
+        builder.store(lanes.load(builder, line, 64 * half), place)
+    with cgutils.for_range(builder, builder.mul(steps, lanes.whole(16))) as loop:
+        step = builder.mul(builder.lshr(loop.index, lanes.whole(4)), lanes.whole(STEP))
+        pair = builder.and_(loop.index, lanes.whole(15))
+        rows = builder.add(builder.add(left, step), builder.mul(pair, lanes.whole(4)))
+        columns = builder.add(builder.add(right, step), builder.mul(pair, lanes.whole(64)))
         _multiply_pair(builder, sums, rows, columns)
     for (row, half), place in sums.items():
-        line = builder.add(total, builder.mul(total_step, whole(row)))
-        store(builder, builder.load(place), line, 64 * half)
+        line = builder.add(total, builder.mul(total_step, lanes.whole(row)))
+        lanes.store(builder, builder.load(place), line, 64 * half)
 
 
 @helper
@@ -235,10 +213,10 @@ def touch_patch(unit, patch, step):
 
 
 @helper
-def open_unit(unit, configuration):
+def open_unit(unit):
     """To be called once in a kernel, before its first product."""
     if unit == AMX:
-        load_configuration(configuration)
+        _load_configuration()
 
 
 @helper
@@ -260,54 +238,56 @@ def close_unit(unit):
 
 def _rounded(builder, source, first, count):
     """Numbers first .. first + 15 of `count` float32 numbers, rounded to bfloat16."""
-    return round_to_bfloat16(builder, load_masked(builder, source, first * 4, below(builder, count, first)))
+    return lanes.round_to_bfloat16(
+        builder, lanes.load_masked(builder, source, first * 4, lanes.below(builder, count, first))
+    )
 
 
-@instruction("n n n")
+@lanes.instruction("n n n")
 def round_columns(builder, source, target, count):
     """32 bfloat16 numbers at target = `count` float32 numbers at source, then zeros."""
-    for first in PARTS:
-        store(builder, _rounded(builder, source, first, count), target, first * 2)
+    for first in lanes.PARTS:
+        lanes.store(builder, _rounded(builder, source, first, count), target, first * 2)
 
 
 def store_pairs(builder, upper, lower, target):
     """16 pairs of bfloat16 numbers at target, those of `upper` before those of `lower`."""
-    upper, lower = builder.zext(upper, BITS), builder.zext(lower, BITS)
-    store(builder, builder.or_(upper, builder.shl(lower, constant(BITS, 16))), target)
+    upper, lower = builder.zext(upper, lanes.BITS), builder.zext(lower, lanes.BITS)
+    lanes.store(builder, builder.or_(upper, builder.shl(lower, lanes.constant(lanes.BITS, 16))), target)
 
 
-@instruction("n n n n n")
+@lanes.instruction("n n n n n")
 def pair_columns(builder, upper, lower, target, upper_count, lower_count):
     """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
     first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
     store_pairs(builder, first, second, target)
 
 
-@instruction("n")
+@lanes.instruction("n")
 def transpose_tile(builder, tile):
     """Transpose a tile of 16 x 16 numbers of 32 bits in place."""
-    rows = [load(builder, tile, VECTOR * row, BITS) for row in range(LANES)]
-    for row, value in enumerate(transposed(builder, rows)):
-        store(builder, value, tile, VECTOR * row)
+    rows = [lanes.load(builder, tile, lanes.VECTOR * row, lanes.BITS) for row in range(lanes.LANES)]
+    for row, value in enumerate(lanes.transposed(builder, rows)):
+        lanes.store(builder, value, tile, lanes.VECTOR * row)
 
 
-@instruction("n n n")
+@lanes.instruction("n n n")
 def store_columns(builder, source, target, count):
     """`count` of 32 float32 numbers at target = those at source."""
-    for first in PARTS:
-        value = load(builder, source, first * 4)
-        store_masked(builder, value, target, first * 4, below(builder, count, first))
+    for first in lanes.PARTS:
+        value = lanes.load(builder, source, first * 4)
+        lanes.store_masked(builder, value, target, first * 4, lanes.below(builder, count, first))
 
 
-@instruction("n n n")
+@lanes.instruction("n n n")
 def copy_row(builder, source, target, count):
     """`count` float32 numbers at target = those at source."""
-    with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
-        place = builder.shl(loop.index, whole(6))
-        store(builder, load(builder, source, place), target, place)
-    rest = builder.and_(count, whole(LANES - 1))
-    place, mask = builder.shl(builder.sub(count, rest), whole(2)), below(builder, rest)
-    store_masked(builder, load_masked(builder, source, place, mask), target, place, mask)
+    with cgutils.for_range(builder, builder.lshr(count, lanes.whole(4))) as loop:
+        place = builder.shl(loop.index, lanes.whole(6))
+        lanes.store(builder, lanes.load(builder, source, place), target, place)
+    rest = builder.and_(count, lanes.whole(lanes.LANES - 1))
+    place, mask = builder.shl(builder.sub(count, rest), lanes.whole(2)), lanes.below(builder, rest)
+    lanes.store_masked(builder, lanes.load_masked(builder, source, place, mask), target, place, mask)
 
 
 @helper

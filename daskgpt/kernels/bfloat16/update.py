@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_scalars
+from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_of, step_scalars
 from daskgpt.kernels.arguments import check_output, check_shape
 from daskgpt.kernels.bfloat16.gemm import (
     TrainedWeight,
@@ -20,31 +21,42 @@ from daskgpt.kernels.bfloat16.gemm import (
 from daskgpt.kernels.bfloat16.isa import scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.tiles import (
-    CONFIGURATION,
     STEP,
-    ZEROS,
     close_unit,
     copy_row,
     open_unit,
     pack_pairs,
     pack_weight_rows,
+    zero_row,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.simd.lanes import address_of, read_real, read_whole, write_real
+from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 from daskgpt.kernels.totals import additions, level, meet
 
 # The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
-# What the table of runs of tokens says of each: addresses of dy and x, tokens, which total they enter, whether that
-# begins with them at zero, and how many additions of two totals follow.
-_FIELDS = 6
+# Columns of the table of runs of tokens: addresses of dy and x, tokens, which total they enter, whether that begins
+# with them at zero, and how many additions of two totals follow.
+_DY, _X, _TOKENS, _TOTAL, _FRESH, _ADDITIONS = range(6)
+
+
+class Plan(NamedTuple):
+    """Addresses of panels and totals, bytes from total to total and from row to row, the size of a patch."""
+
+    left: int
+    right: int
+    totals: int
+    total_step: int
+    sums_step: int
+    band_rows: int
+    band_columns: int
 
 
 @helper
-def _pack_x(table, runs, channels, right):
+def _pack_x(runs, channels, right):
     """The right panels of all runs, one after the other."""
-    for run in range(runs):
-        x, tokens = read_whole(table, run * _FIELDS + 1), read_whole(table, run * _FIELDS + 2)
+    for run in range(len(runs)):
+        x, tokens = runs[run, _X], runs[run, _TOKENS]
         panel = (tokens + 31) // 32 * STEP
         pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
         right += (channels + 31) // 32 * panel
@@ -58,77 +70,71 @@ def _add_rows(source, target, step, rows, columns):
 
 
 @helper
-def _sum_runs(
-    unit, table, runs, outputs, channels, row0, rows, zeros, left, right, totals, total_step, sums_step, band_columns
-):
+def _sum_runs(unit, runs, outputs, channels, row0, rows, plan):
     """The first total (+)= dyᵀ x for `rows` rows, run after run, the others being those of groups that wait."""
-    for run in range(runs):
-        dy, tokens = read_whole(table, run * _FIELDS), read_whole(table, run * _FIELDS + 2)
-        sums = totals + read_whole(table, run * _FIELDS + 3) * total_step
-        fresh, meetings = read_whole(table, run * _FIELDS + 4), read_whole(table, run * _FIELDS + 5)
+    right, total_step, sums_step = plan.right, plan.total_step, plan.sums_step
+    for run in range(len(runs)):
+        tokens, sums = runs[run, _TOKENS], plan.totals + runs[run, _TOTAL] * total_step
         steps = (tokens + 31) // 32
         panel = steps * STEP
-        pack_pairs(dy + row0 * 4, outputs * 4, tokens, rows, True, left, panel)
-        for column in range(0, channels, band_columns):
-            columns = min(band_columns, channels - column)
+        pack_pairs(runs[run, _DY] + row0 * 4, outputs * 4, tokens, rows, True, plan.left, panel)
+        for column in range(0, channels, plan.band_columns):
+            columns = min(plan.band_columns, channels - column)
             for i in range(0, rows, 32):
                 target = sums + i * sums_step + column * 4
-                start, start_step = (zeros, 0) if fresh else (target, sums_step)
+                start, start_step = (zero_row(), 0) if runs[run, _FRESH] else (target, sums_step)
                 panels = right + column // 32 * panel
                 sum_rows(
-                    unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, sums_step
+                    unit,
+                    plan.left + i // 32 * panel,
+                    panels,
+                    panel,
+                    steps,
+                    columns,
+                    start,
+                    start_step,
+                    target,
+                    sums_step,
                 )
         right += (channels + 31) // 32 * panel
-        for _ in range(meetings):
+        for _ in range(runs[run, _ADDITIONS]):
             _add_rows(sums, sums - total_step, sums_step, rows, channels)
             sums -= total_step
 
 
 @helper
-def _step(weight, gradient, m, v, channels, scalars):
+def _step(weight, gradient, m, v, channels, step):
     """AdamW of one row; addresses of float32 numbers."""
-    rate, m_scale, v_scale = read_real(scalars, 0), read_real(scalars, 1), read_real(scalars, 2)
-    beta1, keep1, beta2, keep2 = (
-        read_real(scalars, 3), read_real(scalars, 4), read_real(scalars, 5), read_real(scalars, 6),
-    )  # fmt: skip
-    eps, decay = read_real(scalars, 7), read_real(scalars, 8)
     for i in range(channels):
         g = read_real(gradient, i)
-        new_m = next_moment(read_real(m, i), g, beta1, keep1)
-        new_v = next_moment(read_real(v, i), g * g, beta2, keep2)
+        new_m = next_moment(read_real(m, i), g, step.beta1, step.keep1)
+        new_v = next_moment(read_real(v, i), g * g, step.beta2, step.keep2)
         write_real(m, i, new_m)
         write_real(v, i, new_v)
-        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rate, m_scale, v_scale, eps, decay))
+        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, step))
 
 
-@kernel("h1 H1 H1 H1 h1 H1 H1 h1 h1 n n n n n n n n n n n n n n")
-def _update(
-    table, weight, m, v, gradient, forward, backward, scalars, zeros, unit, configuration, runs, outputs, channels,
-    first, last, left, right, sums, total_step, sums_step, band_rows, band_columns,
-):  # fmt: skip
+@kernel("l2 H1 H1 H1 h1 H1 H1 s1 n n4 n7")
+def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, sizes, places):
     wide_vectors()
-    open_unit(unit, configuration)
-    row_bytes = channels * 4
-    _pack_x(address_of(table), runs, channels, right)
-    for row0 in range(first, last, band_rows):
-        rows = min(band_rows, last - row0)
+    open_unit(unit)
+    (outputs, channels, first, last), plan = sizes, Plan(*places)
+    row_bytes, step = channels * 4, step_of(scalars)
+    _pack_x(runs, channels, plan.right)
+    for row0 in range(first, last, plan.band_rows):
+        rows = min(plan.band_rows, last - row0)
         if gradient.size:
             for row in range(rows):
-                copy_row(address_of(gradient) + (row0 - first + row) * row_bytes, sums + row * sums_step, channels)
-        _sum_runs(
-            unit, address_of(table), runs, outputs, channels, row0, rows, address_of(zeros), left, right, sums,
-            total_step, sums_step, band_columns,
-        )  # fmt: skip
+                source = address_of(gradient) + (row0 - first + row) * row_bytes
+                copy_row(source, plan.totals + row * plan.sums_step, channels)
+        _sum_runs(unit, runs, outputs, channels, row0, rows, plan)
         place = row0 * row_bytes
         for row in range(rows):
-            offset = place + row * row_bytes
-            _step(
-                address_of(weight) + offset, sums + row * sums_step, address_of(m) + offset, address_of(v) + offset,
-                channels, address_of(scalars),
-            )  # fmt: skip
-        pack_weight_rows(
-            address_of(weight) + place, row0, rows, outputs, channels, address_of(forward), address_of(backward)
-        )
+            own = place + row * row_bytes
+            gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + own, address_of(v) + own
+            _step(address_of(weight) + own, gradients, m_row, v_row, channels, step)
+        source = address_of(weight) + place
+        pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
     close_unit(unit)
 
 
@@ -203,19 +209,17 @@ def _in_one_pass(parts, groups, start, state, first, last, options):
     packed, (outputs, channels) = weight.packed, weight.shape
     operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in parts]
     table = _table(operands, groups, start is not None)
-    steps, totals = [ceiling(count, 32) // 32 for count in table[:, 2].tolist()], 1 + int(table[:, 3].max())
+    steps, totals = [ceiling(count, 32) // 32 for count in table[:, _TOKENS].tolist()], 1 + int(table[:, _TOTAL].max())
     band_rows, band_columns = _plan(max(steps), channels, totals)
     sums_step = ceiling(channels, 32) * 4 + 64
     total_step = band_rows * sums_step
-    left, right, sums = scratch(
+    places = scratch(
         band_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, totals * total_step
     )
-    scalars = np.array(step_scalars(hyper, **options), FLOAT32)
-    _update(
-        words(table), words(weight.values), words(m), words(v), NOTHING if start is None else words(start),
-        packed.forward, packed.backward, words(scalars), ZEROS, unit(), CONFIGURATION, len(table), outputs, channels,
-        first, last, left, right, sums, total_step, sums_step, band_rows, band_columns,
-    )  # fmt: skip
+    plan = *places, total_step, sums_step, band_rows, band_columns
+    arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
+    scalars, sizes = step_scalars(FLOAT32, hyper, **options), (outputs, channels, first, last)
+    _update(table, *arrays, packed.forward, packed.backward, scalars, int(unit()), sizes, plan)
 
 
 def linear_update(

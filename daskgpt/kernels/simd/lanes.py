@@ -315,9 +315,3 @@ def read_real(builder, address, index):
 def write_real(builder, address, index, value):
     """Set number `index` of the float32 numbers at an address."""
     builder.store(value, _element(builder, address, index, F32))
-
-
-@instruction("n n", "n")
-def read_whole(builder, address, index):
-    """Number `index` of the int64 numbers at an address."""
-    return builder.load(_element(builder, address, index, I64))
