@@ -14,7 +14,7 @@ from tolerances import TOLERANCES
 
 from daskgpt.kernels import attention
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
-from daskgpt.kernels.philox import streams
+from daskgpt.kernels.dropout import streams
 
 # Around bands of 32 and 64 queries; heads of 6, 16, 8, 80 and 3 numbers.
 SHAPES = [(tokens, *heads) for tokens in (1, 5, 31, 32, 33, 64, 130) for heads in ((6, 1), (48, 3))]

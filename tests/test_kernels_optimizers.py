@@ -7,12 +7,20 @@ import pytest
 from product_cases import UNITS, assert_all_same, using
 from tolerances import TOLERANCES
 
-from daskgpt.kernels.adamw import adamw, adamw_inplace
 from daskgpt.kernels.bfloat16 import layers as bf16
 from daskgpt.kernels.float32.blas import matmul, one_order
-from daskgpt.kernels.momentum import momentum, momentum_inplace
-from daskgpt.kernels.muon import muon, muon_inplace
-from daskgpt.kernels.orthogonal import A, iteration, orthogonalised, polynomial
+from daskgpt.kernels.optimizers import (
+    A,
+    adamw,
+    adamw_inplace,
+    iteration,
+    momentum,
+    momentum_inplace,
+    muon,
+    muon_inplace,
+    orthogonalised,
+    polynomial,
+)
 
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 MUON = {"beta": 0.95, "scale": 0.2, "weight_decay": 0.1, "maps": 1}

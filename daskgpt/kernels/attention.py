@@ -13,8 +13,8 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
-from daskgpt.kernels.philox import factors_of_row, threshold_of
 from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import exp, log, maximum
 from daskgpt.kernels.simd.reductions import dot, sum_of
@@ -260,3 +260,19 @@ def backward(
     scratch, factors = _scratch(tokens, qkv.dtype, band, band, size, size), np.empty(tokens + 3, qkv.dtype)
     _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch, *dropout, factors)
     return dqkv
+
+
+def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
+    """Whole sequences from their chunks.
+
+    Shapes   parts: list of (b, t, C) -> (b, T, C); positions is not used
+    """
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def split(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The tokens at consecutive positions of whole sequences.
+
+    Shapes   x (b, T, C), positions (t,) -> (b, t, C), contiguous
+    """
+    return np.ascontiguousarray(x[:, positions[0] : positions[-1] + 1])

@@ -37,26 +37,22 @@ def _write_state(builder, state):
         call(builder, "llvm.x86.sse.ldmxcsr", VOID, [at(builder, place, 0, I8)])
 
 
-@kernel("n")
-def _set_bits(bits):
+@kernel("n n")
+def _set_state(state, adding):
+    """Write the state, or add its bits to what is set; return the previous state."""
     previous = _read_state()
-    _write_state(previous | bits)
+    _write_state(state | previous if adding else state)
     return previous
-
-
-@kernel("n")
-def _set_state(state):
-    _write_state(state)
 
 
 def set_flush_to_zero() -> int:
     """Make the calling thread treat subnormal numbers as zero; returns the previous state for `restore`."""
-    return _set_bits(_FLUSH_TO_ZERO | _SUBNORMALS_ARE_ZERO)
+    return _set_state(_FLUSH_TO_ZERO | _SUBNORMALS_ARE_ZERO, 1)
 
 
 def restore(previous: int) -> None:
     """Give the calling thread the floating-point state that `set_flush_to_zero` returned."""
-    _set_state(previous)
+    _set_state(previous, 0)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import nearest, require
-from daskgpt.kernels import attention, crossentropy, embedding, linear, muon
+from daskgpt.kernels import attention, crossentropy, embedding, linear, optimizers
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16 import layers as bf16_layers
@@ -113,7 +113,6 @@ BFLOAT16 = Precision(
     {
         embedding.forward: bf16_layers.embedding_forward,
         linear.forward: gemm.forward,
-        linear.forward_without_bias: gemm.forward,
         attention.forward: bf16_attention.forward,
         attention.backward: bf16_attention.backward,
         linear.backward_x: gemm.backward_x,
@@ -121,8 +120,8 @@ BFLOAT16 = Precision(
         crossentropy.forward: bf16_layers.crossentropy_forward,
         crossentropy.backward_x: bf16_layers.crossentropy_backward_x,
         crossentropy.backward_wte: bf16_layers.crossentropy_backward_wte,
-        muon.muon: bf16_layers.muon,
-        muon.muon_inplace: bf16_layers.muon_inplace,
+        optimizers.muon: bf16_layers.muon,
+        optimizers.muon_inplace: bf16_layers.muon_inplace,
     },
     packed=True,
     rounding=frozenset(

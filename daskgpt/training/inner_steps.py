@@ -13,7 +13,7 @@ from daskgpt.graph.program import Call
 from daskgpt.graph.recording import Layout
 from daskgpt.graph.repeated import Repeated
 from daskgpt.kernels.floating_point import flush_to_zero
-from daskgpt.kernels.nesterov import nesterov
+from daskgpt.kernels.optimizers import nesterov
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.precision import Precision, copy_of, values_of
 from daskgpt.training.inputs import Moment, input_values

@@ -18,7 +18,7 @@ class Moment:
 
     tokens, targets   (B, T) int32; targets are None where nothing needs them
     hyper             what the optimizer is told, float64 (S,)
-    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.philox`; None where there
+    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None where there
                       are none
     """
 

@@ -21,8 +21,8 @@ from daskgpt.graph.distribute import Rank, Rows, ShardUpdate, distribute
 from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, Recorded
-from daskgpt.kernels.norm import TOLD, squares
-from daskgpt.kernels.philox import streams
+from daskgpt.kernels.dropout import streams
+from daskgpt.kernels.optimizers import TOLD, squares
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Guarded, Optimizer, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.origins import Origin

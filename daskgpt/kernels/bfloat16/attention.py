@@ -33,7 +33,7 @@ from daskgpt.kernels.bfloat16.tiles import (
     zero_row,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.philox import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
+from daskgpt.kernels.dropout import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import VECTOR, address_of, read_real, write_real
 from daskgpt.kernels.simd.math import log
@@ -112,7 +112,7 @@ _LOWER, _HALF = lanes.constant(_COUNTERS, 2**32 - 1), lanes.constant(_COUNTERS, 
 
 
 def _philox(builder, counter, key, other):
-    """Four vectors of words, as `philox.philox` makes them of numbers."""
+    """Four vectors of words, as `dropout.philox` makes them of numbers."""
     a, b, c, d = counter
     for _ in range(ROUNDS):
         first = builder.mul(a, lanes.constant(_COUNTERS, FIRST_MULTIPLIER))

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.kernels import embedding, orthogonal
-from daskgpt.kernels import muon as float32_muon
+from daskgpt.kernels import embedding, optimizers
 from daskgpt.kernels.arguments import into_new_arrays
 from daskgpt.kernels.bfloat16.gemm import TrainedRows, TrainedWeight, backward_weight, backward_x, forward, pack_weight
 from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
@@ -82,7 +81,7 @@ class PackedUpdate:
 
 
 def iteration(x: np.ndarray) -> np.ndarray:
-    """Return one Newton-Schulz step, as `orthogonal.iteration`, the operands of its three products rounded.
+    """Return one Newton-Schulz step, as `optimizers.iteration`, the operands of its three products rounded.
 
     Shapes   x (n, k) -> (n, k)
     Dtype    float32
@@ -90,12 +89,12 @@ def iteration(x: np.ndarray) -> np.ndarray:
     packed = pack_weight(x)
     gram = forward(x, packed)
     square = forward(gram, pack_weight(gram))  # the gram matrix is its own transpose
-    return orthogonal.add_scaled(x, backward_x(orthogonal.polynomial(gram, square), packed))
+    return optimizers.add_scaled(x, backward_x(optimizers.polynomial(gram, square), packed))
 
 
 def muon_inplace(*arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Update a matrix as `muon.muon_inplace` does, its products in bfloat16."""
-    return float32_muon.muon_inplace(*arrays, step=iteration, **options)
+    """Update a matrix as `optimizers.muon_inplace` does, its products in bfloat16."""
+    return optimizers.muon_inplace(*arrays, step=iteration, **options)
 
 
 muon = into_new_arrays(muon_inplace)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.adamw import adamw_inplace, next_moment, next_weight, step_of, step_scalars
 from daskgpt.kernels.arguments import check_output, check_shape
 from daskgpt.kernels.bfloat16.gemm import (
     TrainedWeight,
@@ -30,6 +29,7 @@ from daskgpt.kernels.bfloat16.tiles import (
     zero_row,
 )
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, step_of, step_scalars
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 from daskgpt.kernels.totals import additions, level, meet
 
@@ -218,7 +218,7 @@ def _in_one_pass(parts, groups, start, state, first, last, options):
     )
     plan = *places, total_step, sums_step, band_rows, band_columns
     arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
-    scalars, sizes = step_scalars(FLOAT32, hyper, **options), (outputs, channels, first, last)
+    scalars, sizes = np.array(step_scalars(hyper, **options), FLOAT32), (outputs, channels, first, last)
     _update(table, *arrays, packed.forward, packed.backward, scalars, int(unit()), sizes, plan)
 
 
