@@ -10,7 +10,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt.data.dataset import batch
-from daskgpt.kernels.nesterov import nesterov
+from daskgpt.kernels.optimizers import nesterov
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of

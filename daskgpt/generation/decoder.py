@@ -16,7 +16,7 @@ from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.kernels.decoding.kept import GROUP
 from daskgpt.kernels.decoding.meeting import APART
 from daskgpt.kernels.decoding.token_step import OUTSIDE, TENSORS, stages, token_step
-from daskgpt.kernels.vectors.lanes import LANES
+from daskgpt.kernels.simd.lanes import LANES
 from daskgpt.model.layers import require_own_layers
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.local import at_once, usable_cores

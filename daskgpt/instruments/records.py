@@ -17,7 +17,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written
 from daskgpt.instruments import machine
 from daskgpt.instruments.statistics import Spread
-from daskgpt.kernels.vectors.processor import features
+from daskgpt.kernels.simd.lanes import features
 from daskgpt.schedulers.local import usable_cores
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")

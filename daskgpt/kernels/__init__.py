@@ -12,6 +12,6 @@ Each of these knows only what comes after it:
     float32/             products inside kernels: BLAS by its address, or one of our own
     arguments            checks and views of what kernels are given
     floating_point       subnormal numbers count as zero
-    vectors/             code on several numbers at a time, and operations on memory by its address
+    simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once a dtype, and cached on disk
 """

@@ -10,8 +10,8 @@ from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows, product
-from daskgpt.kernels.vectors.elementary import exp, fma, log, maximum
-from daskgpt.kernels.vectors.sums import sum_of
+from daskgpt.kernels.simd.math import exp, fma, log, maximum
+from daskgpt.kernels.simd.reductions import sum_of
 
 # Logits that are summed while they are in the first cache.
 _PIECE = 2048

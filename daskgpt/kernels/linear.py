@@ -25,8 +25,8 @@ def _backward_bias(dy, total, accumulate):
             total[j] += dy[i, j]
 
 
-def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Linear layer.
+def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """Return the output of a linear layer, or of the unembedding, which has no bias.
 
     y = x weightᵀ + bias
 
@@ -35,27 +35,14 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     Cost     2 b t C O operations in BLAS
     Errors   ValueError when the shapes do not fit
     """
-    outputs = len(weight)
+    outputs, blas = len(weight), gemm_address(x.dtype)
     check_shape("linear.forward", "weight", weight, (outputs, x.shape[-1]))
-    check_shape("linear.forward", "bias", bias, (outputs,))
     y = np.empty((*x.shape[:-1], outputs), x.dtype)
-    _forward(gemm_address(x.dtype), rows(x), np.ascontiguousarray(weight), np.ascontiguousarray(bias), rows(y))
-    return y
-
-
-def forward_without_bias(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Linear layer without a bias: the unembedding.
-
-    y = x weightᵀ
-
-    Shapes   x (b, t, C), weight (V, C) -> y (b, t, V)
-    Dtype    float32 or float64, one for all
-    Cost     2 b t C V operations in BLAS
-    Errors   ValueError when the shapes do not fit
-    """
-    check_shape("linear.forward_without_bias", "weight", weight, (len(weight), x.shape[-1]))
-    y = np.empty((*x.shape[:-1], len(weight)), x.dtype)
-    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), rows(y))
+    if bias is None:
+        multiply(blas, 1, rows(x), np.ascontiguousarray(weight), rows(y))
+        return y
+    check_shape("linear.forward", "bias", bias, (outputs,))
+    _forward(blas, rows(x), np.ascontiguousarray(weight), np.ascontiguousarray(bias), rows(y))
     return y
 
 

@@ -21,7 +21,6 @@ from daskgpt.kernels import (
     crossentropy,
     dropout,
     embedding,
-    gather,
     gelu,
     layernorm,
     linear,
@@ -140,36 +139,31 @@ ATTENTION = Layer(
 # The same of a model that drops some of the probabilities while it is trained.
 DROPPED_ATTENTION = Layer(
     name="attention",
-    forward=Row(attention.forward_dropped, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
+    forward=Row(attention.forward, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
     outputs="y logsumexp",
     backward={
-        "qkv": Row(
-            attention.backward_dropped,
-            "bTC, bTX, bTC, bHT, b -> bTX",
-            "dy qkv y logsumexp streams",
-            "heads place rate",
-        )
+        "qkv": Row(attention.backward, "bTC, bTX, bTC, bHT, b -> bTX", "dy qkv y logsumexp streams", "heads place rate")
     },
     new_axes=ATTENTION.new_axes,
 )
 
 GATHER = Layer(
     name="gather",
-    forward=Row(gather.gather, "btX, t -> bTX", "x positions"),
+    forward=Row(attention.gather, "btX, t -> bTX", "x positions"),
     outputs="y",
-    backward={"x": Row(gather.split, "bTX, t -> btX", "dy positions")},
+    backward={"x": Row(attention.split, "bTX, t -> btX", "dy positions")},
 )
 
 SPLIT = Layer(
     name="split",
-    forward=Row(gather.split, "bTC, t -> btC", "x positions"),
+    forward=Row(attention.split, "bTC, t -> btC", "x positions"),
     outputs="y",
-    backward={"x": Row(gather.gather, "btC, t -> bTC", "dy positions")},
+    backward={"x": Row(attention.gather, "btC, t -> bTC", "dy positions")},
 )
 
 UNEMBEDDING = Layer(
     name="unembedding",
-    forward=Row(linear.forward_without_bias, "btC, VC -> btV", "x wte"),
+    forward=Row(linear.forward, "btC, VC -> btV", "x wte"),
     outputs="logits",
     backward={
         "x": Row(linear.backward_x, "btV, VC -> btC", "dy wte"),

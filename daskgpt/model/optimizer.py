@@ -12,9 +12,10 @@ import numpy as np
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import apply
-from daskgpt.kernels import adamw, momentum, muon
-from daskgpt.kernels.bfloat16 import rounded_layers
-from daskgpt.kernels.norm import LIMITS, TOLD, guard, squares
+from daskgpt.kernels import optimizers
+from daskgpt.kernels.bfloat16 import gemm
+from daskgpt.kernels.bfloat16.update import linear_update
+from daskgpt.kernels.optimizers import LIMITS, TOLD, guard, squares
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.schedules import learning_rate
@@ -80,13 +81,13 @@ def _adamw_hyper(config: OptimizerConfig, step: int, steps: int) -> np.ndarray:
 
 ADAMW = Optimizer(
     name="adamw",
-    kernel=adamw.adamw,
-    in_place=adamw.adamw_inplace,
+    kernel=optimizers.adamw,
+    in_place=optimizers.adamw_inplace,
     moments=("m", "v"),
     options=_adamw_options,
     hyper=_adamw_hyper,
     hyper_size=3,
-    fused={rounded_layers.linear_backward_weight: rounded_layers.linear_update},
+    fused={gemm.backward_weight: linear_update},
 )
 
 
@@ -96,8 +97,8 @@ def _momentum_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, f
 
 MOMENTUM = Optimizer(
     name="momentum",
-    kernel=momentum.momentum,
-    in_place=momentum.momentum_inplace,
+    kernel=optimizers.momentum,
+    in_place=optimizers.momentum_inplace,
     moments=("m",),
     options=_momentum_options,
     hyper=lambda config, step, steps: np.array([learning_rate(config, step, steps)]),
@@ -112,8 +113,8 @@ def _muon_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float
 
 MUON = Optimizer(
     name="muon",
-    kernel=muon.muon,
-    in_place=muon.muon_inplace,
+    kernel=optimizers.muon,
+    in_place=optimizers.muon_inplace,
     moments=("m",),
     options=_muon_options,
     hyper=_adamw_hyper,
@@ -129,7 +130,7 @@ OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM
 class Guarded:
     """An optimizer's kernel for gradients that are clipped, and for updates that may be left out.
 
-    It is told what `kernels.norm.guard` returns in place of hyper, of some rows as well as of all.
+    It is told what `kernels.optimizers.guard` returns in place of hyper, of some rows as well as of all.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -175,7 +176,7 @@ def guarded(
     optimizer: Optimizer,
     tape: Tape,
 ) -> da.Array:
-    """What updates are told in place of hyper, see `kernels.norm.guard`: it needs the gradients of all tensors."""
+    """What updates are given in place of hyper, see `optimizers.guard`: it needs the gradients of all tensors."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
         origin = Origin(SQUARES, "update", name, tensor.block)

@@ -19,7 +19,7 @@ from distributed import SchedulerPlugin, WorkerPlugin
 
 import daskgpt
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.bfloat16.units import unit
+from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.dask_internals import plugin_names, refuse_work, remove_plugins, scheduler_identity
 

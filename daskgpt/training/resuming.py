@@ -20,7 +20,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, Optimize
 from daskgpt.data.dataset import Dataset
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors_files import short
-from daskgpt.kernels.bfloat16 import unit
+from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address
 from daskgpt.schedulers.protocol import Scheduler

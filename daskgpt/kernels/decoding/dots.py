@@ -1,7 +1,7 @@
 """Dot products of some rows of a matrix with some vectors: each row is read once, and memory fetched ahead.
 
-A product sums in 16 lanes, number l, l + 16, l + 32 ... in lane l, which meet in a tree (`sums.folded`), whatever the
-number of rows and vectors that are multiplied together. Vectors end with zeros, up to a multiple of 16 numbers.
+A product sums in 16 lanes, number l, l + 16, l + 32 ... in lane l, which meet in a tree (`reductions.folded`), whatever
+the number of rows and vectors that are multiplied together. Vectors end with zeros, up to a multiple of 16 numbers.
 """
 
 from typing import Any
@@ -11,13 +11,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import part, stay_apart, wide_vectors
-from daskgpt.kernels.vectors.lanes import (
+from daskgpt.kernels.simd.lanes import (
     HALVES,
     LANES,
     REALS,
     below,
     constant,
     fma,
+    has_avx512,
     load,
     load_masked,
     prefetch,
@@ -25,8 +26,7 @@ from daskgpt.kernels.vectors.lanes import (
     whole,
     widen,
 )
-from daskgpt.kernels.vectors.processor import has_avx512
-from daskgpt.kernels.vectors.sums import folded
+from daskgpt.kernels.simd.reductions import folded
 
 # Rows that are worked on together, and what of them is multiplied at once: all with one vector, or some with some.
 ROWS = 8

@@ -13,12 +13,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors.elementary import exp, maximum
-from daskgpt.kernels.vectors.lanes import (
+from daskgpt.kernels.simd.lanes import (
     F32,
     HALVES,
     LANES,
     REALS,
+    address_of,
     constant,
     fma,
     load,
@@ -26,9 +26,11 @@ from daskgpt.kernels.vectors.lanes import (
     store,
     whole,
     widen,
+    write,
+    write_real,
 )
-from daskgpt.kernels.vectors.operations import address_of, write, write_real
-from daskgpt.kernels.vectors.sums import sum_of
+from daskgpt.kernels.simd.math import exp, maximum
+from daskgpt.kernels.simd.reductions import sum_of
 
 GROUP = 64  # positions of keys
 

@@ -10,8 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors.lanes import I32, I64, call
-from daskgpt.kernels.vectors.operations import address_of
+from daskgpt.kernels.simd.lanes import I32, I64, address_of, call
 
 # Whole numbers from one counter to the next: each in cache lines of its own.
 APART = 16

@@ -14,9 +14,9 @@ from daskgpt.kernels.decoding.dots import ROWS, rows_times_vectors
 from daskgpt.kernels.decoding.kept import attend, keep_key, keep_value
 from daskgpt.kernels.decoding.meeting import meet, next_part
 from daskgpt.kernels.layernorm import EPSILON
-from daskgpt.kernels.vectors.elementary import fma
-from daskgpt.kernels.vectors.operations import address_of, read, read_real
-from daskgpt.kernels.vectors.sums import dot, sum_of
+from daskgpt.kernels.simd.lanes import address_of, read, read_real
+from daskgpt.kernels.simd.math import fma
+from daskgpt.kernels.simd.reductions import dot, sum_of
 
 # Columns of the table of addresses, a row a block; `keys` and `values` are those that are kept, of all texts.
 TENSORS = (

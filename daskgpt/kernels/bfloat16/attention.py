@@ -11,45 +11,167 @@ are the probabilities that dropout drops, and what it leaves is made larger afte
 import math
 
 import numpy as np
+from llvmlite import ir
 
 from daskgpt.kernels import attention
-from daskgpt.kernels.bfloat16.attention_lanes import (
-    exponentials,
-    largest,
-    raise_columns,
-    score_gradients,
-    sum_of_lanes,
-)
-from daskgpt.kernels.bfloat16.dropping import drop_halves, factors_of_patch, multiply_reals
-from daskgpt.kernels.bfloat16.operands import FLOAT32, ceiling, check_float32, words
-from daskgpt.kernels.bfloat16.packing import pack_pairs, pack_rows
-from daskgpt.kernels.bfloat16.rounding import rounded
+from daskgpt.kernels.bfloat16.gemm import sum_rows
+from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import (
-    CONFIGURATION,
     PATCH,
     ROW,
     STEP,
-    ZEROS,
+    TILE,
     close_unit,
+    copy_row,
     multiply_patch,
     open_unit,
-)
-from daskgpt.kernels.bfloat16.units import Unit, scratch, unit
-from daskgpt.kernels.bfloat16.weight_gradient import sum_rows
-from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.philox import factors_of_row
-from daskgpt.kernels.vectors.elementary import log
-from daskgpt.kernels.vectors.lanes import (
-    VECTOR,
-)
-from daskgpt.kernels.vectors.operations import (
-    address_of,
-    copy_row,
-    read_real,
+    pack_pairs,
+    pack_rows,
+    store_pairs,
     transpose_tile,
-    write_real,
+    zero_row,
 )
-from daskgpt.kernels.vectors.sums import dot_at
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.dropout import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
+from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.lanes import VECTOR, address_of, read_real, write_real
+from daskgpt.kernels.simd.math import log
+from daskgpt.kernels.simd.reductions import dot_at, folded
+
+
+@lanes.instruction("n n n")
+def raise_columns(builder, tops, scores, count):
+    """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
+    top = lanes.load(builder, tops)
+    for first in lanes.PARTS:
+        score = lanes.load(builder, scores, first * 4)
+        above = builder.and_(builder.fcmp_ordered(">", score, top), lanes.below(builder, count, first))
+        top = builder.select(above, score, top)
+    lanes.store(builder, top, tops)
+
+
+@lanes.instruction("n", "s")
+def largest(builder, address):
+    """The largest of 16 float32 numbers."""
+    return lanes.call(builder, "llvm.vector.reduce.fmax.v16f32", lanes.F32, [lanes.load(builder, address)])
+
+
+@lanes.instruction("n", "s")
+def sum_of_lanes(builder, address):
+    """The sum of 16 float32 numbers."""
+    return folded(builder, lanes.load(builder, address))
+
+
+@lanes.instruction("n n n n s s")
+def exponentials(builder, scores, target, totals, count, scale, top):
+    """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
+    scale, negative_top = lanes.splat(builder, scale), lanes.splat(builder, builder.fneg(top))
+    total = lanes.load(builder, totals)
+    for first in lanes.PARTS:
+        p = lanes.exp(builder, lanes.fma(builder, lanes.load(builder, scores, first * 4), scale, negative_top))
+        p = builder.select(lanes.below(builder, count, first), p, lanes.constant(lanes.REALS, 0.0))
+        total = builder.fadd(total, p)
+        lanes.store(builder, lanes.round_to_bfloat16(builder, p), target, first * 2)
+    lanes.store(builder, total, totals)
+
+
+def _key_gradients(builder, place, first, hidden, scale):
+    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
+    scores, gradients, logsumexp, deltas = (lanes.load(builder, address, first * 4) for address in place)
+    score = builder.fmul(scores, scale)
+    p = lanes.exp(builder, builder.fsub(score, logsumexp))
+    centred = builder.fsub(gradients, deltas)
+    gradient = builder.fmul(builder.fmul(p, scale), centred)
+    mask, zero = lanes.below(builder, hidden, first), lanes.constant(lanes.REALS, 0.0)
+    return [lanes.round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
+
+
+@lanes.instruction("n n n n n n n n s")
+def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
+    """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
+
+    p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
+    """
+    scale = lanes.splat(builder, scale)
+    for first in lanes.PARTS:
+        both = []
+        for row in (0, 1):
+            down, across = lanes.whole(row * ROW), row * 64 + first * 2
+            place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
+            limit = builder.add(hidden, lanes.whole(row))
+            probability, gradient = _key_gradients(builder, place, first, limit, scale)
+            lanes.store(builder, probability, p, across)
+            lanes.store(builder, gradient, ds, across)
+            both.append(gradient)
+        store_pairs(builder, both[0], both[1], builder.add(pairs, lanes.whole(first // lanes.LANES * TILE)))
+
+
+_COUNTERS = ir.VectorType(lanes.I64, lanes.LANES)
+_LOWER, _HALF = lanes.constant(_COUNTERS, 2**32 - 1), lanes.constant(_COUNTERS, 32)
+
+
+def _philox(builder, counter, key, other):
+    """Four vectors of words, as `dropout.philox` makes them of numbers."""
+    a, b, c, d = counter
+    for _ in range(ROUNDS):
+        first = builder.mul(a, lanes.constant(_COUNTERS, FIRST_MULTIPLIER))
+        second = builder.mul(c, lanes.constant(_COUNTERS, SECOND_MULTIPLIER))
+        a = builder.xor(builder.xor(builder.lshr(second, _HALF), b), lanes.splat(builder, key))
+        c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), lanes.splat(builder, other))
+        b, d = builder.and_(second, _LOWER), builder.and_(first, _LOWER)
+        key, other = (
+            builder.and_(builder.add(each, lanes.whole(step)), lanes.whole(2**32 - 1))
+            for each, step in ((key, FIRST_STEP), (other, SECOND_STEP))
+        )
+    return a, b, c, d
+
+
+@lanes.instruction("n n n n n n n s")
+def _factors(builder, target, stream, place, part, query, group, threshold, kept):
+    """Factors of 16 queries and the keys 4 group ... 4 group + 3, a row of a patch a key: see `factors_of_patch`."""
+    queries = builder.add(lanes.splat(builder, query), ir.Constant(_COUNTERS, list(range(lanes.LANES))))
+    counter = lanes.splat(builder, group), queries, lanes.splat(builder, place), lanes.splat(builder, part)
+    key, other = builder.and_(stream, lanes.whole(2**32 - 1)), builder.lshr(stream, lanes.whole(32))
+    for row, word in enumerate(_philox(builder, counter, key, other)):
+        gone = builder.icmp_unsigned("<", word, lanes.splat(builder, threshold))
+        lanes.store(
+            builder,
+            builder.select(gone, lanes.constant(lanes.REALS, 0.0), lanes.splat(builder, kept)),
+            target,
+            row * ROW,
+        )
+
+
+@helper
+def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
+    """A row of 32 queries for each of 32 keys: 0 where a probability is dropped, else `kept`; as `factors_of_row`."""
+    for group in range(8):
+        for half in range(2):
+            _factors(
+                patch + 4 * group * ROW + half * 64, stream, place, part, query + 16 * half, key // 4 + group,
+                threshold, kept,
+            )  # fmt: skip
+
+
+@lanes.instruction("n n")
+def drop_halves(builder, target, factors):
+    """32 bfloat16 numbers at target: zero where one of the 32 float32 numbers at `factors` is."""
+    for first in lanes.PARTS:
+        gone = builder.fcmp_ordered("==", lanes.load(builder, factors, first * 4), lanes.constant(lanes.REALS, 0.0))
+        value = builder.select(
+            gone, lanes.constant(lanes.HALVES, 0), lanes.load(builder, target, first * 2, lanes.HALVES)
+        )
+        lanes.store(builder, value, target, first * 2)
+
+
+@lanes.instruction("n n")
+def multiply_reals(builder, target, factors):
+    """32 float32 numbers at target = they times the 32 at `factors`."""
+    for first in lanes.PARTS:
+        product = builder.fmul(lanes.load(builder, target, first * 4), lanes.load(builder, factors, first * 4))
+        lanes.store(builder, product, target, first * 4)
+
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 # Queries that two keys before the diagonal's patch must not be seen by: none.
@@ -105,15 +227,15 @@ def _store_output(sums, totals, rows, size, kept, target, target_step):
         copy_row(sums + row * width * 4, target + row * target_step, size)
 
 
-@kernel("h1 H1 H1 h1 n n n n n n n n n n n n n n n l1 n n s1 S1")
-def _forward(
-    qkv, y, logsumexp, zeros, unit, configuration, sequences, tokens, heads, size, q, keys, values, scores, p, sums,
-    tops, totals, patch_steps, streams, place, threshold, kept, factors,
-):  # fmt: skip
-    """patch_steps: steps of the summed axis of q kᵀ, ceil(HS / 32)."""
+@kernel("h1 H1 H1 n n4 n8 l1 n2 s S1")
+def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, factors):
+    """sizes: sequences, tokens, heads, numbers of a head; dropout: place, threshold."""
     wide_vectors()
-    open_unit(unit, configuration)
-    channels, nothing = heads * size, address_of(zeros)
+    open_unit(unit)
+    sequences, tokens, heads, size = sizes
+    q, keys, values, scores, p, sums, tops, totals = scratch
+    place, threshold = dropout
+    channels, nothing, patch_steps = heads * size, zero_row(), (size + 31) // 32
     row_bytes, patches = 12 * channels, (tokens + 31) // 32
     panel, scale = patch_steps * STEP, _ONE / np.float32(math.sqrt(size))
     for head in range(sequences * heads):
@@ -131,11 +253,11 @@ def _forward(
                 value = read_real(tops, row * 16) + log(read_real(totals, row * 16))
                 write_real(address_of(logsumexp), head * tokens + first + row, value)
             if threshold > 0:
-                _drop_queries(p, patch, streams[sequence], place, head % heads, threshold, kept[0], factors)
+                _drop_queries(p, patch, streams[sequence], place, head % heads, threshold, kept, factors)
             width = patch_steps * ROW
             sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
             target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
-            _store_output(sums, totals, rows, size, kept[0], target, channels * 4)
+            _store_output(sums, totals, rows, size, kept, target, channels * 4)
     close_unit(unit)
 
 
@@ -201,14 +323,14 @@ def _differentiate_patch(
             drop_halves(p + row * 64, factors + row * ROW)
 
 
-@kernel("h1 h1 h1 h1 H1 h1 n n n n n n n n n n n n n n n l1 n n s1")
-def _backward(
-    dy, qkv, y, logsumexp, dqkv, zeros, unit, configuration, sequences, tokens, heads, size, rows, pairs, work, offsets,
-    deltas, lefts, sums, dq, factors, streams, place, threshold, kept,
-):  # fmt: skip
+@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s")
+def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept):
     wide_vectors()
-    open_unit(unit, configuration)
-    channels, nothing, scale = heads * size, address_of(zeros), _ONE / np.float32(math.sqrt(size))
+    open_unit(unit)
+    sequences, tokens, heads, size = sizes
+    rows, pairs, work, offsets, deltas, lefts, sums, dq, factors = scratch
+    place, threshold = dropout
+    channels, nothing, scale = heads * size, zero_row(), _ONE / np.float32(math.sqrt(size))
     patches, steps = (tokens + 31) // 32, (size + 31) // 32
     panel, long_panel, row_bytes = steps * STEP, patches * STEP, 12 * channels
     each, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
@@ -227,7 +349,7 @@ def _backward(
                 key, query = rows + j * panel, rows + 2 * each + i * panel
                 if threshold > 0:
                     factors_of_patch(
-                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept[0], factors
+                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, factors
                     )  # fmt: skip
                 _differentiate_patch(
                     unit, key, query, key + each, query + each, steps, nothing, work, offsets + i * ROW,
@@ -246,7 +368,7 @@ def _backward(
                 )
                 if which and threshold > 0:
                     for n in range(32 * steps * 32):
-                        write_real(sums, n, read_real(sums, n) * kept[0])
+                        write_real(sums, n, read_real(sums, n) * kept)
                 target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
                 for row in range(min(32, tokens - j * 32)):
                     copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
@@ -260,114 +382,77 @@ def _backward(
     close_unit(unit)
 
 
-def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Causal self-attention, scale 1 / sqrt(HS), its products' operands rounded to bfloat16.
-
-    y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position
-    logsumexp = log(sum(exp(q kᵀ / sqrt(HS))))
+def forward(
+    qkv: np.ndarray, streams: np.ndarray | None = None, *, heads: int, place: int = 0, rate: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return causal self-attention as `attention.forward` does, its products' operands rounded to bfloat16.
 
     The probabilities are rounded before they are divided by their sum, which is that of the numbers not rounded. On the
-    portable unit q, k and v are rounded, the probabilities are not.
+    portable unit q, k and v are rounded, the probabilities are not. Dropout drops the same probabilities.
 
-    Shapes   qkv (b, T, 3C) -> y (b, T, C), logsumexp (b, NH, T)
-    Dtype    float32; operands bfloat16, sums and softmax float32
+    Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
+    Dtype    float32; operands bfloat16, sums and softmax float32; int64 streams
     Cost     2 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
-    Errors   TypeError when qkv is not float32; ValueError when the columns are not 3 heads HS
-    """
-    return _attend("rounded_attention.forward", qkv, heads, attention.NOTHING)
-
-
-def forward_dropped(
-    qkv: np.ndarray, streams: np.ndarray, heads: int, place: int, rate: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """`forward` with a share of the probabilities set to 0 and the others divided by 1 - rate: those of `attention`.
-
-    Shapes   qkv (b, T, 3C), streams (b,) -> y (b, T, C), logsumexp (b, NH, T)
-    Dtype    float32, int64 streams
     Errors   TypeError when qkv is not float32; ValueError when the shapes do not fit
     """
-    where = "rounded_attention.forward_dropped"
-    return _attend(where, qkv, heads, attention.check_dropped(where, qkv, streams, place, rate))
-
-
-def _attend(where: str, qkv: np.ndarray, heads: int, dropped: attention.Dropped) -> tuple[np.ndarray, np.ndarray]:
-    channels = attention.check_heads(where, qkv, heads)
+    where = "bfloat16.attention.forward"
+    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
     check_float32(where, qkv=qkv)
     if unit() is Unit.PORTABLE:
-        return attention.attend(where, rounded(qkv), heads, dropped)
+        return attention.forward(rounded(qkv), streams, heads=heads, place=place, rate=rate)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
     size = channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels = steps * patches * STEP
     addresses = scratch(
-        steps * STEP, panels, panels, patches * PATCH, patches * STEP, steps * PATCH, 32 * VECTOR, 32 * VECTOR
+        steps * STEP,
+        panels,
+        panels,
+        patches * PATCH,
+        patches * STEP,
+        steps * PATCH,
+        32 * VECTOR,
+        32 * VECTOR,
     )
-    _forward(
-        words(qkv), words(y), words(logsumexp), ZEROS, unit(), CONFIGURATION, sequences, tokens, heads, size,
-        *addresses, steps, *_told(dropped), np.empty(patches * 32, FLOAT32),
-    )  # fmt: skip
+    sizes, factors = (sequences, tokens, heads, size), np.empty(patches * 32, FLOAT32)
+    _forward(words(qkv), words(y), words(logsumexp), int(unit()), sizes, tuple(addresses), *dropout, factors)
     return y, logsumexp
 
 
-def _told(dropped: attention.Dropped) -> tuple[np.ndarray, int, int, np.ndarray]:
-    """The same with its float as an array: a kernel without arrays of floats has no type for one."""
-    streams, place, threshold, kept = dropped
-    return streams, place, threshold, np.array([kept], FLOAT32)
-
-
-def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int) -> np.ndarray:
-    """Gradient of causal self-attention with respect to q, k and v, its products' operands rounded to bfloat16.
+def backward(
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    streams: np.ndarray | None = None,
+    *,
+    heads: int,
+    place: int = 0,
+    rate: float = 0.0,
+) -> np.ndarray:
+    """Return the gradient of attention as `attention.backward` does, its products' operands rounded to bfloat16.
 
     p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS)
     dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
 
     On the portable unit q, k, v and dy are rounded, p and ds are not.
 
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T) -> dqkv (b, T, 3C)
-    Dtype    float32; operands bfloat16, everything else float32
+    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv (b, T, 3C)
+    Dtype    float32; operands bfloat16, everything else float32; int64 streams
     Cost     5 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
     """
-    return _differentiate("rounded_attention.backward", dy, qkv, y, logsumexp, heads, attention.NOTHING)
-
-
-def backward_dropped(
-    dy: np.ndarray,
-    qkv: np.ndarray,
-    y: np.ndarray,
-    logsumexp: np.ndarray,
-    streams: np.ndarray,
-    heads: int,
-    place: int,
-    rate: float,
-) -> np.ndarray:
-    """Gradient of `forward_dropped` with respect to q, k and v, see `attention.backward_dropped`.
-
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) -> dqkv (b, T, 3C)
-    Dtype    float32, int64 streams
-    Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
-    """
-    where = "rounded_attention.backward_dropped"
-    dropped = attention.check_dropped(where, qkv, streams, place, rate)
-    return _differentiate(where, dy, qkv, y, logsumexp, heads, dropped)
-
-
-def _differentiate(
-    where: str,
-    dy: np.ndarray,
-    qkv: np.ndarray,
-    y: np.ndarray,
-    logsumexp: np.ndarray,
-    heads: int,
-    dropped: attention.Dropped,
-) -> np.ndarray:
-    channels, (sequences, tokens) = attention.check_backward(where, dy, qkv, y, logsumexp, heads), qkv.shape[:2]
+    where = "bfloat16.attention.backward"
+    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
+    attention.check_backward(where, dy, qkv, y, logsumexp, heads)
     check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
     if unit() is Unit.PORTABLE:
-        return attention.differentiate(where, rounded(dy), rounded(qkv), y, logsumexp, heads, dropped)
+        kept = y, logsumexp, streams
+        return attention.backward(rounded(dy), rounded(qkv), *kept, heads=heads, place=place, rate=rate)
+    sequences, tokens = qkv.shape[:2]
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels, line = steps * patches * STEP, patches * ROW
@@ -377,5 +462,5 @@ def _differentiate(
     )  # fmt: skip
     arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
     sizes = sequences, tokens, heads, size
-    _backward(*arrays, words(dqkv), ZEROS, unit(), CONFIGURATION, *sizes, *addresses, *_told(dropped))
+    _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout)
     return dqkv

@@ -14,19 +14,15 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 from numba.extending import intrinsic, overload
 
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors import lanes
+from daskgpt.kernels.simd import lanes
 
 
-@intrinsic
-def _exp_float32(typing_context, x):
-    def generate(context, builder, signature, arguments):
-        return lanes.exp(builder, arguments[0])
-
-    return types.float32(types.float32), generate
+@lanes.instruction("s", "s")
+def _exp_float32(builder, x):
+    return lanes.exp(builder, x)
 
 
 def exp(x: Any) -> Any:

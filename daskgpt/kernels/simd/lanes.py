@@ -2,21 +2,57 @@
 
 A function takes an llvmlite builder first and returns a value. How many lanes there are follows from the type of its
 arguments, LANES being the default. A place in memory is a pointer or an address (a whole number), and a distance in
-bytes from it.
+bytes from it. The intrinsics at the end are for kernels: they read and write single numbers at an address.
 
 A loop that Numba vectorises first compares every pair of its arrays for overlap, and may round its last numbers
 differently from the others: numbers that never fill a vector. That pays for long arrays, not for a few columns.
 """
 
+import functools
+import platform
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
 
-from daskgpt.kernels.vectors.processor import has_avx512_bfloat16
+from daskgpt.kernels.compilation import numba_type
+
+# What the processor can do, as Numba compiles for it: NUMBA_CPU_FEATURES can take instructions away.
+X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """LLVM's names of the instruction sets of an x86 processor; none elsewhere."""
+    if not X86:
+        return frozenset()
+    listed = cpu_target.target_context.codegen().magic_tuple()[2]
+    return frozenset(feature[1:] for feature in listed.split(",") if feature.startswith("+"))
+
+
+def has_avx512() -> bool:
+    """Whether code with vectors of 512 bits can be compiled here."""
+    return "avx512f" in features()
+
+
+def has_fma() -> bool:
+    """Whether vectors are multiplied and added with one rounding: by AVX2's companion on x86, by any 64-bit ARM."""
+    return features().issuperset(("avx2", "fma")) if X86 else platform.machine().lower() in ("aarch64", "arm64")
+
+
+def has_avx512_bfloat16() -> bool:
+    """Whether code that rounds to bfloat16 and multiplies pairs of them in one instruction can be compiled here."""
+    return features().issuperset(("avx512f", "avx512bw", "avx512vl", "avx512bf16"))
+
 
 LANES = 16
 VECTOR = 4 * LANES
+# Where the 32 columns that some intrinsics work on at once begin, as vectors.
+PARTS = (0, LANES)
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64, VOID = ir.FloatType(), ir.DoubleType(), ir.VoidType()
 POINTER = I8.as_pointer()
@@ -207,3 +243,75 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     quads = [_transposed_quads(builder, rows[first : first + 4]) for first in range(0, len(rows), 4)]
     by_lane = [_transposed_by_quads(builder, [quad[lane] for quad in quads]) for lane in range(4)]
     return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
+
+
+def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of a function that writes its code.
+
+    `instruction("n n s", "n")` decorates a function of an llvmlite builder and of the values of two whole numbers and
+    of a float32 number, each by its name, which returns a whole number; without a result it returns nothing. The words
+    are those of `compilation.kernel`.
+    """
+    typed = (numba_type(result) if result else types.void)(*map(numba_type, arguments.split()))
+
+    def decorate(write_code: Callable[..., Any]) -> Any:
+        @functools.wraps(write_code)
+        def definition(typing_context: Any, *kinds: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                made = write_code(builder, *values)
+                return made if result else context.get_dummy_value()
+
+            return typed, generate
+
+        return intrinsic(definition)
+
+    return decorate
+
+
+@intrinsic
+def address_of(typing_context, array):
+    """Address of the first element of an array."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.ptrtoint(data, I64)
+
+    return types.int64(array), generate
+
+
+def _element(builder, address, index, kind):
+    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+
+
+@intrinsic
+def read(typing_context, address, index, like):
+    """Number `index` of those at an address, which have the type of `like`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(_element(builder, arguments[0], arguments[1], context.get_value_type(like)))
+
+    return like(types.int64, types.int64, like), generate
+
+
+@intrinsic
+def write(typing_context, address, index, value):
+    """Set number `index` of those at an address, which have the type of `value`."""
+
+    def generate(context, builder, signature, arguments):
+        address, index, value = arguments
+        builder.store(value, _element(builder, address, index, value.type))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value), generate
+
+
+@instruction("n n", "s")
+def read_real(builder, address, index):
+    """Number `index` of the float32 numbers at an address."""
+    return builder.load(_element(builder, address, index, F32))
+
+
+@instruction("n n s")
+def write_real(builder, address, index, value):
+    """Set number `index` of the float32 numbers at an address."""
+    builder.store(value, _element(builder, address, index, F32))

@@ -8,11 +8,10 @@ one lane would wait for each addition.)
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.kernels.vectors.lanes import F32, below, call, constant, load, load_masked, shuffle, whole
+from daskgpt.kernels.simd.lanes import F32, below, call, constant, instruction, load, load_masked, shuffle, whole
 
 _LANES = 32
 
@@ -68,11 +67,7 @@ def dot(typing_context, left, right):
     return left.dtype(left, right), _of_arrays
 
 
-@intrinsic
-def dot_at(typing_context, left, right, count):
+@instruction("n n n", "s")
+def dot_at(builder, left, right, count):
     """`dot` of `count` float32 numbers at two addresses."""
-
-    def generate(context, builder, signature, arguments):
-        return _walk(builder, list(arguments[:2]), arguments[2], F32)
-
-    return types.float32(*[types.int64] * 3), generate
+    return _walk(builder, [left, right], count, F32)

@@ -12,8 +12,8 @@ import platform
 import llvmlite.binding
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.vectors.processor import features, has_avx512_bfloat16
-from daskgpt.kernels.vectors.scratch import Scratch
+from daskgpt.kernels.simd.lanes import features, has_avx512_bfloat16
+from daskgpt.kernels.simd.memory import Scratch
 
 VARIABLE = "DASKGPT_MATMUL"
 _ADVICE = "Unset it to use the fastest that works here."

@@ -7,16 +7,12 @@ calls by its address takes memory out of slots that all threads share, and puts 
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors.lanes import I64, POINTER, VOID, call, whole
-from daskgpt.kernels.vectors.operations import operation
+from daskgpt.kernels.simd.lanes import I64, POINTER, VOID, call, instruction, whole
 
 PAGE = 4096
 # Places for addresses of free memory.
@@ -46,55 +42,36 @@ class Scratch(threading.local):
         self.size, self.address = size, -(-self._memory.ctypes.data // PAGE) * PAGE
 
 
-@intrinsic
-def slots(typing_context: Any) -> Any:
+@instruction("", "n")
+def slots(builder):
     """Address of the slots. For the function at the top alone: every function that asks gets slots of its own."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.ArrayType(I64, _SLOTS)
-        places = ir.GlobalVariable(builder.module, kind, "scratch_slots")
-        places.linkage, places.initializer = "internal", ir.Constant(kind, None)
-        return builder.ptrtoint(places, I64)
-
-    return types.int64(), generate
+    kind = ir.ArrayType(I64, _SLOTS)
+    places = ir.GlobalVariable(builder.module, kind, "scratch_slots")
+    places.linkage, places.initializer = "internal", ir.Constant(kind, None)
+    return builder.ptrtoint(places, I64)
 
 
-@intrinsic
-def _take_slot(typing_context, slot):
+@instruction("n", "n")
+def _take_slot(builder, slot):
     """The address in the slot at an address, which is empty (0) afterwards."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.atomic_rmw("xchg", builder.inttoptr(arguments[0], I64.as_pointer()), whole(0), "acquire")
-
-    return types.int64(types.int64), generate
+    return builder.atomic_rmw("xchg", builder.inttoptr(slot, I64.as_pointer()), whole(0), "acquire")
 
 
-@intrinsic
-def _fill_slot(typing_context, slot, address):
+@instruction("n n", "n")
+def _fill_slot(builder, slot, address):
     """Put an address into the slot at an address; whether the slot was empty. Otherwise nothing happens."""
-
-    def generate(context, builder, signature, arguments):
-        place = builder.inttoptr(arguments[0], I64.as_pointer())
-        result = builder.cmpxchg(place, whole(0), arguments[1], "acq_rel", "acquire")
-        return builder.zext(builder.extract_value(result, 1), I64)
-
-    return types.int64(types.int64, types.int64), generate
+    result = builder.cmpxchg(builder.inttoptr(slot, I64.as_pointer()), whole(0), address, "acq_rel", "acquire")
+    return builder.zext(builder.extract_value(result, 1), I64)
 
 
-@intrinsic
-def _allocate(typing_context, size):
-    def generate(context, builder, signature, arguments):
-        return builder.ptrtoint(call(builder, "malloc", POINTER, arguments), I64)
-
-    return types.int64(types.int64), generate
+@instruction("n", "n")
+def _allocate(builder, size):
+    return builder.ptrtoint(call(builder, "malloc", POINTER, [size]), I64)
 
 
-@intrinsic
-def _release(typing_context, address):
-    def build(builder, address):
-        call(builder, "free", VOID, [builder.inttoptr(address, POINTER)])
-
-    return operation(build, 1)
+@instruction("n")
+def _release(builder, address):
+    call(builder, "free", VOID, [builder.inttoptr(address, POINTER)])
 
 
 @helper
