@@ -12,7 +12,7 @@ import numpy as np
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.choosing import Choice
-from daskgpt.generation.decoder import Decoder, Weights
+from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 
 PRECISIONS = ("float32", "bfloat16")
@@ -154,7 +154,7 @@ class Texts:
         self.weights = weights
         self.context = min(context or positions, positions)
         capacity = min(self.context, longest or self.context)
-        self.decoder = Decoder(weights, len(prompts), capacity, threads)
+        self.decoder = decoder_of(weights, len(prompts), capacity, threads)
         self.tokens = [list(prompt) for prompt in prompts]
         self.read = [0] * len(prompts)  # tokens of each text that were read, from the first one on
         self.first = [0] * len(prompts)  # the first token that is looked at

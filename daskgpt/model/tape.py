@@ -11,7 +11,7 @@ import dask.array as da
 
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import apply, parse
-from daskgpt.model.layers import ADD, PASS, Layer, Row
+from daskgpt.model.layers import ADD, GATHER, PASS, SPLIT, Layer, Row
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import block_of
 from daskgpt.model.precision import FLOAT32, Precision
@@ -61,6 +61,18 @@ class Tape:
         arrays |= dict(zip(layer.outputs.split(), results, strict=True))
         self.records.append(Record(where, layer, arrays, options))
         return results[0]
+
+    def over_sequences(
+        self, where: str, layer: Layer, x: da.Array, *others: da.Array, positions: da.Array, **options: Any
+    ) -> da.Array:
+        """The first output of a layer that mixes the tokens of a sequence: chunks are gathered before it, and its
+        output is cut into the same chunks.
+        """
+        if x.numblocks[1] == 1:
+            return self(where, layer, x, *others, **options)
+        whole = self(f"{where}.{layer.forward.arguments.split()[0]}", GATHER, x, positions)
+        y = self(where, layer, whole, *others, **options)
+        return self(f"{where}.{layer.outputs.split()[0]}", SPLIT, y, positions)
 
     def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
         """Gradient of sum(y * dy) with respect to every array that went in, by the array's name.
