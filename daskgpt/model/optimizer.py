@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dask.array as da
@@ -31,7 +31,8 @@ class Optimizer:
     kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), the weight alone where
               there are no moments
     in_place  the same of some rows, written over weight and moments
-    moments   names of the arrays like the weight that pass from step to step, zero at the start
+    moments   names of the arrays that pass from step to step, zero at the start, each of the weight's shape
+    per_row   those of them that have one number a row of the weight instead
     options   what is the same in every step, of a tensor
     hyper     what changes from step to step: float64 (hyper_size,), from the step and the number of all steps
     fused     summing kernel -> kernel that makes its sum and this update in one pass
@@ -48,6 +49,7 @@ class Optimizer:
     hyper: Callable[[OptimizerConfig, int, int], np.ndarray]
     hyper_size: int
     fused: Mapping[Kernel, Kernel] = field(default_factory=dict)
+    per_row: tuple[str, ...] = ()
     whole: bool = False
     updates: Callable[[Tensor], bool] = lambda tensor: True
     others: Optimizer | None = None
@@ -57,13 +59,13 @@ class Optimizer:
         return self if self.others is None or self.updates(tensor) else self.others.of(tensor)
 
     def state(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a state beside the weights: "MOMENT.NAME" -> whose moment it is, moment by moment."""
+        """The tensors of a state beside the weights: "MOMENT.NAME" -> whose moment it is, with the moment's shape."""
         kinds = dict.fromkeys(kind for tensor in known.values() for kind in self.of(tensor).moments)
         return {
-            f"{kind}.{name}": tensor
+            f"{kind}.{name}": replace(tensor, shape=tensor.shape[:1]) if kind in row.per_row else tensor
             for kind in kinds
             for name, tensor in known.items()
-            if kind in self.of(tensor).moments
+            if kind in (row := self.of(tensor)).moments
         }
 
 
@@ -214,11 +216,11 @@ def update(
         kinds = ["weight", *row.moments]
         first, *moments = (state[f"{kind}.{name}"] for kind in kinds)
         origin = Origin(row.name, "update", name, tensor.block, parameter=name)
-        inputs = ", ".join([axes] * (len(kinds) + 1))
+        outputs = [axes[:1] if kind in row.per_row else axes for kind in kinds]
         results = apply(
             origin.name(tape.token),
             tape.precision.update(Guarded(row.kernel) if guards(config) else row.kernel),
-            f"{inputs}, S -> {', '.join([axes] * len(kinds))}",
+            f"{', '.join([axes, axes, *outputs[1:]])}, S -> {', '.join(outputs)}",
             [first, gradients[name], *moments, hyper],
             options=row.options(config, tensor),
             origin=origin,

@@ -22,14 +22,15 @@ class Parameter:
     """One row of the table.
 
     name      GPT-2's published name; `{block}` stands for the block's number
-    axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C hidden
+    axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C
+              hidden; or a function of the configuration
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) where the output is added to x
     multiplied   whether activations are multiplied with it (the positions are only added)
     exists       whether a model of this configuration has it
     """
 
     name: str
-    axes: tuple[str, ...]
+    axes: tuple[str | Callable[[GPT2Config], int], ...]
     initial: str
     multiplied: bool = False
     exists: Callable[[GPT2Config], bool] = lambda config: True
@@ -57,7 +58,9 @@ class Parameter:
     def shape(self, config: GPT2Config) -> tuple[int, ...]:
         """Shape in a model of this size; matrices are (out, in)."""
         sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels}
-        return tuple(int(axis[:-1] or 1) * sizes[axis[-1]] for axis in self.axes)
+        return tuple(
+            int(axis[:-1] or 1) * sizes[axis[-1]] if isinstance(axis, str) else axis(config) for axis in self.axes
+        )
 
 
 def _has_mean(config: GPT2Config) -> bool:

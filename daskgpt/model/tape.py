@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -46,17 +46,12 @@ class Tape:
     def __call__(self, where: str, layer: Layer, *arguments: da.Array, **options: Any) -> da.Array:
         """The layer's first output, recorded for `backward`."""
         arrays = dict(zip(layer.forward.arguments.split(), arguments, strict=True))
-        sizes = {
-            axis: size
-            for a, axes in zip(arguments, parse(layer.forward.signature)[0])
-            for axis, size in zip(axes, a.shape)
-        }
         results = self._apply(
             Origin(layer.name, "forward", where, block_of(where)),
             layer.forward,
             arguments,
             options,
-            new_axes=layer.new_axes(sizes, options),
+            new_axes=_new_axes(layer, arguments, options),
         )
         arrays |= dict(zip(layer.outputs.split(), results, strict=True))
         self.records.append(Record(where, layer, arrays, options))
@@ -121,11 +116,13 @@ class Tape:
         if record is None:
             return array
         row = record.layer.forward
+        arguments = [record.arrays[name] for name in row.arguments.split()]
         (self.recomputed[array.name],) = self._apply(
             Origin(record.layer.name, "backward", record.where, block_of(record.where), again=True),
             row,
-            [record.arrays[name] for name in row.arguments.split()],
+            arguments,
             record.options,
+            new_axes=_new_axes(record.layer, arguments, record.options),
             after=after,
         )
         return self.recomputed[array.name]
@@ -147,6 +144,13 @@ class Tape:
             groups=self.groups,
             **places,
         )
+
+
+def _new_axes(layer: Layer, arguments: Sequence[da.Array], options: dict[str, Any]) -> Mapping[str, int]:
+    """Sizes of the output's axes that no argument has."""
+    axes = parse(layer.forward.signature)[0]
+    sizes = {axis: size for a, own in zip(arguments, axes) for axis, size in zip(own, a.shape)}
+    return layer.new_axes(sizes, options)
 
 
 def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:
