@@ -18,9 +18,9 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
-from daskgpt.kernels.decoding.kept import GROUP
-from daskgpt.kernels.decoding.meeting import APART
-from daskgpt.kernels.decoding.token_step import OUTSIDE, TENSORS, stages, token_step
+from daskgpt.kernels.decoding.decode_step import OUTSIDE, TENSORS, decode_step, stages
+from daskgpt.kernels.decoding.kv_cache import GROUP
+from daskgpt.kernels.decoding.thread_barrier import APART
 from daskgpt.kernels.vectors.lanes import LANES
 from daskgpt.model.gpt2 import logits, replaced_rows
 from daskgpt.model.layers import Layer
@@ -139,7 +139,7 @@ class Decoder:
         self.counters[:: 2 * APART] = self.threads
         arrays = self.tensors, self.sizes, some, asked, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
         scratch = self.hidden[:n], self.scores, self.row, logits, self.counters
-        share: Any = partial(token_step, *arrays, *scratch)
+        share: Any = partial(decode_step, *arrays, *scratch)
         # Threads wait for each other: one that had been interrupted before it began would be waited for for ever.
         with delayed_interrupts() if self.threads > 1 else nullcontext():
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])

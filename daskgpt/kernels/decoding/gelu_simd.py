@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -21,6 +20,7 @@ from daskgpt.kernels.vectors.lanes import (
     store_masked,
     whole,
 )
+from daskgpt.kernels.vectors.operations import operation
 
 _SLOPE, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # see `kernels.gelu`
 
@@ -36,15 +36,12 @@ def _gelu(builder: Any, v: Any) -> Any:
 def gelu_at(typing_context, place, count):
     """GELU, tanh form, of `count` float32 numbers at an address, in place."""
 
-    def generate(context, builder, signature, arguments):
-        place, count = arguments
+    def build(builder, place, count):
         with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
             offset = builder.mul(loop.index, whole(VECTOR))
             store(builder, _gelu(builder, load(builder, place, offset)), place, offset)
         rest = builder.and_(count, whole(LANES - 1))
-        with builder.if_then(builder.icmp_signed("!=", rest, whole(0))):
-            offset, mask = builder.mul(builder.sub(count, rest), whole(4)), below(builder, rest)
-            store_masked(builder, _gelu(builder, load_masked(builder, place, offset, mask)), place, offset, mask)
-        return context.get_dummy_value()
+        offset, mask = builder.mul(builder.sub(count, rest), whole(4)), below(builder, rest)
+        store_masked(builder, _gelu(builder, load_masked(builder, place, offset, mask)), place, offset, mask)
 
-    return types.void(types.int64, types.int64), generate
+    return operation(build, 2)
