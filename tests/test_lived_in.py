@@ -18,7 +18,7 @@ import daskgpt
 from daskgpt import evaluate
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampling import Texts
+from daskgpt.generation.sampler import Texts
 from daskgpt.instruments.measure import Steps, measure
 from daskgpt.instruments.memory import predict
 from daskgpt.instruments.random_tokens import BenchConfig, job_of

@@ -9,7 +9,7 @@ from conftest import SMALL, random_parameters
 from daskgpt import generate, train
 from daskgpt.data.encodings import get_encoding
 from daskgpt.formats.llmc import write_model
-from daskgpt.generation.readable import Readable, readable
+from daskgpt.generation.sanitize import Readable, readable
 
 SHOWN = {
     "text": (b"a\tb\n\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \\x41\r\n", "a\tb\né € 😀 \\x41\r\n"),

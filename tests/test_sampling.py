@@ -12,10 +12,9 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import generate
 from daskgpt.data.encodings import get_encoding
-from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.ending import end_of_text, shown
-from daskgpt.generation.sampling import Texts, window
+from daskgpt.generation.sampler import Choice, Texts, window
+from daskgpt.generation.sanitize import end_of_text, shown
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 

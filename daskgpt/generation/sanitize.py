@@ -1,4 +1,4 @@
-"""A model's tokens as text to show: it steers no terminal, and bytes that are no text do not flood the screen."""
+"""A model's tokens as text to show: up to where it ends; it steers no terminal, and bytes that are no text are few."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 
 from tiktoken import Encoding
+
+from daskgpt.data.encodings import END_OF_TEXT
 
 MOST_IN_A_RUN = 4  # characters that are shown of what cannot be shown as it is
 
@@ -61,3 +63,22 @@ def _escape(character: str) -> str:
         code -= 0xDC00
         return f"\\x{code:02x}"
     return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
+
+
+def end_of_text(encoding: Encoding) -> int:
+    """The id that ends a document."""
+    return int(encoding.encode_single_token(END_OF_TEXT))
+
+
+def shown(encoding: Encoding, tokens: Iterable[int | None], end: int | None = None, until: str = "") -> Iterator[int]:
+    """The tokens that are shown: up to `end`, which is not, or up to the one that completes the words `until`."""
+    wanted, tail = until.encode(), b""
+    for token in tokens:
+        if token is None or token == end:
+            return
+        yield token
+        if wanted and token < encoding.n_vocab:
+            tail += encoding.decode_single_token_bytes(token)
+            if wanted in tail:
+                return
+            tail = tail[-len(wanted) :]

@@ -1,8 +1,10 @@
-"""Text from a model, a token at a time."""
+"""Text from a model, a token at a time: which token follows, and texts that grow together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -11,11 +13,65 @@ import numpy as np
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 
 PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token is chosen.
+
+    temperature  0 takes the likeliest token, 1 the model's own probabilities
+    top_k        choose among so many likeliest tokens only, 0 = all
+    top_p        choose among the fewest likeliest tokens whose probabilities, with the temperature and of those that
+                 top_k leaves, sum up to this much, 1 = all
+
+    Errors       ValueError for a negative number, or a top_p that is no share
+    Source       Fan et al. 2018, arXiv:1805.04833, for top_k; Holtzman et al. 2020, arXiv:1904.09751, for top_p
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_k", self.top_k)):
+            require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+            require(math.isfinite(value), "sample", f"{name} must be finite", {name: value}, "Give 0 or more.")
+        rule = "top_p must lie above 0 and be at most 1"
+        require(0 < self.top_p <= 1, "sample", rule, {"top_p": self.top_p}, "Give 1 for all.")
+
+    def __call__(self, logits: np.ndarray, random: np.random.Generator) -> int:
+        """One token by its scores.
+
+        Shapes   logits (vocabulary,) float32
+        Errors   ValueError for scores that are not finite
+        """
+        top, temperature = logits.max(), np.float32(self.temperature)
+        rule, advice = "a model's scores must be finite", "Its weights are damaged, or its training has diverged."
+        require(bool(np.isfinite(top)), "sample", rule, {"largest": top}, advice)
+        if temperature == 0:
+            return int(logits.argmax())
+        with np.errstate(over="ignore"):
+            weights = np.exp((logits - top) / temperature)
+        weights[weights < self._least(weights)] = 0
+        sums = np.cumsum(weights, dtype=np.float64)
+        # A product with what is nearly 1 may be rounded up to the sum itself, behind the last token.
+        drawn = min(random.random() * sums[-1], np.nextafter(sums[-1], 0))
+        return int(np.searchsorted(sums, drawn, side="right"))
+
+    def _least(self, weights: np.ndarray) -> np.float32:
+        """The weight of the least likely token that may be chosen."""
+        least = np.float32(0)
+        if 0 < self.top_k < weights.size:
+            least = np.partition(weights, -self.top_k)[-self.top_k]
+        if self.top_p < 1:
+            ordered = np.sort(weights[weights >= least])[::-1]
+            sums = np.cumsum(ordered, dtype=np.float64)
+            least = ordered[np.searchsorted(sums, self.top_p * sums[-1])]
+        return np.float32(least)
 
 
 def sample(
@@ -69,7 +125,9 @@ def sample(
     require(precision in PRECISIONS, "sample", rule, {"precision": precision}, nearest(precision, list(PRECISIONS)))
     check_parameters(config, parameters)
     check_dtypes("sample", parameters, np.float32)
-    return _tokens(config, parameters, ids, count, context, choice, seed, precision, threads, end)
+    weights = Weights(config, parameters, precision)
+    texts = Texts(weights, [ids], context, longest=len(ids) + count, threads=threads)
+    return (token for (token,) in texts.write(count, choice, seed, end) if token is not None)
 
 
 def sampled(
@@ -77,27 +135,6 @@ def sampled(
 ) -> list[int]:
     """All tokens of `sample` at once, which can be sent."""
     return list(sample(config, parameters, prompt, count, **options))
-
-
-def _tokens(
-    config: GPT2Config,
-    parameters: Mapping[str, np.ndarray],
-    prompt: list[int],
-    count: int,
-    context: int,
-    choice: Choice,
-    seed: int,
-    precision: str,
-    threads: int,
-    end: int | None,
-) -> Iterator[int]:
-    if count == 0:
-        return
-    longest = len(prompt) + count
-    texts = Texts(Weights(config, parameters, precision), [prompt], context, longest=longest, threads=threads)
-    for (token,) in texts.write(count, choice, seed, end):
-        assert token is not None  # of one text the last token ends the iteration
-        yield token
 
 
 def token_ids(prompt: Any) -> list[int]:
@@ -178,9 +215,10 @@ class Texts:
             last.append(len(rows) - 1)
         start = perf_counter()
         found = self.decoder.read(rows, last)
-        self.rate.count(
-            perf_counter() - start, rows, self.decoder.bytes_read([rows[row][1] for row in last]), len(last)
-        )
+        if len(rows) == len(last):
+            self.rate.seconds += perf_counter() - start
+            self.rate.tokens += len(last)
+            self.rate.read += self.decoder.bytes_read([rows[row][1] for row in last])
         return found
 
     def write(self, count: int, choice: Choice, seed: int = 0, end: int | None = None) -> Iterator[list[int | None]]:
@@ -203,20 +241,10 @@ class Texts:
             yield found
 
 
+@dataclass
 class Rate:
-    """How fast tokens came.
+    """How fast tokens came, in steps that read one token of each text: how many, seconds, and bytes that they read."""
 
-    tokens, seconds, read   of steps that read one token of each text: how many, and the bytes that they read
-    prompt_tokens, prompt_seconds   of the others, which read prompts or a text's newer half
-    """
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds, self.read = 0, 0.0, 0
-        self.prompt_tokens, self.prompt_seconds = 0, 0.0
-
-    def count(self, seconds: float, rows: Sequence[tuple[int, int, int]], read: int, texts: int) -> None:
-        if len(rows) == texts:
-            self.tokens, self.seconds, self.read = self.tokens + texts, self.seconds + seconds, self.read + read
-        else:
-            self.prompt_tokens += len(rows)
-            self.prompt_seconds += seconds
+    tokens: int = 0
+    seconds: float = 0.0
+    read: int = 0
