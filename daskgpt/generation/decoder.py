@@ -25,7 +25,7 @@ from daskgpt.kernels.vectors.lanes import LANES
 from daskgpt.model.gpt2 import logits, replaced_rows
 from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import tensors
-from daskgpt.model.precision import Precision, precision_of
+from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.local import at_once, usable_cores
 
 MOST_ROWS = 32  # of a step: tokens that are read together, so that weights are read once for all of them
@@ -54,10 +54,6 @@ class Weights:
             # Rows of the padded vocabulary are not read.
             rows = config.vocabulary if name == "wte.weight" else len(value)
             self.bytes += 0 if name == "wpe.weight" else value[:rows].size * (2 if half else 4)
-
-    def address(self, name: str) -> int:
-        """Where a tensor lies; 0 for one that the model does not have."""
-        return self.arrays[name].ctypes.data if name in self.arrays else 0
 
 
 def decoder_of(weights: Weights, texts: int, capacity: int, threads: int = 0) -> Decoder | EagerDecoder:
@@ -97,18 +93,19 @@ class Decoder:
         self.values = np.zeros((config.blocks, texts, heads, self.capacity * width), dtype)
         sizes = channels, heads, config.vocabulary, self.capacity, width, weights.halves, config.norm == "layernorm"
         self.sizes = np.array(sizes, np.int64)
-        self.tensors = self._addresses()
+        self.tensors = self._addresses(weights.arrays)
         self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
         self._scratch(width)
 
-    def _addresses(self) -> np.ndarray:
+    def _addresses(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Where tensors lie, a row a block; 0 for those that the model does not have."""
+        known = {name: array.ctypes.data for name, array in arrays.items()}
         blocks = self.weights.config.blocks
         table = np.zeros((blocks + 1, len(TENSORS)), np.int64)
         for block in range(blocks):
-            names = [f"h.{block}.{name}" for name in TENSORS[:-2]]
-            table[block, :-2] = [self.weights.address(name) for name in names]
+            table[block, :-2] = [known.get(f"h.{block}.{name}", 0) for name in TENSORS[:-2]]
             table[block, -2:] = self.keys[block].ctypes.data, self.values[block].ctypes.data
-        table[blocks, : len(OUTSIDE)] = [self.weights.address(name) for name in OUTSIDE]
+        table[blocks, : len(OUTSIDE)] = [known.get(name, 0) for name in OUTSIDE]
         return table
 
     def _scratch(self, width: int) -> None:
@@ -161,49 +158,23 @@ class Decoder:
 
 
 class EagerDecoder:
-    """What layers over whole sequences were given of some texts, for any number of steps of any model."""
+    """What layers over whole sequences were given of some texts, for any number of steps of any model.
+
+    In place of `model.tape.Tape` it calls the forward kernel of each layer at once, on the new tokens of all texts.
+    A layer over whole sequences gets the whole of each text: its input is kept, and its output of earlier tokens, which
+    cannot depend on later ones, is computed again and dropped.
+    """
 
     most_rows, threads = 256, 1
 
     def __init__(self, weights: Weights, texts: int, capacity: int) -> None:
-        self.weights, self.texts = weights, texts
-        self.eager = Eager(weights.precision, texts, capacity)
-
-    def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
-        """Read tokens, and return the scores of what may follow some of them, as `Decoder.read` does."""
-        self.eager.rows, positions, tokens = np.array(rows, np.int32).T
-        config, inputs = self.weights.config, {"tokens": tokens[None], "positions": positions}
-        scores: np.ndarray = logits(self.eager, config, self.weights.arrays, inputs, list(wanted))
-        return scores[0, :, : config.vocabulary].copy()
-
-    def share(self, text: int, others: Sequence[int], length: int) -> None:
-        """Copy what is kept of the first so many tokens of a text to others."""
-        for kept in self.eager.kept.values():
-            kept[list(others), :length] = kept[text, :length]
-
-    def bytes_read(self, positions: Sequence[int]) -> int:
-        """Bytes of weights and of what is kept that a step reads, each once, for tokens at these positions."""
-        widths: int = sum(kept[0, 0].nbytes for kept in self.eager.kept.values())
-        return self.weights.bytes + widths * sum(position + 1 for position in positions)
-
-
-class Eager:
-    """Calls the forward kernels of layers at once, in place of `model.tape.Tape`, on tokens of several texts in a row.
-
-    A layer over whole sequences gets the whole of each text: its input is kept, and its output of earlier tokens, which
-    cannot depend on later ones, is computed again and dropped.
-
-    rows   the text of each token
-    """
-
-    def __init__(self, precision: Precision, texts: int, capacity: int) -> None:
-        self.precision, self.texts, self.capacity = precision, texts, capacity
-        self.rows = np.empty(0, np.int32)
+        self.weights, self.texts, self.capacity = weights, texts, capacity
+        self.text_of = np.empty(0, np.int32)  # of each token
         self.kept: dict[str, np.ndarray] = {}  # by place: (texts, capacity, channels)
 
     def __call__(self, where: str, layer: Layer, *arguments: Any, **options: Any) -> np.ndarray:
         """Return the layer's first output."""
-        kernel = self.precision.kernel(layer.forward.kernel)
+        kernel = self.weights.precision.kernel(layer.forward.kernel)
         found = kernel(*arguments, **{name: options[name] for name in layer.forward.options.split()})
         result: np.ndarray = found[0] if len(layer.outputs.split()) > 1 else found
         return result
@@ -215,11 +186,28 @@ class Eager:
         if where not in self.kept:
             self.kept[where] = np.zeros((self.texts, self.capacity, x.shape[2]), x.dtype)
         kept, parts = self.kept[where], []
-        for text in dict.fromkeys(self.rows.tolist()):
-            own = positions[self.rows == text]
-            kept[text, own] = x[0, self.rows == text]
+        for text in dict.fromkeys(self.text_of.tolist()):
+            own = positions[self.text_of == text]
+            kept[text, own] = x[0, self.text_of == text]
             parts.append(self(where, layer, kept[text : text + 1, : own[-1] + 1], *others, **options)[:, own])
         return np.concatenate(parts, axis=1)
+
+    def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
+        """Read tokens, and return the scores of what may follow some of them, as `Decoder.read` does."""
+        self.text_of, positions, tokens = np.array(rows, np.int32).T
+        config, inputs = self.weights.config, {"tokens": tokens[None], "positions": positions}
+        scores: np.ndarray = logits(self, config, self.weights.arrays, inputs, list(wanted))
+        return scores[0, :, : config.vocabulary].copy()
+
+    def share(self, text: int, others: Sequence[int], length: int) -> None:
+        """Copy what is kept of the first so many tokens of a text to others."""
+        for kept in self.kept.values():
+            kept[list(others), :length] = kept[text, :length]
+
+    def bytes_read(self, positions: Sequence[int]) -> int:
+        """Bytes of weights and of what is kept that a step reads, each once, for tokens at these positions."""
+        widths: int = sum(kept[0, 0].nbytes for kept in self.kept.values())
+        return self.weights.bytes + widths * sum(position + 1 for position in positions)
 
 
 def _up(number: int, unit: int) -> int:

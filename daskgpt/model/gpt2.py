@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -26,26 +26,17 @@ EMBEDDED = "wte+wpe"
 DROPPED = ("attn", "attn.c_proj", "mlp.c_proj")  # where dropout is in a block, in an order that seeds depend on
 
 
-class Calls(Protocol):
-    """What calls layers: `model.tape.Tape` records them, `generation.decoder.Eager` computes them at once."""
-
-    def __call__(self, where: str, layer: Layer, *arguments: Any, **options: Any) -> Any:
-        """Return a layer's first output."""
-
-    def over_sequences(self, where: str, layer: Layer, x: Any, *others: Any, positions: Any, **options: Any) -> Any:
-        """Return the first output of a layer whose first argument is whole sequences."""
-
-
 @dataclass(frozen=True)
 class Forward:
     """A forward pass: calls layers by their places in the model, and finds what else they read.
 
+    tape     calls a layer: `model.tape.Tape` records it, `generation.decoder.EagerDecoder` computes it at once
     inputs   of a batch; `streams` among them where the rate is not 0
     rate     share that dropout takes of the embeddings, of attention's probabilities, and of what is added to the
              embeddings
     """
 
-    tape: Calls
+    tape: Any
     config: GPT2Config
     parameters: Parameters
     inputs: Inputs
@@ -59,7 +50,9 @@ class Forward:
         """
         whole = layer.forward.signature.startswith("bT")
         if self.rate and whole:
-            layer = layer.dropped or _without_dropout(at, layer)
+            rule, advice = "with dropout a layer of whole sequences must have a row `dropped`", "Train without dropout."
+            require(layer.dropped is not None, at, rule, {"layer": layer.name}, advice)
+            layer = layer.dropped or layer
         row = layer.forward
         arrays += tuple(self._argument(at, layer, name) for name in row.arguments.split()[len(arrays) :])
         rows = [row, *filter(None, layer.backward.values())]
@@ -91,12 +84,7 @@ class Forward:
         return self(at, layers.DROPOUT, x) if self.rate else x
 
 
-def _without_dropout(at: str, layer: Layer) -> Layer:
-    rule, advice = "with dropout a layer of whole sequences must have a row `dropped`", "Train without dropout."
-    raise refusal(ValueError, at, rule, {"layer": layer.name}, advice)
-
-
-def transformer(tape: Calls, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> Any:
+def transformer(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> Any:
     """Activations after the last layernorm, (B, T, C) in the chunks of the tokens; `rate` is that of `Forward`."""
     forward = Forward(tape, config, p, inputs, rate)
     x = forward.drop(EMBEDDED, forward(EMBEDDED, layers.EMBEDDING))
@@ -139,7 +127,7 @@ def mean_loss(
     return forward("loss", layers.MEAN, losses, count=count or tokens.size)
 
 
-def logits(tape: Calls, config: GPT2Config, p: Parameters, inputs: Inputs, rows: Any = slice(None)) -> Any:
+def logits(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rows: Any = slice(None)) -> Any:
     """Scores of every row of the padded vocabulary, (B, T, V) in the chunks of the tokens.
 
     rows   the tokens that are scored

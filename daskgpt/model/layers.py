@@ -201,22 +201,7 @@ MEAN = Layer(
     backward={"losses": Row(crossentropy.mean_backward, ", bt -> bt", "dy losses", "count")},
 )
 
-LAYERS: tuple[Layer, ...] = (
-    EMBEDDING,
-    LAYERNORM,
-    RMSNORM,
-    LINEAR,
-    GELU,
-    ADD,
-    DROPOUT,
-    ATTENTION,
-    DROPPED_ATTENTION,
-    GATHER,
-    SPLIT,
-    UNEMBEDDING,
-    CROSSENTROPY,
-    MEAN,
-)
+LAYERS: tuple[Layer, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Layer))
 
 # The values of the configuration's `norm`.
 NORMS: Mapping[str, Layer] = {layer.name: layer for layer in (LAYERNORM, RMSNORM)}

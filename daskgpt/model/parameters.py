@@ -147,6 +147,18 @@ def value_count(config: GPT2Config, *, multiplied: bool = False) -> int:
     return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
 
+def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -> int:
+    """Floating-point operations of the matrix products of one step, nothing that is computed twice counted twice.
+
+    6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N values that are multiplied,
+    for each token, in the forward pass and twice in the backward one; and the same for attention's two products, where
+    a token meets the (T + 1) / 2 tokens up to itself on average.
+    """
+    tokens = batch_size * sequence_length
+    attention = config.blocks * config.channels * (sequence_length + 1)
+    return 6 * tokens * (parameter_count(config, multiplied=True) + attention)
+
+
 class RandomParameters(Mapping[str, np.ndarray]):
     """GPT-2's initial values, each made when it is asked for: as itself it is as small as its configuration.
 

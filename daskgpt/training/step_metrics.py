@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from daskgpt.model.step_operations import step_operations
+from daskgpt.model.parameters import step_operations
 from daskgpt.schedulers.usage import Usage
 from daskgpt.training.besides import Besides
 from daskgpt.training.job import Job
