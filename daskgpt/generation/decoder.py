@@ -95,7 +95,11 @@ class Decoder:
         self.sizes = np.array(sizes, np.int64)
         self.tensors = self._addresses(weights.arrays)
         self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
-        self._scratch(width)
+        padded, hidden, real = _up(channels, LANES), _up(4 * channels, LANES), np.float32
+        self.x, self.y = np.zeros((MOST_ROWS, padded), real), np.zeros((MOST_ROWS, padded), real)
+        self.normal = np.zeros((self.threads, MOST_ROWS, padded), real)
+        self.qkv, self.hidden = np.zeros((MOST_ROWS, 3 * channels), real), np.zeros((MOST_ROWS, hidden), real)
+        self.scores, self.row = np.zeros((self.threads, self.capacity), real), np.zeros((self.threads, width), real)
 
     def _addresses(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Where tensors lie, a row a block; 0 for those that the model does not have."""
@@ -107,14 +111,6 @@ class Decoder:
             table[block, -2:] = self.keys[block].ctypes.data, self.values[block].ctypes.data
         table[blocks, : len(OUTSIDE)] = [known.get(name, 0) for name in OUTSIDE]
         return table
-
-    def _scratch(self, width: int) -> None:
-        channels, real = self.weights.config.channels, np.float32
-        padded, rows, threads = _up(channels, LANES), MOST_ROWS, self.threads
-        self.x, self.y = np.zeros((rows, padded), real), np.zeros((rows, padded), real)
-        self.normal = np.zeros((threads, rows, padded), real)
-        self.qkv, self.hidden = np.zeros((rows, 3 * channels), real), np.zeros((rows, _up(4 * channels, LANES)), real)
-        self.scores, self.row = np.zeros((threads, self.capacity), real), np.zeros((threads, width), real)
 
     def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
         """Read tokens, and say what may follow after some of them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from tiktoken import Encoding
 
@@ -17,51 +18,40 @@ MOST_IN_A_RUN = 4  # characters that are shown of what cannot be shown as it is
 _ESCAPED = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\udc80-\udcff]")
 
 
-class Readable:
-    r"""Bytes, as they come, to text that can be shown.
+def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, to be shown as they come; an id that only the model knows is none."""
+    return sanitized(encoding.decode_single_token_bytes(each) if each < encoding.n_vocab else b"" for each in tokens)
+
+
+def sanitized(pieces: Iterable[bytes]) -> Iterator[str]:
+    r"""Bytes as text that can be shown, a part of it after each piece and one at the end.
 
     Text stays as it is, newline and tab included. Of control characters and of bytes that are no text, each run shows
     the first four as \xNN (beyond ASCII \uNNNN), and one … for what follows.
     """
-
-    def __init__(self) -> None:
-        # A token may end in the middle of a character: what is not text yet waits for the next one.
-        self.decoder = getincrementaldecoder("utf-8")(errors="surrogateescape")
-        self.waiting = ""  # a return, of which the next character decides what it is
-        self.run = 0
-
-    def feed(self, data: bytes, final: bool = False) -> str:
-        """What can be shown by now; `final` says that nothing follows."""
-        text = self.waiting + self.decoder.decode(data, final)
-        self.waiting = "\r" if text.endswith("\r") and not final else ""
-        text = text.removesuffix(self.waiting)
+    # A piece may end in the middle of a character: what is not text yet waits for the next one.
+    decoder = getincrementaldecoder("utf-8")(errors="surrogateescape")
+    waiting = ""  # a return, of which the next character decides what it is
+    run = 0  # of what is escaped, so far
+    for piece in chain(pieces, [None]):
+        text = waiting + decoder.decode(piece or b"", piece is None)
+        waiting = "\r" if text.endswith("\r") and piece is not None else ""
+        text = text.removesuffix(waiting)
         parts, end = [], 0
         for match in _ESCAPED.finditer(text):
-            parts.append(self._kept(text[end : match.start()]))
-            self.run += 1
-            parts.append(_escape(match[0]) if self.run <= MOST_IN_A_RUN else "…" * (self.run == MOST_IN_A_RUN + 1))
+            run = 1 if match.start() > end else run + 1
+            escape = _escape(match[0]) if run <= MOST_IN_A_RUN else "…" * (run == MOST_IN_A_RUN + 1)
+            parts += [text[end : match.start()], escape]
             end = match.end()
-        return "".join([*parts, self._kept(text[end:])])
-
-    def _kept(self, text: str) -> str:
-        if text:
-            self.run = 0
-        return text
-
-
-def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens, to be shown as they come; an id that only the model knows is none."""
-    text = Readable()
-    for token in tokens:
-        yield text.feed(encoding.decode_single_token_bytes(token) if token < encoding.n_vocab else b"")
-    yield text.feed(b"", final=True)
+        if end < len(text):
+            run = 0
+        yield "".join([*parts, text[end:]])
 
 
 def _escape(character: str) -> str:
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:
-        code -= 0xDC00
-        return f"\\x{code:02x}"
+    if 0xDC80 <= code <= 0xDCFF:  # a byte
+        return f"\\x{code - 0xDC00:02x}"
     return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
 
 
