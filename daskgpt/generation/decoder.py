@@ -1,4 +1,4 @@
-"""A model that reads tokens of some texts and keeps their keys and values: what a further token costs is that token.
+"""Decoders read tokens of some texts and keep what later tokens attend to: a further token costs that token alone.
 
 `Decoder` is GPT-2 in one kernel (`kernels.decoding`). `EagerDecoder` is any model: it walks `model.gpt2.transformer`
 and calls the forward kernel of each layer at once.
@@ -113,7 +113,7 @@ class Decoder:
         return table
 
     def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
-        """Read tokens, and say what may follow after some of them.
+        """Read tokens, and return the scores of what may follow some of them.
 
         rows     (text, position, token) each; positions of a text follow one another, from the first that is not kept
         wanted   of which rows, by their numbers, in order
@@ -125,18 +125,18 @@ class Decoder:
 
     def _step(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int], first: int) -> np.ndarray:
         some = np.array(rows[first : first + MOST_ROWS], np.int64)
-        asked = np.array([number - first for number in wanted if 0 <= number - first < len(some)], np.int64)
-        logits = np.empty((len(asked), self.weights.config.vocabulary), np.float32)
+        scored = np.array([number - first for number in wanted if 0 <= number - first < len(some)], np.int64)
+        scores = np.empty((len(scored), self.weights.config.vocabulary), np.float32)
         n = len(some)
         self.counters[:] = 0
         self.counters[:: 2 * APART] = self.threads
-        arrays = self.tensors, self.sizes, some, asked, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
-        scratch = self.hidden[:n], self.scores, self.row, logits, self.counters
+        arrays = self.tensors, self.sizes, some, scored, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
+        scratch = self.hidden[:n], self.scores, self.row, scores, self.counters
         share: Any = partial(decode_step, *arrays, *scratch)
-        # Threads wait for each other: one that had been interrupted before it began would be waited for for ever.
+        # Threads wait for each other, for ever if one were interrupted before it began.
         with delayed_interrupts() if self.threads > 1 else nullcontext():
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
-        return logits
+        return scores
 
     def share(self, text: int, others: Sequence[int], length: int) -> None:
         """Copy what is kept of the first so many tokens of a text to others."""

@@ -15,21 +15,21 @@ Row = tuple[int, int, int]  # text, position, token
 
 
 def losses_of(decoder: Decoder | EagerDecoder, rows: Sequence[Row], targets: Sequence[int]) -> np.ndarray:
-    """Nats of the tokens that follow on some rows.
+    """Return the nats of the tokens that follow some rows.
 
     rows      as of `Decoder.read`
-    targets   what follows on each, -1 where nobody asks
+    targets   what follows on each, -1 where it is not wanted
 
-    Shapes    -> (number of targets that are asked for,) float64
+    Shapes    -> (number of wanted targets,) float64
     """
     found = []
     most = decoder.most_rows
     for first in range(0, len(rows), most):
         wanted = np.array(targets[first : first + most])
-        (asked,) = np.nonzero(wanted >= 0)
-        logits = decoder.read(rows[first : first + most], asked.tolist())
+        (scored,) = np.nonzero(wanted >= 0)
+        logits = decoder.read(rows[first : first + most], scored.tolist())
         top = logits.max(axis=1, initial=-np.inf)
-        likely = logits[np.arange(len(asked)), wanted[asked]].astype(np.float64)
+        likely = logits[np.arange(len(scored)), wanted[scored]].astype(np.float64)
         logits -= top[:, None]
         sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
         found.append(np.log(sums) + top - likely)
@@ -37,7 +37,7 @@ def losses_of(decoder: Decoder | EagerDecoder, rows: Sequence[Row], targets: Seq
 
 
 def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: int = 0) -> Iterator[np.ndarray]:
-    """Nats of every token of a text but the first, in sequences that follow one another without overlap.
+    """Yield the nats of every token of a text but the first, in sequences that follow one another without overlap.
 
     Each sequence is read from its own first token on, with the positions from 0: the first token that it predicts has
     one token before it, the last one `length`. Yields an array a sequence.
@@ -60,7 +60,7 @@ class Answer:
 
 
 def answers(weights: Weights, questions: Iterable[Question], context: int, threads: int = 0) -> Iterator[Answer]:
-    """What a model says to questions; of a context that is too long the end is read.
+    """Yield what a model answers to each question; of a context that is too long the end is read.
 
     Errors   ValueError for a completion that does not fit the model's context behind one token
     """

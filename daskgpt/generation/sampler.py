@@ -89,7 +89,7 @@ def sample(
     threads: int = 0,
     end: int | None = None,
 ) -> Iterator[int]:
-    """The next `count` token ids after the prompt, one by one, each computed when it is asked for.
+    """Return an iterator of the next `count` token ids after the prompt, each computed when it is taken.
 
     prompt       token ids, at least one
     context      how many tokens the model looks back, 0 = its positions; a model knows the positions it was trained on
@@ -133,7 +133,7 @@ def sample(
 def sampled(
     config: GPT2Config, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
 ) -> list[int]:
-    """All tokens of `sample` at once, which can be sent."""
+    """Return all tokens of `sample` as a list, which can be sent."""
     return list(sample(config, parameters, prompt, count, **options))
 
 
@@ -150,7 +150,7 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
-    """Token ids, at least one, that the model knows.
+    """Require token ids, at least one, that the model knows.
 
     Errors   ValueError
     """
@@ -162,7 +162,7 @@ def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
 
 
 def window(length: int, context: int) -> int:
-    """The first token of a text of this length that the model looks at: the whole text where it fits the context.
+    """Return the first token of a text of this length that the model reads: 0 where the text fits the context.
 
     A longer text moves on by half a context at a time: in between, what is kept of a token stays at its position.
     """
@@ -175,8 +175,8 @@ def window(length: int, context: int) -> int:
 class Texts:
     """Texts that grow together, with what is kept of them between two tokens.
 
-    A text's tokens depend on its own tokens, its number and the seed: on no other text, and not on how often the texts
-    were gone on with.
+    A text's tokens depend on its own tokens, its number and the seed: on no other text, and not on how many calls of
+    `write` made them.
 
     prompts   token ids of each, at least one
     context   how many tokens the model looks back, 0 = its positions
@@ -199,7 +199,7 @@ class Texts:
         self.rate = Rate()
 
     def scores(self, numbers: Sequence[int]) -> np.ndarray:
-        """What may follow on some of the texts.
+        """Return the scores of what may follow some of the texts.
 
         Shapes   -> logits (len(numbers), vocabulary) float32
         """
@@ -208,7 +208,7 @@ class Texts:
         for number in numbers:
             tokens, first = self.tokens[number], window(len(self.tokens[number]), self.context)
             begin = self.read[number] if first == self.first[number] else first
-            # A text that was gone on with by nothing is asked about its last token again.
+            # A text that has not grown is scored after its last token again.
             begin = min(begin, len(tokens) - 1)
             rows += [(number, position - first, tokens[position]) for position in range(begin, len(tokens))]
             self.first[number], self.read[number] = first, len(tokens)

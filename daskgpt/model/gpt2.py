@@ -85,7 +85,7 @@ class Forward:
 
 
 def transformer(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> Any:
-    """Activations after the last layernorm, (B, T, C) in the chunks of the tokens; `rate` is that of `Forward`."""
+    """Return the activations after the last normalization, (B, T, C) in the chunks of the tokens."""
     forward = Forward(tape, config, p, inputs, rate)
     x = forward.drop(EMBEDDED, forward(EMBEDDED, layers.EMBEDDING))
     for number in range(config.blocks):
@@ -94,7 +94,7 @@ def transformer(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, ra
 
 
 def block(forward: Forward, at: str, x: Any) -> Any:
-    """One transformer block: x + attention(layernorm(x)), then x + feed_forward(layernorm(x))."""
+    """Return x after a transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
     qkv = forward(f"{at}.attn.c_attn", layers.LINEAR, forward.normalize(f"{at}.ln_1", x))
     y = forward(f"{at}.attn.c_proj", layers.LINEAR, forward(f"{at}.attn", layers.ATTENTION, qkv))
     x = forward(f"{at}.attn", layers.ADD, x, forward.drop(f"{at}.attn.c_proj", y))
@@ -105,7 +105,7 @@ def block(forward: Forward, at: str, x: Any) -> Any:
 
 
 def place_of(at: str) -> int:
-    """The number by which what is dropped at a place of the model differs from what is dropped at others."""
+    """Return the number of a place in the model, by which its random numbers differ from those of others."""
     if at == EMBEDDED:
         return 0
     _, block_number, part = at.split(".", 2)
@@ -115,7 +115,7 @@ def place_of(at: str) -> int:
 def mean_loss(
     tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0, count: int = 0
 ) -> da.Array:
-    """Mean cross-entropy of the next token over B*T, a 0-d array, in nats.
+    """Return the mean cross-entropy of the next token over B*T, a 0-d array, in nats.
 
     rate    of dropout, see `Forward`
     count   of tokens that it is the mean over, where these are some of a batch; 0 = these
@@ -128,7 +128,7 @@ def mean_loss(
 
 
 def logits(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rows: Any = slice(None)) -> Any:
-    """Scores of every row of the padded vocabulary, (B, T, V) in the chunks of the tokens.
+    """Return the scores of every row of the padded vocabulary, (B, T, V) in the chunks of the tokens.
 
     rows   the tokens that are scored
     """
@@ -137,7 +137,7 @@ def logits(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rows: A
 
 
 def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -> Inputs:
-    """The inputs of somebody's own dask arrays."""
+    """Return the inputs of a step from dask arrays of tokens."""
     positions = np.arange(tokens.shape[1], dtype=np.int32)
     inputs = {"tokens": tokens, "positions": from_numpy(f"positions-{tape.token}", positions, (tokens.chunks[1],))}
     return inputs | ({} if targets is None else {"targets": targets})
@@ -155,7 +155,7 @@ def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> Non
 
 
 def replaced_rows() -> str:
-    """Name what somebody has replaced of GPT-2, with the kernels (`GELU=mine.relu`); empty where nothing is."""
+    """Name what was replaced of GPT-2, with the kernels (`GELU=mine.relu`); empty where nothing was."""
     found = [(name, kernel) for name, kernel in _functions().items() if _OWN.get(name) is not kernel]
     said = [f"{name}={kernel.__module__}.{kernel.__qualname__}" for name, kernel in found]
     changed = {(row.name, row) for row in _OWN_PARAMETERS} ^ {(row.name, row) for row in parameters.PARAMETERS}
@@ -163,7 +163,7 @@ def replaced_rows() -> str:
 
 
 def _functions() -> dict[str, Any]:
-    """What computes a forward pass, by name."""
+    """Return the functions that compute a forward pass, by name."""
     found: dict[str, Any] = {name: row for name, row in vars(layers).items() if isinstance(row, Layer)}
     found |= {f"NORMS[{name!r}]": row for name, row in layers.NORMS.items()}
     return {name: row.forward.kernel for name, row in found.items()} | {"block": block}
@@ -174,7 +174,7 @@ _OWN, _OWN_PARAMETERS = _functions(), parameters.PARAMETERS
 
 
 def require_own_layers(where: str) -> None:
-    """Refuse a model with a replaced layer, where another model than the one that was trained would come out.
+    """Refuse a model with replaced layers where another program would compute GPT-2's own.
 
     Errors   ValueError naming the layers
     """

@@ -50,8 +50,10 @@ SCHEDULES = {row.name: row for row in (CONSTANT, LINEAR, COSINE, WSD)}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of a step, from 0 on, in a run of so many: a linear rise over `warmup` steps to the largest one, and a fall that
-    ends with the last step at the final one; see `SCHEDULES`.
+    """Return the learning rate of a step, counted from 0, in a run of `steps`.
+
+    It rises linearly over `warmup` steps to the largest one, and falls to the final one, which the last step has; see
+    `SCHEDULES`.
     """
     row = SCHEDULES[config.schedule]
     warmup = part_of(config.warmup, steps) if row.warms else 0
@@ -186,15 +188,15 @@ OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM
 class Guarded:
     """An optimizer's kernel for gradients that are clipped, and for updates that may be left out.
 
-    It is told what `kernels.norm.guard` returns in place of hyper, of some rows as well as of all.
+    In place of hyper it is given what `kernels.norm.guard` returns, for some rows as well as for all.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
-        *moments, told = others
-        hyper, (_, scale, made) = told[:-TOLD], told[-TOLD:]
+        *moments, info = others
+        hyper, (_, scale, made) = info[:-TOLD], info[-TOLD:]
         if not made:
             return (weight, *moments) if moments else weight
         if scale != 1:
@@ -208,14 +210,14 @@ def guards(config: OptimizerConfig) -> bool:
 
 
 def hyper_size(config: OptimizerConfig, optimizer: Optimizer) -> int:
-    """How many numbers a step is given for its updates."""
+    """Return how many numbers a step gets for its updates."""
     return optimizer.hyper_size + (LIMITS if guards(config) else 0)
 
 
 def hyper_of(
     config: OptimizerConfig, optimizer: Optimizer, step: int, steps: int, limits: tuple[float, float] = (math.inf,) * 2
 ) -> np.ndarray:
-    """What a step is given for its updates: float64 (hyper_size,).
+    """Return what a step gets for its updates: float64 (hyper_size,).
 
     limits   of loss and norm, above which no update is made
     """
@@ -232,14 +234,14 @@ def guarded(
     optimizer: Optimizer,
     tape: Tape,
 ) -> da.Array:
-    """What updates are told in place of hyper, see `kernels.norm.guard`: it needs the gradients of all tensors."""
+    """Return what updates get in place of hyper, see `kernels.norm.guard`, from the gradients of all tensors."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
         origin = Origin(SQUARES, "update", name, tensor.block)
         signature = f"{'OC'[: len(tensor.shape)]} -> "
         sums += apply(origin.name(tape.token), squares, signature, [gradients[name]], origin=origin)
     origin = Origin(NORM, "update", "gradients")
-    (told,) = apply(
+    (info,) = apply(
         origin.name(tape.token),
         guard,
         f"S{', ' * (1 + len(sums))} -> N",
@@ -248,7 +250,7 @@ def guarded(
         new_axes={"N": optimizer.hyper_size + TOLD},
         origin=origin,
     )
-    return told
+    return info
 
 
 def update(
@@ -260,7 +262,7 @@ def update(
     optimizer: Optimizer,
     tape: Tape,
 ) -> dict[str, da.Array]:
-    """One update of every tensor, a task each: the new state, by the names of the old one.
+    """Update every tensor, a task each; return the new state by the names of the old one.
 
     state    "weight.NAME" of every tensor, and "MOMENT.NAME" of those that have it
     hyper    what changes from step to step, see `Optimizer.hyper` and `guarded`

@@ -160,9 +160,9 @@ def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -
 
 
 class RandomParameters(Mapping[str, np.ndarray]):
-    """GPT-2's initial values, each made when it is asked for: as itself it is as small as its configuration.
+    """GPT-2's initial values, each made when it is read: the mapping itself is as small as its configuration.
 
-    Every tensor has a random stream of its own, so that none depends on another's size or turn.
+    Every tensor has a random stream of its own, so that none depends on another's size or order.
 
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """

@@ -44,7 +44,7 @@ class Tape:
         self.recomputed: dict[str, da.Array] = {}
 
     def __call__(self, where: str, layer: Layer, *arguments: da.Array, **options: Any) -> da.Array:
-        """The layer's first output, recorded for `backward`."""
+        """Call a layer, record it for `backward`, and return its first output."""
         arrays = dict(zip(layer.forward.arguments.split(), arguments, strict=True))
         results = self._apply(
             Origin(layer.name, "forward", where, block_of(where)),
@@ -60,8 +60,9 @@ class Tape:
     def over_sequences(
         self, where: str, layer: Layer, x: da.Array, *others: da.Array, positions: da.Array, **options: Any
     ) -> da.Array:
-        """The first output of a layer that mixes the tokens of a sequence: chunks are gathered before it, and its
-        output is cut into the same chunks.
+        """Call a layer that mixes the tokens of a sequence, and return its first output.
+
+        The chunks of its first argument are gathered before it, and its output is cut into the same chunks.
         """
         if x.numblocks[1] == 1:
             return self(where, layer, x, *others, **options)
@@ -70,7 +71,7 @@ class Tape:
         return self(f"{where}.{layer.outputs.split()[0]}", SPLIT, y, positions)
 
     def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
-        """Gradient of sum(y * dy) with respect to every array that went in, by the array's name.
+        """Return the gradient of sum(y * dy) with respect to every array that went in, by the array's name.
 
         A sum over the chunks takes up an earlier gradient of the same array as its start; other gradients that meet
         (a residual stream that forks) are added.
@@ -109,7 +110,7 @@ class Tape:
         gradients[name] = dx if summed or before is None else self._add(record.where, argument, before, dx)
 
     def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
-        """What a cheap layer computed, computed again once the gradient has come so far: nobody keeps it until then."""
+        """Return an array; what a cheap layer made is not kept, but computed again once the gradient is there."""
         if array.name in self.recomputed:
             return self.recomputed[array.name]
         record = next((r for r in self.records if r.layer.cheap and r.arrays[r.layer.outputs].name == array.name), None)
