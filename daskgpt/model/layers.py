@@ -131,10 +131,6 @@ DROPOUT = Layer(
 )
 
 
-def _attention_axes(sizes: Sizes, options: Options) -> Sizes:
-    return {"C": sizes["X"] // 3, "H": options["heads"]}
-
-
 DROPPED_ATTENTION = Layer(
     name="attention",
     forward=Row(attention.forward_dropped, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
@@ -147,7 +143,7 @@ DROPPED_ATTENTION = Layer(
             "heads place rate",
         )
     },
-    new_axes=_attention_axes,
+    new_axes=lambda sizes, options: {"C": sizes["X"] // 3, "H": options["heads"]},
 )
 
 ATTENTION = Layer(
@@ -155,7 +151,7 @@ ATTENTION = Layer(
     forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads"),
     outputs="y logsumexp",
     backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads")},
-    new_axes=_attention_axes,
+    new_axes=DROPPED_ATTENTION.new_axes,
     dropped=DROPPED_ATTENTION,
 )
 
