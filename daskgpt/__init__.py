@@ -43,7 +43,7 @@ _PUBLIC = {
     "plan": "instruments.plan",
     "preset": "config.model",
     "puzzle": "instruments.puzzle",
-    "sample": "generation.sampling",
+    "sample": "generation.sampler",
     "save": "formats.models",
 }
 

@@ -15,7 +15,7 @@ from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, stream_model
 from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.published import padded
 from daskgpt.formats.run_model import stream_run_model
-from daskgpt.model.layers import require_own_layers
+from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.run_folder import open_model_of
 

@@ -21,7 +21,7 @@ from daskgpt.data.hellaswag import ENDING, read_hellaswag
 from daskgpt.formats.llmc_questions import Question, is_question_file, read_questions
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
-from daskgpt.generation.sampling import PRECISIONS
+from daskgpt.generation.sampler import PRECISIONS
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.run_folder import read_model_of, trained_with
 

@@ -12,11 +12,9 @@ from tiktoken import Encoding
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.encodings import encode, get_encoding
-from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.ending import end_of_text, shown
-from daskgpt.generation.readable import readable
-from daskgpt.generation.sampling import PRECISIONS, Rate, Texts, check_prompt
+from daskgpt.generation.sampler import PRECISIONS, Choice, Rate, Texts, check_prompt
+from daskgpt.generation.sanitize import end_of_text, readable, shown
 from daskgpt.schedulers.machine import copy_rate
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.run_folder import read_model_of, trained_with

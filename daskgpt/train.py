@@ -16,8 +16,8 @@ from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, Optimize
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
-from daskgpt.generation.readable import readable
-from daskgpt.generation.sampling import sampled
+from daskgpt.generation.sampler import sampled
+from daskgpt.generation.sanitize import readable
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
 from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher

@@ -29,8 +29,7 @@ from daskgpt.instruments.compare.turns import (
 from daskgpt.instruments.measure import Steps, measure
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.random_tokens import random_batch
-from daskgpt.model.parameters import parameter_count
-from daskgpt.model.step_operations import step_operations
+from daskgpt.model.parameters import parameter_count, step_operations
 from daskgpt.schedulers import machine as machine_memory
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import random_parameters
+from conftest import random_parameters, whole_logits
 from numpy.testing import assert_allclose
 from tolerances import TOLERANCES
 
@@ -18,8 +18,6 @@ from daskgpt.formats.llmc_questions import Question, read_questions
 from daskgpt.formats.llmc_tokens import write_tokens
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
-from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
 QUESTIONS = [([1, 2, 3], [[4], [5, 6], [7, 8, 9], [10]], 2), ([9] * 60, [[7, 7], [8]], 0), ([5], [[1, 2], [3] * 20], 1)]
@@ -50,10 +48,7 @@ def evaluated(model, capsys):
 
 def nats_of(parameters, tokens):
     """Of all tokens but the first, in float64, by the scores of training's layers for the whole text."""
-    state, shape = State.of_weights(CONFIG, parameters), (1, len(tokens) - 1)
-    inference = Inference(CONFIG, shape, shape, state.layout, ("logits",), grain="chunk")
-    with daskgpt.open_scheduler("sync") as scheduler:
-        logits = inference(scheduler, state, np.array([tokens[:-1]], np.int32))["logits"][0].astype(np.float64)
+    logits = whole_logits(CONFIG, parameters, tokens[:-1]).astype(np.float64)
     likely = logits[np.arange(len(tokens) - 1), tokens[1:]]
     return np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - likely
 

@@ -136,3 +136,14 @@ def test_it_is_planned_measured_and_drawn(config, optimizer, grain, moments, ker
         steps = Steps(made, scheduler, 0)
         assert min(measure(steps, warmup=1, timed=1, recorded=1).busy.values()) > 0
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
+
+
+@pytest.mark.usefixtures("extended")
+def test_workers_that_would_train_another_model_are_refused(cluster, small_text):
+    cluster.have(2)
+    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
+    config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
+    with pytest.raises(
+        ValueError, match=r"must have the client's layers; got client=GELU=.*squared_relu, worker=GPT-2"
+    ):
+        daskgpt.fit(config, data, dataflow={"scheduler": cluster.address}, run={"steps": 2}, quiet=True)

@@ -16,7 +16,7 @@ from daskgpt.formats.opened import OpenedModel
 from daskgpt.formats.pickles import refuse_pickle
 from daskgpt.formats.run_model import StoredModel, open_run_model, write_run_model
 from daskgpt.formats.safetensors_files import INDEX_ENDING
-from daskgpt.model.layers import require_own_layers
+from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 WHERE = "read_model_file"

@@ -28,7 +28,7 @@ from daskgpt.formats.safetensors_files import (
 )
 from daskgpt.formats.shown_models import model_html, model_text
 from daskgpt.formats.vocabulary_file import is_learned, know_vocabulary, learned_content
-from daskgpt.model.layers import replaced_rows
+from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, tensors
 
 ENTRY = "daskgpt"  # of the metadata, a JSON object

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.generation.choosing import Choice
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampling import PRECISIONS, Texts
+from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.instruments import machine
 from daskgpt.instruments.compare.transformers_process import TransformersSide
 from daskgpt.instruments.compare.turns import Side, Turn, disturbed, take_turns, undisturbed

@@ -61,7 +61,7 @@ class LayerReport:
 def check_layer(
     layer: Layer, sizes: Mapping[str, int] | None = None, options: Mapping[str, Any] | None = None
 ) -> LayerReport:
-    """What the tests ask of every layer, asked of one that somebody writes.
+    """Check a layer as the tests check every layer of the package.
 
     Each gradient against a numeric derivative in a random direction (float64); output and gradients of a batch in
     chunks against those of the batch as a whole (float32); dtypes; arguments that must stay as they are.
@@ -174,8 +174,8 @@ def _chunkings(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any
             continue
         error = max(float(np.abs(other - whole).max()) for other in others) / max(float(np.abs(whole).max()), 1e-30)
         same = all(np.array_equal(other, whole) for other in others)
-        told = "every bit" if same else f"off by {error:.0e}" + (" (rounding)" if error <= CHUNK_ERROR else "")
-        findings.append(Finding(f"{what} in chunks", error <= CHUNK_ERROR, told))
+        found = "every bit" if same else f"off by {error:.0e}" + (" (rounding)" if error <= CHUNK_ERROR else "")
+        findings.append(Finding(f"{what} in chunks", error <= CHUNK_ERROR, found))
     return findings
 
 

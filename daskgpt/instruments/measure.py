@@ -13,8 +13,7 @@ from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.timeline import StepRecorder, Timeline
 from daskgpt.instruments.timeline.colours import is_message
 from daskgpt.model.origins import PHASES
-from daskgpt.model.parameters import RandomParameters
-from daskgpt.model.step_operations import step_operations
+from daskgpt.model.parameters import RandomParameters, step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.machine import product_rate
 from daskgpt.schedulers.protocol import Scheduler

@@ -27,6 +27,16 @@ LEAST_CHANNELS = 256  # from which on faster products gain more than rounding an
 
 
 @dataclass(frozen=True)
+class OfArrays:
+    """A kernel that knows arrays, for parameters that are held in any precision."""
+
+    kernel: Kernel
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.kernel(*map(values_of, arguments), **options)
+
+
+@dataclass(frozen=True)
 class Precision:
     """One of float32, float64 (to verify) and bfloat16.
 
@@ -46,7 +56,9 @@ class Precision:
     at_once: Mapping[Kernel, int] = field(default_factory=dict)
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """The kernel that runs for one of the tables."""
+        """The kernel that runs for one of the tables; those from outside of the package get arrays, nothing packed."""
+        if self.packed and not getattr(kernel, "__module__", "").startswith("daskgpt."):
+            return OfArrays(kernel)
         return self.replaced.get(kernel, kernel)
 
     def update(self, kernel: Kernel) -> Kernel:

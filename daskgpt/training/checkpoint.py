@@ -54,14 +54,16 @@ READ_BYTES = 2**22
 class Checkpoint:
     """A run after some steps.
 
-    moments   "m.NAME" and so on, float32, in the shapes of the parameters
+    moments   "m.NAME" and so on, float32
     facts     what else state.json says: configuration, versions and so on
+    shapes    of moments that do not have the parameter's shape
     """
 
     step: int
     model: StoredModel
     moments: Mapping[str, np.ndarray]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class DamagedCheckpoint(ValueError):
@@ -133,7 +135,7 @@ def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     table = tensors(checkpoint.model.config)
     ordered = ((f"{kind}.{name}", table[name].shape) for kind, name in product(kinds, table))
     named = [  # in the table's order, whatever the state's
-        NamedTensor(key, shape, "F32", partial(checkpoint.moments.__getitem__, key))
+        NamedTensor(key, checkpoint.shapes.get(key, shape), "F32", partial(checkpoint.moments.__getitem__, key))
         for key, shape in ordered
         if key in checkpoint.moments
     ]

@@ -23,6 +23,7 @@ from daskgpt.config.run import (
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
+from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
@@ -41,6 +42,7 @@ class Job:
 
     dataset   what a run trains on; None where tokens come from elsewhere, as in a benchmark
     horizon   how many steps it has, which is estimated anew while it runs where it is told in minutes
+    replaced  the layers that are not GPT-2's own, where the job was made
     """
 
     config: GPT2Config
@@ -51,6 +53,7 @@ class Job:
     dataset: Dataset | None = None
     local: LocalConfig = field(default_factory=LocalConfig)
     horizon: Horizon = field(init=False, repr=False, compare=False)
+    replaced: str = field(init=False, default_factory=replaced_rows)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape)))

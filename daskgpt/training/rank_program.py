@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from distributed import get_worker
 
+from daskgpt.config.errors import require
 from daskgpt.graph.distribute import Peers, Rank
 from daskgpt.graph.program import Span, recorded_spans
+from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.dask_internals import thread_count
@@ -144,7 +146,13 @@ def _program(run: str, epoch: str) -> RankProgram:
 
 
 def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> Owned:
-    """Make this worker a rank, which records its step; return the rows that it owns."""
+    """Make this worker a rank, which records its step; return the rows that it owns.
+
+    Errors   ValueError where the worker would train another model than the client wants
+    """
+    rule, advice = "a worker must have the client's layers", "Replace them on the workers too (dask worker --preload)."
+    got = {"client": job.replaced or "GPT-2's own", "worker": replaced_rows() or "GPT-2's own"}
+    require(replaced_rows() == job.replaced, "fit", rule, got, advice)
     end_programs(run, get_worker())
     kind = LocalRankProgram if job.local.local_steps else RankProgram
     program = programs()[run] = kind(job, epoch, number, addresses)

@@ -266,7 +266,8 @@ class Saver:
             weights = ReadLater(tensors(job.config), lambda name: values[f"weight.{name}"])
             moments = ReadLater((name for name in values if not name.startswith("weight.")), values.__getitem__)
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
-            checkpoint = Checkpoint(save.step, model, moments, facts)
+            shapes = {name: tensor.shape for name, tensor in job.moments.items()}
+            checkpoint = Checkpoint(save.step, model, moments, facts, shapes)
             # What a cluster keeps is fetched to be written: less of it is here at a time then.
             here = self.scheduler.in_place
             written = self._written(checkpoint, here)

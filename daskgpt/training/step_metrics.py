@@ -12,7 +12,7 @@ from typing import Any
 from daskgpt.graph.program import Span
 from daskgpt.graph.recording import Recorded
 from daskgpt.model.origins import PHASES
-from daskgpt.model.step_operations import step_operations
+from daskgpt.model.parameters import step_operations
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import Usage
 from daskgpt.training.job import Job

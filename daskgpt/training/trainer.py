@@ -20,8 +20,8 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.loading import BatchLoader
+from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import check_config
-from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.connect import client_address, open_scheduler
 from daskgpt.schedulers.events import Events
 from daskgpt.schedulers.failures import LostCluster, LostResults

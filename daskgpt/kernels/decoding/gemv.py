@@ -4,11 +4,10 @@ A product sums in 16 lanes, number l, l + 16, l + 32 ... in lane l, which meet i
 the number of rows and vectors that are multiplied together. Vectors end with zeros, up to a multiple of 16 numbers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import part, stay_apart, wide_vectors
 from daskgpt.kernels.simd.lanes import (
@@ -19,6 +18,7 @@ from daskgpt.kernels.simd.lanes import (
     constant,
     fma,
     has_avx512,
+    instruction,
     load,
     load_masked,
     prefetch,
@@ -77,27 +77,30 @@ def _tile(builder: Any, values: list[Any], rows: int, vectors: int, halves: bool
             )
 
 
-def _of(rows: int, vectors: int, halves: bool) -> Any:
-    """An intrinsic of (place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it), all of 64 bits.
+def either(builder: Any, halves: Any, build: Callable[[bool], None]) -> None:
+    """Code for rows of bfloat16 where the number `halves` is not 0, and for rows of float32 where it is."""
+    with builder.if_else(builder.icmp_signed("!=", halves, whole(0))) as branches:
+        for branch, chosen in zip(branches, (True, False)):
+            with branch:
+                build(chosen)
+
+
+def _of(rows: int, vectors: int) -> Any:
+    """An intrinsic of (halves, place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it), all of 64 bits.
 
     Row r lies at place + r pitch, `count` numbers long; vector m at xs + m x_pitch; their product goes to
     out + m out_pitch + 4 r. As many bytes as are read are fetched from `ahead`, or half as many unless `all_of_it`.
     """
 
-    @intrinsic
-    def dots(typing_context, place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it):
-        def generate(context, builder, signature, arguments):
-            _tile(builder, list(arguments), rows, vectors, halves)
-            return context.get_dummy_value()
+    @instruction("n n n n n n n n n n")
+    def products(builder, halves, place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it):
+        values = [place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it]
+        either(builder, halves, lambda chosen: _tile(builder, values, rows, vectors, chosen))
 
-        return types.void(*[types.int64] * 9), generate
-
-    return dots
+    return products
 
 
-_column, _column_halves = _of(ROWS, 1, False), _of(ROWS, 1, True)
-_square, _square_halves = _of(TILE_ROWS, TILE_VECTORS, False), _of(TILE_ROWS, TILE_VECTORS, True)
-_single, _single_halves = _of(1, 1, False), _of(1, 1, True)
+_column, _square, _single = _of(ROWS, 1), _of(TILE_ROWS, TILE_VECTORS), _of(1, 1)
 
 
 @part
@@ -112,10 +115,7 @@ def rows_times_vectors(halves, rows, place, pitch, count, xs, x_pitch, vectors, 
         for m in range(vectors):
             for r in range(rows):
                 x, y, row = xs + m * x_pitch, out + m * out_pitch + 4 * r, place + r * pitch
-                if halves:
-                    _single_halves(row, pitch, count, x, x_pitch, y, out_pitch, row, 1)
-                else:
-                    _single(row, pitch, count, x, x_pitch, y, out_pitch, row, 1)
+                _single(halves, row, pitch, count, x, x_pitch, y, out_pitch, row, 1)
         return
     squares = vectors // TILE_VECTORS * TILE_VECTORS
     for m in range(0, squares, TILE_VECTORS):
@@ -125,16 +125,9 @@ def rows_times_vectors(halves, rows, place, pitch, count, xs, x_pitch, vectors, 
             # Two groups of vectors fetch half of the next rows each, others what is there already.
             half, alone = m // TILE_VECTORS, 1 if squares == TILE_VECTORS else 0
             then = (ahead if half < 2 else place) + r * pitch + (half & 1) * (TILE_ROWS * pitch // 2)
-            if halves:
-                _square_halves(row, pitch, count, x, x_pitch, y, out_pitch, then, alone)
-            else:
-                _square(row, pitch, count, x, x_pitch, y, out_pitch, then, alone)
+            _square(halves, row, pitch, count, x, x_pitch, y, out_pitch, then, alone)
     m = squares
     while m < vectors:
-        x, y = xs + m * x_pitch, out + m * out_pitch
         then = ahead if m == 0 else place
-        if halves:
-            _column_halves(place, pitch, count, x, x_pitch, y, out_pitch, then, 1)
-        else:
-            _column(place, pitch, count, x, x_pitch, y, out_pitch, then, 1)
+        _column(halves, place, pitch, count, xs + m * x_pitch, x_pitch, out + m * out_pitch, out_pitch, then, 1)
         m += 1

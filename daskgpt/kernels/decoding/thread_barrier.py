@@ -1,9 +1,9 @@
 """Threads that work on one thing: tickets for its parts, and places where all of them meet.
 
 Each stage has two counters in memory of the caller, which sets them before: how many parts have been given away (at
-first as many as there are threads, whose first parts have their own numbers), and how many threads have arrived. Who
-waits looks again and again, which takes less than a microsecond where every thread has a core, and offers its core to
-others after a while where not.
+first as many as there are threads, whose first parts have their own numbers), and how many threads have arrived. A
+thread that waits looks again and again, which takes less than a microsecond where every thread has a core, and offers
+its core to others after a while where not.
 """
 
 from numba import types

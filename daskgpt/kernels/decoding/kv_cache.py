@@ -8,11 +8,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.decoding.gemv import either
 from daskgpt.kernels.simd.lanes import (
     F32,
     HALVES,
@@ -21,6 +20,7 @@ from daskgpt.kernels.simd.lanes import (
     address_of,
     constant,
     fma,
+    instruction,
     load,
     splat,
     store,
@@ -53,37 +53,15 @@ def _sums(builder: Any, values: list[Any], vectors: int, halves: bool) -> None:
         store(builder, builder.load(total), out, number * LANES * 4)
 
 
-def _of(vectors: int, halves: bool) -> Any:
-    @intrinsic
-    def sums(typing_context, factors, rows, pitch, count, out):
-        def generate(context, builder, signature, arguments):
-            _sums(builder, list(arguments), vectors, halves)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 5), generate
+def _of(vectors: int) -> Any:
+    @instruction("n n n n n n")
+    def sums(builder, halves, factors, rows, pitch, count, out):
+        either(builder, halves, lambda chosen: _sums(builder, [factors, rows, pitch, count, out], vectors, chosen))
 
     return sums
 
 
-_four, _four_halves, _one, _one_halves = _of(4, False), _of(4, True), _of(1, False), _of(1, True)
-
-
-@helper
-def _weighted(halves, factors, rows, pitch, count, width, out):
-    """out = sum of factors times rows, of `width` numbers, a multiple of 16."""
-    size = 2 if halves else 4
-    c = 0
-    while c < width:
-        wide = c + 64 <= width
-        if halves and wide:
-            _four_halves(factors, rows + c * size, pitch, count, out + 4 * c)
-        elif halves:
-            _one_halves(factors, rows + c * size, pitch, count, out + 4 * c)
-        elif wide:
-            _four(factors, rows + c * size, pitch, count, out + 4 * c)
-        else:
-            _one(factors, rows + c * size, pitch, count, out + 4 * c)
-        c += 64 if wide else 16
+_four, _one = _of(4), _of(1)
 
 
 @helper
@@ -96,26 +74,32 @@ def _nearest_half(value):
 
 
 @helper
-def _keep(halves, place, index, value):
-    if halves:
-        write(place, index, _nearest_half(value))
-    else:
-        write_real(place, index, value)
+def keep(halves, numbers, first, last, row, keys, values, sizes):
+    """Keep the new keys and values among numbers first .. last - 1 of a token's queries, keys and values.
 
-
-@helper
-def keep_key(halves, head_keys, head_size, position, channel, numbers):
-    """Some numbers of the key at a position, from a channel on."""
-    place = (position // GROUP) * head_size * GROUP + position % GROUP
-    for c in range(numbers.size):
-        _keep(halves, head_keys, place + (channel + c) * GROUP, numbers[c])
-
-
-@helper
-def keep_value(halves, head_values, width, position, channel, numbers):
-    """Some numbers of the value at a position, from a channel on."""
-    for c in range(numbers.size):
-        _keep(halves, head_values, position * width + channel + c, numbers[c])
+    row           text, position, token
+    keys, values  addresses of those of a block
+    sizes         channels, heads, vocabulary, capacity, width
+    """
+    channels, capacity, width = sizes[0], sizes[3], sizes[4]
+    head_size, text, position = channels // sizes[1], row[0], row[1]
+    o = max(first, channels)
+    while o < last:
+        c = (o - channels) % channels
+        number, inner = text * sizes[1] + c // head_size, c % head_size
+        end = min(last, o + head_size - inner)
+        if o < 2 * channels:
+            place, step = keys, GROUP
+            index = (number * capacity + position // GROUP * GROUP) * head_size + inner * GROUP + position % GROUP
+        else:
+            place, step, index = values, 1, (number * capacity + position) * width + inner
+        for i in range(o, end):
+            if halves:
+                write(place, index, _nearest_half(numbers[i]))
+            else:
+                write_real(place, index, numbers[i])
+            index += step
+        o = end
 
 
 @helper
@@ -130,15 +114,19 @@ def attend(halves, query, head_keys, head_values, head_size, width, limit, score
     for first in range(0, limit, GROUP):
         keys = head_keys + first * head_size * size
         # Sums over channels: the query's are the factors, the rows 64 keys' numbers of one channel.
-        if halves:
-            _four_halves(query, keys, GROUP * size, head_size, place + 4 * first)
-        else:
-            _four(query, keys, GROUP * size, head_size, place + 4 * first)
+        _four(halves, query, keys, GROUP * size, head_size, place + 4 * first)
     scale = np.float32(1) / np.float32(math.sqrt(np.float32(head_size)))
     top = scale * maximum(scores[:limit])
     for j in range(limit):
         scores[j] = exp(scale * scores[j] - top)
     inverse = np.float32(1) / sum_of(scores[:limit])
-    _weighted(halves, place, head_values, width * size, limit, width, address_of(out))
+    c = 0
+    while c < width:  # sums over positions: the probabilities are the factors, the rows values
+        if c + GROUP <= width:
+            _four(halves, place, head_values + c * size, width * size, limit, address_of(out) + 4 * c)
+            c += GROUP
+        else:
+            _one(halves, place, head_values + c * size, width * size, limit, address_of(out) + 4 * c)
+            c += LANES
     for c in range(width):
         out[c] *= inverse

@@ -1,8 +1,10 @@
-"""Text from a model, a token at a time."""
+"""Text from a model, a token at a time: which token follows, and texts that grow together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -11,11 +13,65 @@ import numpy as np
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.generation.choosing import Choice
-from daskgpt.generation.decoder import Decoder, Weights
+from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 
 PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token is chosen.
+
+    temperature  0 takes the likeliest token, 1 the model's own probabilities
+    top_k        choose among so many likeliest tokens only, 0 = all
+    top_p        choose among the fewest likeliest tokens whose probabilities, with the temperature and of those that
+                 top_k leaves, sum up to this much, 1 = all
+
+    Errors       ValueError for a negative number, or a top_p that is no share
+    Source       Fan et al. 2018, arXiv:1805.04833, for top_k; Holtzman et al. 2020, arXiv:1904.09751, for top_p
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_k", self.top_k)):
+            require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+            require(math.isfinite(value), "sample", f"{name} must be finite", {name: value}, "Give 0 or more.")
+        rule = "top_p must lie above 0 and be at most 1"
+        require(0 < self.top_p <= 1, "sample", rule, {"top_p": self.top_p}, "Give 1 for all.")
+
+    def __call__(self, logits: np.ndarray, random: np.random.Generator) -> int:
+        """One token by its scores.
+
+        Shapes   logits (vocabulary,) float32
+        Errors   ValueError for scores that are not finite
+        """
+        top, temperature = logits.max(), np.float32(self.temperature)
+        rule, advice = "a model's scores must be finite", "Its weights are damaged, or its training has diverged."
+        require(bool(np.isfinite(top)), "sample", rule, {"largest": top}, advice)
+        if temperature == 0:
+            return int(logits.argmax())
+        with np.errstate(over="ignore"):
+            weights = np.exp((logits - top) / temperature)
+        weights[weights < self._least(weights)] = 0
+        sums = np.cumsum(weights, dtype=np.float64)
+        # A product with what is nearly 1 may be rounded up to the sum itself, behind the last token.
+        drawn = min(random.random() * sums[-1], np.nextafter(sums[-1], 0))
+        return int(np.searchsorted(sums, drawn, side="right"))
+
+    def _least(self, weights: np.ndarray) -> np.float32:
+        """The weight of the least likely token that may be chosen."""
+        least = np.float32(0)
+        if 0 < self.top_k < weights.size:
+            least = np.partition(weights, -self.top_k)[-self.top_k]
+        if self.top_p < 1:
+            ordered = np.sort(weights[weights >= least])[::-1]
+            sums = np.cumsum(ordered, dtype=np.float64)
+            least = ordered[np.searchsorted(sums, self.top_p * sums[-1])]
+        return np.float32(least)
 
 
 def sample(
@@ -33,7 +89,7 @@ def sample(
     threads: int = 0,
     end: int | None = None,
 ) -> Iterator[int]:
-    """The next `count` token ids after the prompt, one by one, each computed when it is asked for.
+    """Return an iterator of the next `count` token ids after the prompt, each computed when it is taken.
 
     prompt       token ids, at least one
     context      how many tokens the model looks back, 0 = its positions; a model knows the positions it was trained on
@@ -69,35 +125,16 @@ def sample(
     require(precision in PRECISIONS, "sample", rule, {"precision": precision}, nearest(precision, list(PRECISIONS)))
     check_parameters(config, parameters)
     check_dtypes("sample", parameters, np.float32)
-    return _tokens(config, parameters, ids, count, context, choice, seed, precision, threads, end)
+    weights = Weights(config, parameters, precision)
+    texts = Texts(weights, [ids], context, longest=len(ids) + count, threads=threads)
+    return (token for (token,) in texts.write(count, choice, seed, end) if token is not None)
 
 
 def sampled(
     config: GPT2Config, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
 ) -> list[int]:
-    """All tokens of `sample` at once, which can be sent."""
+    """Return all tokens of `sample` as a list, which can be sent."""
     return list(sample(config, parameters, prompt, count, **options))
-
-
-def _tokens(
-    config: GPT2Config,
-    parameters: Mapping[str, np.ndarray],
-    prompt: list[int],
-    count: int,
-    context: int,
-    choice: Choice,
-    seed: int,
-    precision: str,
-    threads: int,
-    end: int | None,
-) -> Iterator[int]:
-    if count == 0:
-        return
-    longest = len(prompt) + count
-    texts = Texts(Weights(config, parameters, precision), [prompt], context, longest=longest, threads=threads)
-    for (token,) in texts.write(count, choice, seed, end):
-        assert token is not None  # of one text the last token ends the iteration
-        yield token
 
 
 def token_ids(prompt: Any) -> list[int]:
@@ -113,7 +150,7 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
-    """Token ids, at least one, that the model knows.
+    """Require token ids, at least one, that the model knows.
 
     Errors   ValueError
     """
@@ -125,7 +162,7 @@ def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
 
 
 def window(length: int, context: int) -> int:
-    """The first token of a text of this length that the model looks at: the whole text where it fits the context.
+    """Return the first token of a text of this length that the model reads: 0 where the text fits the context.
 
     A longer text moves on by half a context at a time: in between, what is kept of a token stays at its position.
     """
@@ -138,8 +175,8 @@ def window(length: int, context: int) -> int:
 class Texts:
     """Texts that grow together, with what is kept of them between two tokens.
 
-    A text's tokens depend on its own tokens, its number and the seed: on no other text, and not on how often the texts
-    were gone on with.
+    A text's tokens depend on its own tokens, its number and the seed: on no other text, and not on how many calls of
+    `write` made them.
 
     prompts   token ids of each, at least one
     context   how many tokens the model looks back, 0 = its positions
@@ -154,7 +191,7 @@ class Texts:
         self.weights = weights
         self.context = min(context or positions, positions)
         capacity = min(self.context, longest or self.context)
-        self.decoder = Decoder(weights, len(prompts), capacity, threads)
+        self.decoder = decoder_of(weights, len(prompts), capacity, threads)
         self.tokens = [list(prompt) for prompt in prompts]
         self.read = [0] * len(prompts)  # tokens of each text that were read, from the first one on
         self.first = [0] * len(prompts)  # the first token that is looked at
@@ -162,7 +199,7 @@ class Texts:
         self.rate = Rate()
 
     def scores(self, numbers: Sequence[int]) -> np.ndarray:
-        """What may follow on some of the texts.
+        """Return the scores of what may follow some of the texts.
 
         Shapes   -> logits (len(numbers), vocabulary) float32
         """
@@ -171,16 +208,17 @@ class Texts:
         for number in numbers:
             tokens, first = self.tokens[number], window(len(self.tokens[number]), self.context)
             begin = self.read[number] if first == self.first[number] else first
-            # A text that was gone on with by nothing is asked about its last token again.
+            # A text that has not grown is scored after its last token again.
             begin = min(begin, len(tokens) - 1)
             rows += [(number, position - first, tokens[position]) for position in range(begin, len(tokens))]
             self.first[number], self.read[number] = first, len(tokens)
             last.append(len(rows) - 1)
         start = perf_counter()
         found = self.decoder.read(rows, last)
-        self.rate.count(
-            perf_counter() - start, rows, self.decoder.bytes_read([rows[row][1] for row in last]), len(last)
-        )
+        if len(rows) == len(last):
+            self.rate.seconds += perf_counter() - start
+            self.rate.tokens += len(last)
+            self.rate.read += self.decoder.bytes_read([rows[row][1] for row in last])
         return found
 
     def write(self, count: int, choice: Choice, seed: int = 0, end: int | None = None) -> Iterator[list[int | None]]:
@@ -203,20 +241,10 @@ class Texts:
             yield found
 
 
+@dataclass
 class Rate:
-    """How fast tokens came.
+    """How fast tokens came, in steps that read one token of each text: how many, seconds, and bytes that they read."""
 
-    tokens, seconds, read   of steps that read one token of each text: how many, and the bytes that they read
-    prompt_tokens, prompt_seconds   of the others, which read prompts or a text's newer half
-    """
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds, self.read = 0, 0.0, 0
-        self.prompt_tokens, self.prompt_seconds = 0, 0.0
-
-    def count(self, seconds: float, rows: Sequence[tuple[int, int, int]], read: int, texts: int) -> None:
-        if len(rows) == texts:
-            self.tokens, self.seconds, self.read = self.tokens + texts, self.seconds + seconds, self.read + read
-        else:
-            self.prompt_tokens += len(rows)
-            self.prompt_seconds += seconds
+    tokens: int = 0
+    seconds: float = 0.0
+    read: int = 0

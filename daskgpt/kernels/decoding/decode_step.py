@@ -9,10 +9,10 @@ import math
 import numpy as np
 
 from daskgpt.kernels.compilation import helper, kernel, part, stay_apart, wide_vectors
-from daskgpt.kernels.decoding.columns import gelu_at
-from daskgpt.kernels.decoding.dots import ROWS, rows_times_vectors
-from daskgpt.kernels.decoding.kept import attend, keep_key, keep_value
-from daskgpt.kernels.decoding.meeting import meet, next_part
+from daskgpt.kernels.decoding.gelu_simd import gelu_at
+from daskgpt.kernels.decoding.gemv import ROWS, rows_times_vectors
+from daskgpt.kernels.decoding.kv_cache import attend, keep
+from daskgpt.kernels.decoding.thread_barrier import meet, next_part
 from daskgpt.kernels.layernorm import EPSILON
 from daskgpt.kernels.simd.lanes import address_of, read, read_real
 from daskgpt.kernels.simd.math import fma
@@ -20,39 +20,33 @@ from daskgpt.kernels.simd.reductions import dot, sum_of
 
 # Columns of the table of addresses, a row a block; `keys` and `values` are those that are kept, of all texts.
 TENSORS = (
-    "ln_1.weight",
-    "ln_1.bias",
-    "attn.c_attn.weight",
-    "attn.c_attn.bias",
-    "attn.c_proj.weight",
-    "attn.c_proj.bias",
-    "ln_2.weight",
-    "ln_2.bias",
-    "mlp.c_fc.weight",
-    "mlp.c_fc.bias",
-    "mlp.c_proj.weight",
-    "mlp.c_proj.bias",
-    "keys",
-    "values",
+    *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
+    *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
+    *("keys", "values"),
 )
+_LN_1, _C_ATTN, _ATTN_PROJ, _LN_2, _C_FC, _MLP_PROJ, _KEYS = range(0, len(TENSORS), 2)  # each with the column after it
+_VALUES = _KEYS + 1
 # The same of the last row of that table.
 OUTSIDE = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
-# What a row is: which text, the token's position in what is kept of it, and the token.
-ROW = ("text", "position", "token")
+_WTE, _WPE, _LN_F = range(3)
+# Columns of a row: which text, the token's position in what is kept of it, and the token.
+_TEXT, _POSITION, _TOKEN = range(3)
+# Of `sizes`.
+_CHANNELS, _HEADS, _VOCABULARY, _CAPACITY, _WIDTH, _HALVES, _MEAN = range(7)
 
 _PART_BYTES = 1 << 16  # of a matrix, that a thread takes at once
-_GELU, _ADDED, _KEPT, _SCORES = range(4)
+_ACTIVATED, _ADDED, _KEPT, _SCORES = range(4)
 
 
 def stages(blocks: int) -> int:
-    """Stages of a step, each with two counters (`meeting`)."""
+    """Stages of a step, each with two counters (`thread_barrier`)."""
     return 5 * blocks + 1
 
 
 @helper
 def _embed(halves, wte, wpe, rows, x, channels):
     for i in range(rows.shape[0]):
-        position, token = rows[i, 1], rows[i, 2]
+        position, token = rows[i, _POSITION], rows[i, _TOKEN]
         for j in range(channels):
             x[i, j] = _weight(halves, wte, token * channels + j) + read_real(wpe, position * channels + j)
 
@@ -88,37 +82,11 @@ def _finish(what, bias, out, m, first, last, x):
         return
     for o in range(first, last):
         out[m, o] += read_real(bias, o)
-    if what == _GELU:
+    if what == _ACTIVATED:
         gelu_at(address_of(out) + 4 * (m * out.shape[1] + first), last - first)
     if what == _ADDED:
         for o in range(first, last):
             x[m, o] += out[m, o]
-
-
-@helper
-def _keep(halves, out, m, first, last, row, tensors, block, sizes):
-    """The new keys and values among the numbers first ... last - 1 of queries, keys and values."""
-    channels, heads, capacity, width = sizes[0], sizes[1], sizes[3], sizes[4]
-    head_size, size = channels // heads, 2 if halves else 4
-    o = max(first, channels)
-    while o < last:
-        c = (o - channels) % channels
-        number, inner = row[0] * heads + c // head_size, c % head_size
-        end = min(last, o + head_size - inner)
-        if o < 2 * channels:
-            keep_key(
-                halves,
-                tensors[block, 12] + number * capacity * head_size * size,
-                head_size,
-                row[1],
-                inner,
-                out[m, o:end],
-            )
-        else:
-            keep_value(
-                halves, tensors[block, 13] + number * capacity * width * size, width, row[1], inner, out[m, o:end]
-            )
-        o = end
 
 
 @part
@@ -150,7 +118,7 @@ def _product(what, halves, weight, bias, xs, columns, out, outputs, x, texts, st
         for m in range(vectors):
             _finish(what, bias, out, m, first, last, x)
             if what == _KEPT:
-                _keep(halves, out, m, first, last, rows[m], tensors, block, sizes)
+                keep(halves, out[m], first, last, rows[m], tensors[block, _KEYS], tensors[block, _VALUES], sizes)
         own = following
     meet(counters, stage, threads)
 
@@ -162,16 +130,16 @@ def _attention(halves, qkv, y, scores, row, texts, stage, team):
     wide_vectors()
     rows, tensors, block, sizes = texts
     counters, thread, threads = team
-    channels, heads, capacity, width = sizes[0], sizes[1], sizes[3], sizes[4]
+    channels, heads, capacity, width = sizes[_CHANNELS], sizes[_HEADS], sizes[_CAPACITY], sizes[_WIDTH]
     head_size, size = channels // heads, 2 if halves else 4
     own = np.int64(thread)
     while own < rows.shape[0] * heads:
         m, head = own // heads, own % heads
-        number = rows[m, 0] * heads + head
-        keys = tensors[block, 12] + number * capacity * head_size * size
-        values = tensors[block, 13] + number * capacity * width * size
+        number = rows[m, _TEXT] * heads + head
+        keys = tensors[block, _KEYS] + number * capacity * head_size * size
+        values = tensors[block, _VALUES] + number * capacity * width * size
         query = address_of(qkv) + 4 * (m * qkv.shape[1] + head * head_size)
-        attend(halves, query, keys, values, head_size, width, rows[m, 1] + 1, scores, row)
+        attend(halves, query, keys, values, head_size, width, rows[m, _POSITION] + 1, scores, row)
         for c in range(head_size):
             y[m, head * head_size + c] = row[c]
         own = next_part(counters, stage)
@@ -179,7 +147,9 @@ def _attention(halves, qkv, y, scores, row, texts, stage, team):
 
 
 @kernel("l2 l1 l2 l1 S2 S3 S2 S2 S2 S2 S2 S2 L1 n n")
-def token_step(tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, row, logits, counters, thread, threads):
+def decode_step(
+    tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, row, logits, counters, thread, threads
+):
     """One thread's share of a step: rows of tokens to the logits of those that are wanted.
 
     x        the residual stream, of which nothing is kept
@@ -192,23 +162,40 @@ def token_step(tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, 
              is 0
     """
     wide_vectors()
-    channels, halves, mean_too = sizes[0], sizes[5] != 0, sizes[6] != 0
+    channels, halves, mean_too = sizes[_CHANNELS], sizes[_HALVES] != 0, sizes[_MEAN] != 0
     blocks, n = tensors.shape[0] - 1, rows.shape[0]
     own, stage, team = normal[thread], 0, (counters, thread, threads)
-    _embed(halves, tensors[blocks, 0], tensors[blocks, 1], rows, x, channels)
+    _embed(halves, tensors[blocks, _WTE], tensors[blocks, _WPE], rows, x, channels)
     for block in range(blocks):
         at, texts = tensors[block], (rows, tensors, block, sizes)
         for i in range(n):
-            _normalise(mean_too, at[0], at[1], x, i, own[i], channels)
-        _product(_KEPT, halves, at[2], at[3], own, channels, qkv, 3 * channels, x, texts, stage, team)
+            _normalise(mean_too, at[_LN_1], at[_LN_1 + 1], x, i, own[i], channels)
+        _product(_KEPT, halves, at[_C_ATTN], at[_C_ATTN + 1], own, channels, qkv, 3 * channels, x, texts, stage, team)
         _attention(halves, qkv, y, scores[thread], row[thread], texts, stage + 1, team)
-        _product(_ADDED, halves, at[4], at[5], y, channels, qkv, channels, x, texts, stage + 2, team)
+        _product(
+            _ADDED, halves, at[_ATTN_PROJ], at[_ATTN_PROJ + 1], y, channels, qkv, channels, x, texts, stage + 2, team
+        )
         for i in range(n):
-            _normalise(mean_too, at[6], at[7], x, i, own[i], channels)
-        _product(_GELU, halves, at[8], at[9], own, channels, hidden, 4 * channels, x, texts, stage + 3, team)
-        _product(_ADDED, halves, at[10], at[11], hidden, 4 * channels, qkv, channels, x, texts, stage + 4, team)
+            _normalise(mean_too, at[_LN_2], at[_LN_2 + 1], x, i, own[i], channels)
+        _product(
+            _ACTIVATED, halves, at[_C_FC], at[_C_FC + 1], own, channels, hidden, 4 * channels, x, texts, stage + 3, team
+        )
+        _product(
+            _ADDED,
+            halves,
+            at[_MLP_PROJ],
+            at[_MLP_PROJ + 1],
+            hidden,
+            4 * channels,
+            qkv,
+            channels,
+            x,
+            texts,
+            stage + 4,
+            team,
+        )
         stage += 5
     for i in range(wanted.size):
-        _normalise(mean_too, tensors[blocks, 2], tensors[blocks, 3], x, wanted[i], own[i], channels)
-    wte, texts = tensors[blocks, 0], (rows, tensors, blocks, sizes)
-    _product(_SCORES, halves, wte, 0, own, channels, logits, sizes[2], x, texts, stage, team)
+        _normalise(mean_too, tensors[blocks, _LN_F], tensors[blocks, _LN_F + 1], x, wanted[i], own[i], channels)
+    wte, texts = tensors[blocks, _WTE], (rows, tensors, blocks, sizes)
+    _product(_SCORES, halves, wte, 0, own, channels, logits, sizes[_VOCABULARY], x, texts, stage, team)
