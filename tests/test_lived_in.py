@@ -1,4 +1,4 @@
-"""Tests of models and an optimizer from outside of the package, a row or two each, through everything that a run does.
+"""Tests of a model and an optimizer from outside of the package, a row each, through everything that a run does.
 
 Rotary positions, SwiGLU, grouped-query attention, and an optimizer whose second moment has one number a row of the
 weight (Adam-mini).
@@ -47,46 +47,31 @@ def swiglu_backward(dy, x):
     return np.concatenate([dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * gate * sigmoid], axis=-1)
 
 
-def rotated(qkv, heads, sign=1):
-    """Queries and keys turned by their positions, pairs of channels i and i + HS / 2; with sign -1 the transpose."""
-    x = qkv.reshape(*qkv.shape[:2], 3, heads, 2, -1)
-    angles = np.arange(qkv.shape[1])[:, None] / 10000 ** (np.arange(x.shape[-1]) / x.shape[-1])
-    cos, sin = (f(angles).astype(qkv.dtype)[:, None, None] for f in (np.cos, np.sin))
-    one, two = x[..., 0, :], x[..., 1, :]
-    turned = np.stack([one * cos - sign * two * sin, sign * one * sin + two * cos], axis=-2)
-    turned[:, :, 2] = x[:, :, 2]
-    return turned.reshape(qkv.shape)
+def turned(x, sign=1):
+    """Heads turned by their positions, pairs of channels i and i + HS / 2; with sign -1 the transpose."""
+    one, two = np.split(x, 2, axis=-1)
+    angles = np.arange(x.shape[1])[:, None] / 10000 ** (np.arange(one.shape[-1]) / one.shape[-1])
+    cos, sin = (f(angles).astype(x.dtype)[:, None] for f in (np.cos, np.sin))
+    return np.concatenate([one * cos - sign * two * sin, sign * one * sin + two * cos], axis=-1)
 
 
-def shared(qkv, heads):
-    """Keys and values once for each query head, (b, T, 3C)."""
+def whole(qkv, heads):
+    """Queries and keys turned, and keys and values once for each query head, (b, T, 3C)."""
     x = qkv.reshape(*qkv.shape[:2], heads + 2 * heads // GROUPED, -1)
-    q, kv = x[:, :, :heads], x[:, :, heads:]
-    return np.concatenate([q, np.repeat(kv, GROUPED, axis=2)], axis=2).reshape(*qkv.shape[:2], -1)
+    q, k, v = np.split(x, [heads, heads + heads // GROUPED], axis=2)
+    parts = turned(q), *(np.repeat(each, GROUPED, axis=2) for each in (turned(k), v))
+    return np.concatenate(parts, axis=2).reshape(*qkv.shape[:2], -1)
 
 
-def summed(dqkv, heads):
-    x = dqkv.reshape(*dqkv.shape[:2], 3 * heads, -1)
-    dkv = x[:, :, heads:].reshape(*x.shape[:2], -1, GROUPED, x.shape[-1]).sum(axis=3)
-    return np.concatenate([x[:, :, :heads], dkv], axis=2).reshape(*dqkv.shape[:2], -1)
+def rotary_forward(qkv, heads):
+    return attention.forward(whole(qkv, heads), heads)
 
 
-def attention_of(name, before, after):
-    """A row of attention on changed queries, keys and values; `after` changes their gradient back."""
-
-    def forward(qkv, heads):
-        return attention.forward(before(qkv, heads), heads)
-
-    def backward(dy, qkv, y, logsumexp, heads):
-        return after(attention.backward(dy, before(qkv, heads), y, logsumexp, heads), heads)
-
-    def axes(sizes, options):
-        width = before(np.zeros((1, 1, sizes["X"])), options["heads"]).shape[2]
-        return {"C": width // 3, "H": options["heads"]}
-
-    row = layers.ATTENTION
-    rows = {"qkv": replace(row.backward["qkv"], kernel=backward)}
-    return Layer(name, replace(row.forward, kernel=forward), row.outputs, rows, axes)
+def rotary_backward(dy, qkv, y, logsumexp, heads):
+    dqkv = attention.backward(dy, whole(qkv, heads), y, logsumexp, heads)
+    dq, *shared = np.split(dqkv.reshape(*qkv.shape[:2], 3 * heads, -1), 3, axis=2)
+    dk, dv = (each.reshape(*qkv.shape[:2], -1, GROUPED, each.shape[-1]).sum(axis=3) for each in shared)
+    return np.concatenate([turned(dq, -1), turned(dk, -1), dv], axis=2).reshape(qkv.shape)
 
 
 def token_rows(tokens, wte):
@@ -98,20 +83,11 @@ ONLY_TOKENS = Layer("token_rows", Row(token_rows, "bt, VC -> btC", "tokens wte")
 BACK = {"x": Row(swiglu_backward, "btC, btX -> btX", "dy x")}
 HALF = {"new_axes": lambda sizes, options: {"C": sizes["X"] // 2}, "cheap": True}
 SWIGLU = Layer("swiglu", Row(swiglu, "btX -> btC", "x"), outputs="y", backward=BACK, **HALF)
-ROTARY = attention_of("rotary", rotated, lambda dqkv, heads: rotated(dqkv, heads, -1))
-SHARED = attention_of("shared", shared, summed)
-
-# Rows of layers, and rows of parameters: none, or the sizes of its axes.
-NO_POSITIONS, GATED = {"wpe.weight": None}, {f"h.{{block}}.mlp.c_fc.{kind}": "8C" for kind in ("weight", "bias")}
-FEWER_KEYS = {
-    f"h.{{block}}.attn.c_attn.{kind}": lambda config: config.channels + 2 * config.channels // GROUPED
-    for kind in ("weight", "bias")
-}
-MODELS = {
-    "swiglu": ({"GELU": SWIGLU}, GATED),
-    "rotary": ({"ATTENTION": ROTARY, "EMBEDDING": ONLY_TOKENS}, NO_POSITIONS),
-    "shared": ({"ATTENTION": SHARED}, FEWER_KEYS),
-}
+BACK = {"qkv": Row(rotary_backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads")}
+AXES = {"new_axes": lambda sizes, options: {"C": sizes["X"] * GROUPED // (GROUPED + 2), "H": options["heads"]}}
+ROTARY = Layer("rotary", Row(rotary_forward, "bTX -> bTC, bHT", "qkv", "heads"), "y logsumexp", BACK, **AXES)
+ROWS = {"GELU": SWIGLU, "ATTENTION": ROTARY, "EMBEDDING": ONLY_TOKENS}
+WIDTHS = {"attn.c_attn": lambda config: config.channels + 2 * config.channels // GROUPED, "mlp.c_fc": "8C"}
 
 
 def mini(weight, gradient, m, v, hyper, **options):
@@ -131,25 +107,22 @@ def mini_inplace(weight, gradient, m, v, hyper, *, beta1, beta2, eps, weight_dec
 MINI = replace(ADAMW, name="mini", kernel=mini, in_place=mini_inplace, fused={}, per_row=("v",))
 
 
-@pytest.fixture(params=MODELS)
-def model(request, monkeypatch):
-    """A model of other rows, and an optimizer beside those of the package; the name of the model."""
-    rows, axes = MODELS[request.param]
-    kept = [row for row in PARAMETERS if axes.get(row.name, "") is not None]
-    table = [replace(row, axes=(axes[row.name], *row.axes[1:])) if row.name in axes else row for row in kept]
+@pytest.fixture(autouse=True)
+def rows(monkeypatch):
+    """Put the rows into the tables."""
+    table = [row for row in PARAMETERS if row.name != "wpe.weight"]
+    for place, width in WIDTHS.items():
+        table = [replace(row, axes=(width, *row.axes[1:])) if place in row.name else row for row in table]
     monkeypatch.setattr(parameters, "PARAMETERS", tuple(table))
-    for name, row in rows.items():
+    for name, row in ROWS.items():
         monkeypatch.setattr(layers, name, row)
     monkeypatch.setitem(OPTIMIZERS, "mini", MINI)
-    return request.param
 
 
-def loss_of_torch(torch, p, tokens, targets, model):
+def loss_of_torch(torch, p, tokens, targets):
     """The same model, written with PyTorch's operations."""
     f = torch.nn.functional
     x, heads, size = p["wte.weight"][tokens], CONFIG.heads, CONFIG.channels // CONFIG.heads
-    if "wpe.weight" in p:
-        x = x + p["wpe.weight"][: tokens.shape[1]]
     angles = torch.arange(tokens.shape[1])[:, None] / 10000 ** (torch.arange(size // 2, dtype=x.dtype) / (size // 2))
     turn = torch.polar(torch.ones_like(angles), angles)
     for block in range(CONFIG.blocks):
@@ -157,28 +130,23 @@ def loss_of_torch(torch, p, tokens, targets, model):
         weights = {at: (own[at, "weight"], own[at, "bias"]) for at, kind in own if kind == "bias"}
         qkv = f.linear(f.layer_norm(x, x.shape[2:], *weights["ln_1"]), *weights["attn.c_attn"])
         qkv = qkv.unflatten(-1, (-1, size)).transpose(1, 2)
-        q, k, v = qkv.split([heads, (qkv.shape[1] - heads) // 2, (qkv.shape[1] - heads) // 2], 1)
-        if model == "rotary":
-            turned = (torch.complex(*each.unflatten(-1, (2, -1)).unbind(-2)) * turn for each in (q, k))
-            q, k = (torch.cat([each.real, each.imag], -1) for each in turned)
+        q, k, v = qkv.split([heads, heads // GROUPED, heads // GROUPED], 1)
+        pairs = (torch.complex(*each.unflatten(-1, (2, -1)).unbind(-2)) * turn for each in (q, k))
+        q, k = (torch.cat([each.real, each.imag], -1) for each in pairs)
         y = f.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
         x = x + f.linear(y, *weights["attn.c_proj"])
-        hidden = f.linear(f.layer_norm(x, x.shape[2:], *weights["ln_2"]), *weights["mlp.c_fc"])
-        if model == "swiglu":
-            gate, up = hidden.chunk(2, -1)
-            hidden = f.silu(gate) * up
-        else:
-            hidden = f.gelu(hidden, approximate="tanh")
+        gate, up = f.linear(f.layer_norm(x, x.shape[2:], *weights["ln_2"]), *weights["mlp.c_fc"]).chunk(2, -1)
+        hidden = f.silu(gate) * up
         x = x + f.linear(hidden, *weights["mlp.c_proj"])
     x = f.layer_norm(x, x.shape[2:], p["ln_f.weight"], p["ln_f.bias"])
     return f.cross_entropy((x @ p["wte.weight"].T).flatten(0, 1), targets.flatten())
 
 
-def test_gradients_are_those_of_pytorch(model, random):
+def test_gradients_are_those_of_pytorch(random):
     torch = pytest.importorskip("torch")
     values, batch = random_parameters(CONFIG, random, "float64"), random_batch(CONFIG, random)
     leaves = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
-    expected = loss_of_torch(torch, leaves, *(torch.tensor(each).long() for each in batch), model)
+    expected = loss_of_torch(torch, leaves, *(torch.tensor(each).long() for each in batch))
     expected.backward()
     lazy = [da.from_array(each, chunks=(2, 4)) for each in batch]
     loss, gradients = dask.compute(*loss_and_gradients(CONFIG, values, *lazy), scheduler="sync")
@@ -190,7 +158,7 @@ def test_gradients_are_those_of_pytorch(model, random):
         )
 
 
-def test_a_run_is_trained_stopped_resumed_and_writes_its_own_text(model, small_text, tmp_path, capsys):
+def test_a_run_is_trained_stopped_resumed_and_writes_its_own_text(small_text, tmp_path, capsys):
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     optimizer = OptimizerConfig(optimizer="mini", learning_rate=3e-3, schedule="constant")
     dataflow = DataflowConfig(batch_chunk=2, sequence_chunk=8)
@@ -203,7 +171,7 @@ def test_a_run_is_trained_stopped_resumed_and_writes_its_own_text(model, small_t
     assert result.losses[-1] < result.losses[0] - 1
     config, values = daskgpt.load(tmp_path / "whole")
     texts = Texts(Weights(config, values, "float32"), prompts := [list(b"def "), [7], [5] * 9])
-    assert all(name in texts.weights.replaced for name in [*MODELS[model][0], "PARAMETERS"])
+    assert all(name in texts.weights.replaced for name in [*ROWS, "PARAMETERS"])
     assert len(list(texts.write(20, Choice(temperature=0)))) == 20  # beyond the positions
     for prompt, tokens in zip(prompts, texts.tokens):
         for end in range(len(prompt), CONFIG.positions):
@@ -220,7 +188,7 @@ def test_a_run_is_trained_stopped_resumed_and_writes_its_own_text(model, small_t
         daskgpt.save(tmp_path / "model.bin", config, values)
 
 
-def test_it_is_planned_measured_and_drawn(model):
+def test_it_is_planned_measured_and_drawn():
     made = job_of(
         CONFIG, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(grain="kernel", precision="bfloat16")
     )
@@ -230,5 +198,5 @@ def test_it_is_planned_measured_and_drawn(model):
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(made, scheduler, 0)
         assert min(measure(steps, warmup=1, timed=1, recorded=1).busy.values()) > 0
-        kernels = {f"{row.name}.forward" for row in MODELS[model][0].values()}
+        kernels = {f"{row.name}.forward" for row in ROWS.values()}
         assert kernels | {"mini.update"} <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
