@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
-from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.recipes import RECIPES
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
@@ -59,16 +59,7 @@ def parser() -> Parser:
         help="go on with a run, from its newest good checkpoint and in its folder; everything is as it was, but for "
         f"{', '.join(changeable())}",
     )
-    flags.add_argument(
-        "--plan",
-        action="store_true",
-        help="print tasks and memory of a step and whether they fit here, and run nothing",
-    )
-    flags.add_argument(
-        "--workers",
-        type=int,
-        help="with --plan: of a step that so many workers share, what each sends, and what one runs and holds",
-    )
+    add_plan_flags(flags)
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (
         DataConfig,

@@ -8,6 +8,7 @@ from daskgpt.bench import main
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.decoder import Weights
 from daskgpt.instruments.generating import EARLY, TOKENS, Generation, Row, Writing
+from daskgpt.instruments.measure import Turn
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
 
@@ -16,7 +17,7 @@ FLAGS = "--generation --blocks 1 --heads 2 --channels 16 --vocabulary 300 --posi
 
 def test_the_record_of_a_measurement(capsys, monkeypatch):
     monkeypatch.setattr("daskgpt.instruments.generating.copy_rate", lambda threads: 1e9)
-    monkeypatch.setattr("daskgpt.instruments.compare.turns.DISTURBED", float("inf"))  # one turn
+    monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     rows, points = record["rows"], [(1, 10), (1, 24), (8, 10)]
@@ -32,14 +33,13 @@ def test_the_record_of_a_measurement(capsys, monkeypatch):
 
 def test_a_measurement_in_words_and_figures():
     row = Row("float32", 8, 10, Spread((0.5, 0.25, 1.0)), 3_000_000, Spread((0.25,)))
-    ratios = {name: Spread((2.0,)) for name in ("flat_float32", "batch_float32", "rate_float32")}
-    theirs = "transformers 5", Spread((0.125,))
-    found = Generation(GPT2Config(), 2, Spread((3e9,)), (row,), ratios, theirs, 3, 1)
+    ratios = {name: Spread((2.0,)) for name in ("flat_float32", "batch_float32")}
+    turns = [Turn(((1,),), others) for others in (0.0, 0.0, 1.0)]
+    found = Generation(GPT2Config(), 2, Spread((3e9,)), (row,), ratios, turns)
     lines = " ".join(found.describe().split())
     for words in ("3.0 (3.0 .. 3.0) GB/s", "ran in 1 of these", "float32 8 10 500.0 (250.0 .. 1,000.0) 16.0 3 0.25 ("):
         assert words in lines
-    assert "transformers 5: 125.0 (125.0 .. 125.0) ms a token" in lines
-    expected = {"copy": 3, "theirs": 125, "float32_8_10_step": 500, "float32_8_10_share": 0.25}
+    expected = {"copy": 3, "float32_8_10_step": 500, "float32_8_10_share": 0.25}
     expected |= {"float32_8_10_tokens": 16, "float32_8_10_read": 3} | dict.fromkeys(ratios, 2)
     assert {name: figure.median for name, figure in found.figures().items()} == expected
 

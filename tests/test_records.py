@@ -105,8 +105,8 @@ def test_several_add_whole_lines(path, monkeypatch):
 
 
 def test_the_command_is_what_somebody_types_to_measure_the_same():
-    words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--against", "llm.c", "my program"]
-    assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --against llm.c 'my program'"
+    words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--log", "my file"]
+    assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --log 'my file'"
     assert command_line("daskgpt.bench", ["--record=x", "--scaling"]) == "python -m daskgpt.bench --scaling"
 
 

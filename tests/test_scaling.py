@@ -9,7 +9,7 @@ from daskgpt import bench
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments import scaling
-from daskgpt.instruments.random_tokens import BenchConfig
+from daskgpt.instruments.measure import BenchConfig
 from daskgpt.instruments.records import read_records
 from daskgpt.training.besides import PARTS
 

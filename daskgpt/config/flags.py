@@ -63,6 +63,20 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
         )
 
 
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that describe a step instead of running it."""
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print tasks and memory of a step and whether they fit here, and run nothing",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="with --plan: of a step that so many workers share, what each sends, and what one runs and holds",
+    )
+
+
 def from_flags(config: type, values: argparse.Namespace) -> Any:
     """The dataclass with what the flags say."""
     given = vars(values)
