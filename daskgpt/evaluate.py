@@ -12,8 +12,8 @@ from tiktoken import Encoding
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import matching_files
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.paths import matching_files
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.dataset import check_tokens, is_token_source, whole_source
 from daskgpt.data.encodings import get_encoding, sizes_of

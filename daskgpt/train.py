@@ -11,8 +11,7 @@ from functools import partial
 
 from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
-from daskgpt.config.recipes import RECIPES
-from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
@@ -47,12 +46,10 @@ EPILOG = (
 
 def parser() -> Parser:
     """All flags of a run."""
-    flags = Parser(
-        prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG, allow_abbrev=False
-    )
-    recipes = "; ".join(f"{name} ({recipe.about})" for name, recipe in RECIPES.items())
+    flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG)
+    recipe = "speedrun (tiny to 1.88 nats a character of tinyshakespeare)"
     sizes = ", ".join(PRESETS)
-    flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipes}")
+    flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipe}")
     flags.add_argument(
         "--resume",
         metavar="RUN",
@@ -78,8 +75,9 @@ def parsed(arguments: list[str]) -> Namespace:
     """The values of a command line, with the flags of a recipe that it names."""
     values = parser().parse_args(arguments)
     if not values.resume and (recipe := RECIPES.get(values.preset)):
-        values = parser().parse_args([*recipe.arguments, *arguments])
-        values.preset = recipe.preset
+        own = shlex.split(recipe)
+        values = parser().parse_args([*own, *arguments])
+        values.preset = own[1]
     return values
 
 

@@ -1,6 +1,7 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and which ones a glob names."""
 
 import errno
+import glob
 import hashlib
 import os
 import secrets
@@ -138,3 +139,21 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename is not None:
             raise not_written(error, where, path) from error
         raise
+
+
+def matching_files(source: str, where: str) -> list[Path]:
+    """Return the file itself, or every file that the glob matches, sorted.
+
+    Errors   FileNotFoundError where there is no such file or the glob matches none; `where` opens the message
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    require(not path.is_dir(), where, "the source must name a file", {"source": source}, "Give a file or a glob.")
+    if not glob.has_magic(source):
+        raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
+    found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    if not found:
+        rule, advice = "the glob must match at least one file", "Check the path; ** spans folders."
+        raise refusal(FileNotFoundError, where, rule, {"source": source}, advice)
+    return found

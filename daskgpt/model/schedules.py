@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from daskgpt.config.amounts import part_of
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.config.settings import part_of
 
 
 @dataclass(frozen=True)
