@@ -1,26 +1,4 @@
-"""Time training steps: `python -m daskgpt.bench --help`."""
-
-from __future__ import annotations
-
-import json
-import sys
-from contextlib import nullcontext, redirect_stdout
-
-from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import PRESETS, GPT2Config, preset
-from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments import machine
-from daskgpt.instruments.generating import EARLY, TOKENS, Generation, measure_generation
-from daskgpt.instruments.measure import BenchConfig, Measurement, Steps, job_of, measure
-from daskgpt.instruments.memory import check_workers, planned
-from daskgpt.instruments.records import PACKAGES, append_records, check_records, measured
-from daskgpt.instruments.scaling import Scaling, measure_scaling
-from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.job import compile_kernels
-
-DESCRIPTION = """\
-Time training steps on random tokens.
+"""Time training steps on random tokens.
 
 step        milliseconds from a batch to its loss with everything updated: median, least and largest of the timed steps
 forward, backward, update
@@ -45,10 +23,29 @@ copy on as many threads (bytes read and written) that is; in --steps turns of 16
 Beside other programs it runs with `python benchmarks/against.py`, in a checkout of the repository.
 """
 
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext, redirect_stdout
+
+from daskgpt.config.errors import require
+from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
+from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.run import DataflowConfig
+from daskgpt.instruments import machine
+from daskgpt.instruments.generating import EARLY, TOKENS, Generation, measure_generation
+from daskgpt.instruments.measure import BenchConfig, Measurement, Steps, job_of, measure
+from daskgpt.instruments.memory import check_workers, planned
+from daskgpt.instruments.records import PACKAGES, append_records, check_records, measured
+from daskgpt.instruments.scaling import Scaling, measure_scaling
+from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.training.job import compile_kernels
+
 
 def parser() -> Parser:
     """All flags."""
-    flags = Parser(prog="daskgpt.bench", description=DESCRIPTION)
+    flags = Parser(prog="daskgpt.bench", description=__doc__)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
     flags.add_argument("--record", metavar="FILE", help="add the measurement to a file, a line of JSON each")

@@ -1,4 +1,16 @@
-"""How good a model is on a text or at multiple choice: `python -m daskgpt.evaluate MODEL --data FILE`."""
+"""How good a model is on a text, or at multiple choice.
+
+A text (a file, a folder, a glob), or token files (.bin; llm.c's or nanoGPT's):
+loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
+              the tokens before it in its sequence; documents begin with end-of-text
+perplexity    e to the loss
+bits a byte   all nats / ln 2 / bytes of text that was predicted (end-of-text has none): what models with different
+              encodings are compared by
+
+Multiple choice, from llm.c's evaluation files (.bin, version 20240522) or HellaSwag's own (.jsonl):
+accuracy      how often the right completion has the least loss of all its tokens together
+normalised    how often it has the least loss a token: what llm.c prints, and the usual figure of HellaSwag
+"""
 
 from __future__ import annotations
 
@@ -25,21 +37,6 @@ from daskgpt.generation.sampling import PRECISIONS
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.run_folder import read_model_of, trained_with
 
-DESCRIPTION = """\
-How good a model is on a text, or at multiple choice.
-
-A text (a file, a folder, a glob), or token files (.bin; llm.c's or nanoGPT's):
-loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
-              the tokens before it in its sequence; documents begin with end-of-text
-perplexity    e to the loss
-bits a byte   all nats / ln 2 / bytes of text that was predicted (end-of-text has none): what models with different
-              encodings are compared by
-
-Multiple choice, from llm.c's evaluation files (.bin, version 20240522) or HellaSwag's own (.jsonl):
-accuracy      how often the right completion has the least loss of all its tokens together
-normalised    how often it has the least loss a token: what llm.c prints, and the usual figure of HellaSwag
-"""
-
 
 @documented
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class EvaluateConfig(Checked):
 
 def main(arguments: list[str]) -> int:
     """Print loss, perplexity and bits a byte, or accuracies."""
-    flags = Parser(prog="daskgpt.evaluate", description=DESCRIPTION)
+    flags = Parser(prog="daskgpt.evaluate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
     add_flags(flags, EvaluateConfig)

@@ -58,16 +58,9 @@ def parser() -> Parser:
     )
     add_plan_flags(flags)
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
-    for config in (
-        DataConfig,
-        OptimizerConfig,
-        LocalConfig,
-        DataflowConfig,
-        RunConfig,
-        TimelineConfig,
-        DaskReportConfig,
-    ):
-        add_flags(flags, config)
+    for config in (*SECTIONS.values(), TimelineConfig, DaskReportConfig):
+        if config is not GPT2Config:
+            add_flags(flags, config)
     return flags
 
 

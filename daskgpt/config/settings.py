@@ -119,7 +119,7 @@ def _word(f: Field[Any], value: Any) -> str:
 
 def _shown(f: Field[Any], value: Any) -> str:
     """Return a value as it would be given, with a star where it is not the default."""
-    return _word(f, value) + " *" * (value != f.default)
+    return _word(f, value) + ("" if value == f.default else " *")
 
 
 def help_of(f: Field[Any], default: str = "") -> str:
