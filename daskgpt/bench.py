@@ -25,7 +25,6 @@ Beside other programs it runs with `python benchmarks/against.py`, in a checkout
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext, redirect_stdout
 
@@ -37,7 +36,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.generating import EARLY, TOKENS, Generation, measure_generation
 from daskgpt.instruments.measure import BenchConfig, Measurement, Steps, job_of, measure
 from daskgpt.instruments.memory import check_workers, planned
-from daskgpt.instruments.records import PACKAGES, append_records, check_records, measured
+from daskgpt.instruments.records import append_records, check_records, measured
 from daskgpt.instruments.scaling import Scaling, measure_scaling
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import compile_kernels
@@ -47,7 +46,7 @@ def parser() -> Parser:
     """All flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
-    flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
+    flags.add_argument("--json", action="store_true", help="print the line of JSON instead that --record writes")
     flags.add_argument("--record", metavar="FILE", help="add the measurement to a file, a line of JSON each")
     add_plan_flags(flags)
     flags.add_argument("--scaling", action="store_true", help="time 1, 2, 4 ... threads: speedup and efficiency")
@@ -81,10 +80,10 @@ def main(arguments: list[str]) -> int:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
         found: Measurement | Generation | Scaling = run(config, asked, dataflow)
     facts = {"preset": values.preset, "others_cores": others} | found.settings
+    record = measured("daskgpt.bench", arguments, found.figures(), facts)
     if values.record:
-        append_records(values.record, [measured("daskgpt.bench", arguments, found.figures(), facts)])
-    about = {"cpu": machine.processor(), "versions": machine.versions(*PACKAGES)}
-    print(json.dumps(found.record() | facts | about) if values.json else found.describe())
+        append_records(values.record, [record])
+    print(record.line().decode().rstrip() if values.json else found.describe())
     return 0
 
 

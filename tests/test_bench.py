@@ -1,6 +1,5 @@
 """Tests of `bench`: what is printed and recorded, and what a step will take."""
 
-import json
 import os
 import re
 import tracemalloc
@@ -17,6 +16,7 @@ from daskgpt.graph.nodes import is_leaf
 from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps, measure, random_batch
 from daskgpt.instruments.memory import describe_prediction, fits, predict
+from daskgpt.instruments.records import Record
 from daskgpt.model.parameters import parameter_count
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers import machine_memory
@@ -39,21 +39,21 @@ def printed(capsys, *arguments):
 
 @pytest.mark.parametrize("flags", [["--grain", "auto"], ["--scheduler", "sync"]], ids=str)
 def test_the_record_of_a_measurement(capsys, flags):
-    found = json.loads(printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json"))
-    assert 0 < found["step_ms_min"] <= found["step_ms"] <= found["step_ms_max"]
-    assert min(found["forward_ms"], found["backward_ms"], found["update_ms"]) > 0
-    assert found["tokens_per_s"] == pytest.approx(4 * 32 / found["step_ms"] * 1e3, rel=1e-3)
-    config = GPT2Config(blocks=2, heads=2, channels=32)
-    assert found["gflops"] == pytest.approx(step_operations(config, 4, 32) / found["step_ms"] / 1e6, rel=1e-2)
-    assert found["matmul_share"] == pytest.approx(found["gflops"] / found["matmul_gflops"], rel=2e-2)
+    record = Record.of_line(printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json").encode())
+    found, settings = {name: figure.median for name, figure in record.figures.items()}, record.settings
+    step, config = record.figures["step"], GPT2Config(blocks=2, heads=2, channels=32)
+    assert 0 < step.least <= step.median <= step.largest
+    assert min(found["forward"], found["backward"], found["update"]) > 0
+    assert found["tokens"] == pytest.approx(4 * 32 / step.median * 1e3, rel=1e-3)
+    assert found["rate"] == pytest.approx(step_operations(config, 4, 32) / step.median / 1e6, rel=1e-2)
     assert 0 <= found["overhead"] < 1
-    assert found["peak_gb"] > 0.03
-    assert found["threads"] == (1 if "sync" in flags else len(os.sched_getaffinity(0)))
-    assert (found["batch_size"], found["sequence_length"], found["sequence_chunk"]) == (4, 32, 16)
-    chunk, grain = (found["batch_chunk"], 16), found["grain"]  # what the machine chose
+    assert found["peak"] > 0.03
+    assert settings["threads"] == (1 if "sync" in flags else len(os.sched_getaffinity(0)))
+    assert (settings["batch_size"], settings["sequence_length"], settings["sequence_chunk"]) == (4, 32, 16)
+    chunk, grain = (settings["batch_chunk"], 16), settings["grain"]  # what the machine chose
     step = TrainingStep(config, (4, 32), chunk, job_of().optimizer, grain=grain, in_place=True)
-    assert found["tasks"] == sum(not is_leaf(node) for node in step.runnable.graph.values())
-    assert found["versions"]["numpy"] == np.__version__
+    assert settings["tasks"] == sum(not is_leaf(node) for node in step.runnable.graph.values())
+    assert record.versions["numpy"] == np.__version__
 
 
 def test_kernels_of_workers_are_counted(cluster):

@@ -1,7 +1,5 @@
 """Tests of `bench --generation`: what it measures and says."""
 
-import json
-
 import pytest
 
 from daskgpt.bench import main
@@ -9,6 +7,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.generation.decoder import Weights
 from daskgpt.instruments.generating import EARLY, TOKENS, Generation, Row, Writing
 from daskgpt.instruments.measure import Turn
+from daskgpt.instruments.records import Record
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
 
@@ -19,16 +18,18 @@ def test_the_record_of_a_measurement(capsys, monkeypatch):
     monkeypatch.setattr("daskgpt.instruments.generating.copy_rate", lambda threads: 1e9)
     monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    rows, points = record["rows"], [(1, 10), (1, 24), (8, 10)]
-    assert [(row["texts"], row["position"]) for row in rows] == points * 2
-    assert [row["precision"] for row in rows] == ["float32"] * 3 + ["bfloat16"] * 3
+    record = Record.of_line(capsys.readouterr().out.encode())
+    found = {name: figure.median for name, figure in record.figures.items()}
+    rows = [f"{precision}_{row}" for precision in ("float32", "bfloat16") for row in ("1_10", "1_24", "8_10")]
+    assert [name.removesuffix("_step") for name in found if name.endswith("_step")] == rows
     for row in rows:
-        assert row["tokens_per_s"] == pytest.approx(row["texts"] / row["step_ms"] * 1e3, rel=1e-2)
-        assert row["bandwidth_share"] == pytest.approx(row["read_mb"] / row["step_ms"], abs=0.1 / row["step_ms"])
-    assert record["flat_float32"] == pytest.approx(rows[1]["step_ms"] / rows[0]["step_ms"], rel=5e-2)
-    assert record["batch_bfloat16"] == pytest.approx(8 * rows[3]["step_ms"] / rows[5]["step_ms"], rel=5e-2)
-    assert record["threads"] == 2
+        texts, step = int(row.split("_")[1]), found[f"{row}_step"]
+        assert found[f"{row}_tokens"] == pytest.approx(texts / step * 1e3, rel=1e-2)
+        assert found[f"{row}_share"] == pytest.approx(found[f"{row}_read"] / step, rel=1e-2)
+    assert found["flat_float32"] == pytest.approx(found["float32_1_24_step"] / found["float32_1_10_step"], rel=5e-2)
+    eight = 8 * found["bfloat16_1_10_step"] / found["bfloat16_8_10_step"]
+    assert found["batch_bfloat16"] == pytest.approx(eight, rel=5e-2)
+    assert record.settings["threads"] == 2
 
 
 def test_a_measurement_in_words_and_figures():

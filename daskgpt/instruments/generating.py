@@ -101,12 +101,6 @@ class Row:
         """A second."""
         return self.texts / self.seconds.median
 
-    def record(self) -> dict[str, Any]:
-        """For a machine to read."""
-        known = {"precision": self.precision, "texts": self.texts, "position": self.position}
-        known |= {"tokens_per_s": round(self.tokens, 2), "read_mb": round(self.read / 1e6, 1)}
-        return known | self.seconds.fields("step_ms", 1e3, 3) | self.share.fields("bandwidth_share", 1, 4)
-
     def figures(self) -> dict[str, Figure]:
         """For a record of measurements; a way to write is called by precision, texts, and tokens that stand before."""
         name = f"{self.precision}_{self.texts}_{self.position}"
@@ -137,14 +131,6 @@ class Generation:
     def settings(self) -> dict[str, Any]:
         """What was measured, beside the model."""
         return {"threads": self.threads, "disturbed_turns": disturbed(self.turns)}
-
-    def record(self) -> dict[str, Any]:
-        """For a machine to read."""
-        known = {"turns": len(self.turns)} | self.settings | self.copy.fields("copy_gb_per_s", 1e-9, 3)
-        known["rows"] = [row.record() for row in self.rows]
-        for name, spread in self.ratios.items():
-            known |= spread.fields(name, 1, 4)
-        return known
 
     def figures(self) -> dict[str, Figure]:
         """For a record of measurements."""

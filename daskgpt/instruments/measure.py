@@ -103,25 +103,13 @@ class Measurement:
         """A second."""
         return prod(self.job.batch_shape) / self.step.median
 
-    def record(self) -> dict[str, Any]:
-        """The numbers for a machine to read."""
-        return {
-            **self.step.fields("step_ms", 1e3, 3),
-            **{f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in self.busy.items()},
-            "tokens_per_s": round(self.tokens, 1),
-            "gflops": round(self.rate / 1e9, 3),
-            "matmul_gflops": round(self.matmul_rate / 1e9, 3),
-            "matmul_share": round(self.rate / self.matmul_rate, 4),
-            "overhead": round(self.idle, 4),
-            "peak_gb": round(self.peak / 1e9, 4),
-        }
-
     def figures(self) -> dict[str, Figure]:
         """For a record of measurements."""
         return {
             **figures_of({"step": self.step}, "ms", 1e3),
             **{name: Figure.single(seconds * 1e3, "ms") for name, seconds in self.busy.items()},
             "overhead": Figure.single(self.idle, ""),
+            "tokens": Figure.single(self.tokens, "tokens/s"),
             "rate": Figure.single(self.rate / 1e9, "GFLOP/s"),
             "matmul_rate": Figure.single(self.matmul_rate / 1e9, "GFLOP/s"),
             "peak": Figure.single(self.peak / 1e9, "GB"),

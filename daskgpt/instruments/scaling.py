@@ -20,7 +20,6 @@ from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels, facts
 
 SETTLING = 3  # steps at least before any is timed: chunks and grain are settled in the first two
-SAME = ("step_ms", "step_ms_q1", "step_ms_q3", "tokens_per_s", "tasks", "peak_gb", "others_cores", "loss")
 
 
 def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> list[Order]:
@@ -43,34 +42,37 @@ def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A row for each number of threads: what a step took, and the chunks and grain that were chosen.
-
-    Speedup is the time on one thread over the time on so many, efficiency speedup over threads.
-    """
+    """The steps of a job by number of threads: rows of a study, the first one of one thread."""
 
     job: Job
-    rows: list[dict[str, Any]]
+    rows: dict[int, dict[str, Any]]
+
+    def speedup(self, threads: int) -> float:
+        """The time on one thread over the time on so many; efficiency is speedup over threads."""
+        return float(self.rows[1]["step_ms"] / self.rows[threads]["step_ms"])
+
+    def chosen(self, threads: int) -> str:
+        """Chunks and grain."""
+        (size, length), row = self.job.batch_shape, self.rows[threads]
+        b, t = row["batch_chunk_used"], row["sequence_chunk_used"]
+        return f"{size // b * (length // t)} of {b} x {t}, {row['grain_used']}"
 
     @property
     def settings(self) -> dict[str, Any]:
         """What was measured, beside the model."""
         size, length = self.job.batch_shape
-        others = max(row["others_cores"] or 0.0 for row in self.rows)
         known = {"batch_size": size, "sequence_length": length, "precision": self.job.precision.name}
-        return known | {"others_cores": others}
-
-    def record(self) -> dict[str, Any]:
-        """For a machine to read."""
-        return {"scaling": self.rows, "cores": usable_cores()}
+        known["others_cores"] = max(row["others_cores"] or 0.0 for row in self.rows.values())
+        return known | {f"chosen_{threads}": self.chosen(threads) for threads in self.rows}
 
     def figures(self) -> dict[str, Figure]:
         """For a record of measurements: milliseconds a step, speedup, efficiency and memory by number of threads."""
         known = {}
-        for row in self.rows:
-            threads = row["threads"]
+        for threads, row in self.rows.items():
             known[f"step_{threads}"] = Figure("ms", row["step_ms"], q1=row["step_ms_q1"], q3=row["step_ms_q3"])
-            for name, unit in {"speedup": "", "efficiency": "", "peak_gb": "GB"}.items():
-                known[f"{name.removesuffix('_gb')}_{threads}"] = Figure.single(row[name], unit)
+            known[f"speedup_{threads}"] = Figure.single(self.speedup(threads), "")
+            known[f"efficiency_{threads}"] = Figure.single(self.speedup(threads) / threads, "")
+            known[f"peak_{threads}"] = Figure.single(row["peak_gb"], "GB")
         return known
 
     def describe(self) -> str:
@@ -81,14 +83,11 @@ class Scaling:
             f"machine      {machine.processor()}, {usable_cores()} cores",
             f"{'threads':>7} {'ms a step':>10} {'quartiles':>19} {'speedup':>8} {'efficiency':>10}  chunks, grain",
         ]
-        for row in self.rows:
-            quartiles = f"{row['step_ms_q1']:,.1f} .. {row['step_ms_q3']:,.1f}"
-            lines.append(
-                f"{row['threads']:7} {row['step_ms']:10,.1f} {quartiles:>19} {row['speedup']:8.2f} "
-                f"{row['efficiency']:10.0%}  {row['chunks']} of {row['batch_chunk']} x {row['sequence_chunk']}, "
-                f"{row['grain']}"
-            )
-        same = len({row["loss"] for row in self.rows}) == 1
+        for threads, row in self.rows.items():
+            quartiles, speedup = f"{row['step_ms_q1']:,.1f} .. {row['step_ms_q3']:,.1f}", self.speedup(threads)
+            times = f"{threads:7} {row['step_ms']:10,.1f} {quartiles:>19}"
+            lines.append(f"{times} {speedup:8.2f} {speedup / threads:10.0%}  {self.chosen(threads)}")
+        same = len({row["loss"] for row in self.rows.values()}) == 1
         lines.append("all gave the same loss, bit for bit" if same else "the losses differ in their last bits")
         return "\n".join(lines)
 
@@ -101,23 +100,9 @@ def measure_scaling(config: GPT2Config, asked: BenchConfig, dataflow: DataflowCo
     runs = orders(config, asked, dataflow)
     jobs = [job_of_point(config, order.study, order.point) for order in runs]  # which checks all of them
     compile_kernels(jobs[0].precision)
-    found: list[dict[str, Any]] = []
+    found = {}
     for order in runs:
-        threads, study = order.point.threads, order.study
+        threads = order.point.threads
         print(f"{threads} thread{'s' * (threads != 1)} ...", file=sys.stderr, flush=True)
-        row = run_one(order)
-        speedup = (found[0] if found else row)["step_ms"] / row["step_ms"]
-        b, t = row["batch_chunk_used"], row["sequence_chunk_used"]
-        found.append(
-            {
-                "threads": threads,
-                "speedup": round(speedup, 4),
-                "efficiency": round(speedup / threads, 4),
-                "batch_chunk": b,
-                "sequence_chunk": t,
-                "chunks": study.batch_size // b * (study.sequence_length // t),
-                "grain": row["grain_used"],
-            }
-            | {name: row[name] for name in SAME}
-        )
+        found[threads] = run_one(order)
     return Scaling(jobs[-1], found)
