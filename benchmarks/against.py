@@ -67,14 +67,14 @@ def main(arguments: list[str]) -> int:
     """Check everything, compare, print, record."""
     values = parser().parse_args(arguments)
     checked(values)
-    asked, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
+    timing, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
     config = preset(values.preset, **given_flags(GPT2Config, values))
     if values.program == "transformers":
-        found = compare_generation(config, asked, dataflow.threads)
+        found = compare_generation(config, timing, dataflow.threads)
     else:
-        job = job_of(config, asked, on_cluster(dataflow) if values.program == "torch-ddp" else dataflow)
+        job = job_of(config, timing, on_cluster(dataflow) if values.program == "torch-ddp" else dataflow)
         compile_kernels(job.precision)
-        found = compare_steps(values, job, asked)
+        found = compare_steps(values, job, timing)
     figures, other, settings, text = found
     what, settings = f"{values.preset} beside {values.program}", {"preset": values.preset} | settings
     record(values.record, "benchmarks/against.py", arguments, figures, what, other, **settings)
@@ -99,25 +99,25 @@ def checked(values: Namespace) -> None:
 Found = tuple[dict[str, Figure], str, dict[str, Any], str]
 
 
-def compare_steps(values: Namespace, job: Job, asked: BenchConfig) -> Found:
+def compare_steps(values: Namespace, job: Job, timing: BenchConfig) -> Found:
     """Return figures, the other program, settings and text of a comparison of training steps."""
     options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
     if values.apart:
-        found, steps = compare_ddp_apart(job, asked, options)
+        found, steps = compare_ddp_apart(job, timing, options)
     else:
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
             if values.program == "torch-ddp":
-                found, steps = compare_ddp(job, scheduler, asked, options)
+                found, steps = compare_ddp(job, scheduler, timing, options)
             else:
-                steps = Steps(job, scheduler, asked.seed)
+                steps = Steps(job, scheduler, timing.seed)
                 if values.program == "torch":
-                    found = compare_torch(steps, options, asked)
+                    found = compare_torch(steps, options, timing)
                 else:
-                    found = compare_llmc(steps, values.path, asked.warmup, asked.steps)
+                    found = compare_llmc(steps, values.path, timing.warmup, timing.steps)
     return found.figures(), found.other, steps.settings | found.counts, found.describe()
 
 
-def compare_torch(steps: Steps, options: TorchOptions, asked: BenchConfig) -> Programs:
+def compare_torch(steps: Steps, options: TorchOptions, timing: BenchConfig) -> Programs:
     """Compare our steps and PyTorch's in turns, once their first losses have been found to agree.
 
     Errors   RuntimeError where its process fails, or the losses differ
@@ -129,12 +129,12 @@ def compare_torch(steps: Steps, options: TorchOptions, asked: BenchConfig) -> Pr
             side.run(1)
         first = steps.losses[0], torch.losses[0]
         check_losses(first, "bfloat16" if options.bf16 else steps.job.precision.name)
-        found = take_turns(sides, asked.steps, warm_up(sides, asked.warmup))
-        used, peaks = undisturbed(found, asked.steps), (steps.peak(), torch.peak())
+        found = take_turns(sides, timing.steps, warm_up(sides, timing.warmup))
+        used, peaks = undisturbed(found, timing.steps), (steps.peak(), torch.peak())
         return Programs(("ours", "theirs"), options.describe(torch.version), used, len(found), peaks, first)
 
 
-def compare_ddp(job: Job, scheduler: Scheduler, asked: BenchConfig, options: TorchOptions) -> tuple[Programs, Steps]:
+def compare_ddp(job: Job, scheduler: Scheduler, timing: BenchConfig, options: TorchOptions) -> tuple[Programs, Steps]:
     """Compare steps on a cluster, on threads and of PyTorch's processes in turns, once their first losses agree.
 
     scheduler   of workers with one thread each
@@ -145,19 +145,19 @@ def compare_ddp(job: Job, scheduler: Scheduler, asked: BenchConfig, options: Tor
     workers = checked_workers(job, scheduler)
     with (
         open_scheduler("threads", workers) as here,
-        TorchSide(job, asked.seed, 1, options, [Place()] * workers) as torch,
+        TorchSide(job, timing.seed, 1, options, [Place()] * workers) as torch,
     ):
-        cluster = OnWorkers(job, scheduler, asked.seed)
-        sides = (cluster, Steps(on_threads(job, workers), here, asked.seed), torch)
+        cluster = OnWorkers(job, scheduler, timing.seed)
+        sides = (cluster, Steps(on_threads(job, workers), here, timing.seed), torch)
         for side in sides:
             side.run(1)
         check_first(sides, job, options)
-        found = take_turns(sides, asked.steps, warm_up(sides, asked.warmup))
+        found = take_turns(sides, timing.steps, warm_up(sides, timing.warmup))
         name = options.describe(torch.version, f"{workers} processes")
-        return three(name, found, asked, sides, cluster), cluster
+        return three(name, found, timing, sides, cluster), cluster
 
 
-def compare_ddp_apart(job: Job, asked: BenchConfig, options: TorchOptions) -> tuple[Programs, Steps]:
+def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> tuple[Programs, Steps]:
     """Compare the same with one program in memory at a time. Errors as of `compare_ddp`."""
     dataflow = job.dataflow
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
@@ -166,30 +166,30 @@ def compare_ddp_apart(job: Job, asked: BenchConfig, options: TorchOptions) -> tu
     @contextmanager
     def with_cluster():
         with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
-            yield OnWorkers(job, scheduler, asked.seed)
+            yield OnWorkers(job, scheduler, timing.seed)
 
     @contextmanager
     def with_threads():
         with open_scheduler("threads", workers) as here:
-            yield Steps(on_threads(job, workers), here, asked.seed)
+            yield Steps(on_threads(job, workers), here, timing.seed)
 
     def with_torch():
-        return TorchSide(job, asked.seed, 1, options, [Place()] * workers)
+        return TorchSide(job, timing.seed, 1, options, [Place()] * workers)
 
-    sides = tuple(Apart(opened, asked.warmup) for opened in (with_cluster, with_threads, with_torch))
-    found = take_turns(sides, asked.steps, STEPS_APART)
+    sides = tuple(Apart(opened, timing.warmup) for opened in (with_cluster, with_threads, with_torch))
+    found = take_turns(sides, timing.steps, STEPS_APART)
     check_first(sides, job, options)
     with with_cluster() as cluster:
-        cluster.run(asked.warmup)
+        cluster.run(timing.warmup)
         name = options.describe(version("torch"), f"{workers} processes")
-        return three(name, found, asked, sides, cluster), cluster
+        return three(name, found, timing, sides, cluster), cluster
 
 
-def three(name: str, found: list[Any], asked: BenchConfig, sides: tuple[Any, ...], cluster: Steps) -> Programs:
+def three(name: str, found: list[Any], timing: BenchConfig, sides: tuple[Any, ...], cluster: Steps) -> Programs:
     """Return what turns of a cluster, threads and PyTorch's processes have shown."""
-    used, names = undisturbed(found, asked.steps), ("cluster", "threads", "theirs")
+    used, names = undisturbed(found, timing.steps), ("cluster", "threads", "theirs")
     peaks, losses = tuple(side.peak() for side in sides), tuple(side.losses[0] for side in sides)
-    return Programs(names, name, used, len(found), peaks, losses, THREE, WorkerTime.of(cluster, asked.recorded))
+    return Programs(names, name, used, len(found), peaks, losses, THREE, WorkerTime.of(cluster, timing.recorded))
 
 
 def on_cluster(dataflow: DataflowConfig) -> DataflowConfig:
@@ -224,21 +224,21 @@ def check_first(sides: tuple[Any, ...], job: Job, options: TorchOptions) -> None
     check_losses((sides[0].losses[0], sides[-1].losses[0]), "bfloat16" if options.bf16 else job.precision.name)
 
 
-def compare_generation(config: GPT2Config, asked: BenchConfig, threads: int) -> Found:
+def compare_generation(config: GPT2Config, timing: BenchConfig, threads: int) -> Found:
     """Return figures, the other program, settings and text of a comparison of how models write.
 
     Errors   RuntimeError where transformers writes another text
     """
     threads = threads or usable_cores()
     compile_kernels()
-    (prompt,) = random_prompts(config, 1, EARLY, asked.seed)
-    weights = Weights(config, initial_parameters(config, asked.seed), "float32")
-    beside = Writing(weights, 1, EARLY, threads, asked.seed, whole=True)
-    with TransformersSide(config, asked.seed, threads, prompt) as theirs:
+    (prompt,) = random_prompts(config, 1, EARLY, timing.seed)
+    weights = Weights(config, initial_parameters(config, timing.seed), "float32")
+    beside = Writing(weights, 1, EARLY, threads, timing.seed, whole=True)
+    with TransformersSide(config, timing.seed, threads, prompt) as theirs:
         for side in (beside, theirs):
             side.run(TOKENS)
         check_first_token(beside.written[0], theirs.written)
-        found = measure_generation(config, asked, threads, [beside, theirs])
+        found = measure_generation(config, timing, threads, [beside, theirs])
     columns = [Spread.of(turn.means[number] for turn in found.turns) for number in (-2, -1)]
     rate = Spread.of(their / our for our, their in zip(*(column.values for column in columns)))
     figures = found.figures() | {"theirs": Figure.of(columns[1], "ms", 1e3), "rate_float32": Figure.of(rate, "")}

@@ -60,7 +60,7 @@ def parser() -> Parser:
 def main(arguments: list[str]) -> int:
     """Check everything, measure, print and record it."""
     values = parser().parse_args(arguments)
-    asked, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
+    options, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
     config = preset(values.preset, **given_flags(GPT2Config, values))
     kinds = {name: getattr(values, name) for name in ("plan", "scaling", "generation")}
     rule = "at most one of --plan, --scaling and --generation must be given"
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave one out.")
     check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(planned(job_of(config, asked, dataflow), values.workers))
+        print(planned(job_of(config, options, dataflow), values.workers))
         return 0
     if values.record:
         check_records(values.record)
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
         others = machine.busy_cores() or 0.0
         if others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
-        found: Measurement | Generation | Scaling = run(config, asked, dataflow)
+        found: Measurement | Generation | Scaling = run(config, options, dataflow)
     facts = {"preset": values.preset, "others_cores": others} | found.settings
     record = measured("daskgpt.bench", arguments, found.figures(), facts)
     if values.record:
@@ -87,20 +87,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def steps(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Measurement:
+def steps(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Measurement:
     """Time training steps."""
-    job = job_of(config, asked, dataflow)
+    job = job_of(config, options, dataflow)
     compile_kernels(job.precision)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
-        return measure(Steps(job, scheduler, asked.seed), asked.warmup, asked.steps, asked.recorded)
+        return measure(Steps(job, scheduler, options.seed), options.warmup, options.steps, options.recorded)
 
 
-def generation(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Generation:
+def generation(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Generation:
     """Time how the model writes."""
     rule, least = "a model that writes must have enough positions", EARLY + TOKENS
     require(config.positions >= least, "bench", rule, {"positions": config.positions}, f"Give {least} or more.")
     compile_kernels()
-    return measure_generation(config, asked, dataflow.threads)
+    return measure_generation(config, options, dataflow.threads)
 
 
 if __name__ == "__main__":

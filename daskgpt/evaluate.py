@@ -93,8 +93,8 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
     for question in questions:
         check_tokens(np.concatenate([question.context, *question.completions]), config.vocabulary)
     compile_kernels()
-    asked = answers(weights, questions, config.positions, threads)
-    found = list(tqdm(asked, total=len(questions), unit="question", disable=None, leave=False))
+    coming = answers(weights, questions, config.positions, threads)
+    found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
     count, right = len(found), sum(answer.right for answer in found)
     normalised = sum(answer.right_normalised for answer in found)
     return {
@@ -134,24 +134,23 @@ def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, 
 
 
 def describe(facts: dict[str, str], found: dict[str, Any]) -> str:
-    """The numbers for a person."""
-    lines = [("model", facts["model"])]
+    """Return the numbers for a person."""
     if "questions" in found:
         count = found["questions"]
-        lines += [("data", f"{facts['data']}: {count:,} questions of {found['completions']:g} completions")]
-        for name, right in (("accuracy", found["right"]), ("normalised", found["right_normalised"])):
-            share = right / count
-            error = math.sqrt(share * (1 - share) / count)
-            lines.append((name, f"{share:.4f}   {right:,} right, standard error {error:.4f}"))
+        data = f"{count:,} questions of {found['completions']:g} completions"
+        lines = {"accuracy": _share(found["right"], count), "normalised": _share(found["right_normalised"], count)}
     else:
-        told = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
-        lines += [
-            ("data", f"{facts['data']}: {told}"),
-            ("loss", f"{found['loss']:.4f} nats a token"),
-            ("perplexity", f"{found['perplexity']:,.2f}"),
-            ("bits a byte", "no text" if found["bits_a_byte"] is None else f"{found['bits_a_byte']:.4f}"),
-        ]
-    return "\n".join(f"{name:12} {text}" for name, text in lines)
+        data = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
+        bits = found["bits_a_byte"]
+        lines = {"loss": f"{found['loss']:.4f} nats a token", "perplexity": f"{found['perplexity']:,.2f}"}
+        lines["bits a byte"] = "no text" if bits is None else f"{bits:.4f}"
+    lines = {"model": facts["model"], "data": f"{facts['data']}: {data}"} | lines
+    return "\n".join(f"{name:12} {text}" for name, text in lines.items())
+
+
+def _share(right: int, count: int) -> str:
+    share = right / count
+    return f"{share:.4f}   {right:,} right, standard error {math.sqrt(share * (1 - share) / count):.4f}"
 
 
 if __name__ == "__main__":

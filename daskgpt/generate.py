@@ -91,8 +91,8 @@ def main(arguments: list[str]) -> int:
     """Print the prompt and what follows it, a token at a time."""
     flags = Parser(prog="daskgpt.generate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
-    told = "text to go on from (default: a new line); several are several texts"
-    flags.add_argument("--prompt", action="append", help=told)
+    help_text = "text to go on from (default: a new line); several are several texts"
+    flags.add_argument("--prompt", action="append", help=help_text)
     flags.add_argument("-i", "--interactive", action="store_true", help="chat with the model in the terminal")
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)

@@ -80,9 +80,11 @@ def main(arguments: list[str]) -> int:
     values = parsed(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
-    resumed = resume(values) if values.resume else None
-    start = None
-    if resumed:
+    start, resumed = None, None
+    if values.resume:
+        if values.preset:
+            raise may_not_change(values.resume, {"preset": values.preset})
+        resumed = Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
         job, folder = resumed.job, resumed.folder
     else:
         one_horizon(given_flags(RunConfig, values))
@@ -109,21 +111,17 @@ def main(arguments: list[str]) -> int:
     return STOPPED if result.stopped else 0
 
 
-def resume(values: Namespace) -> Resumed:
-    """The run that --resume names, with the flags that may change."""
-    if values.preset:
-        raise may_not_change(values.resume, {"preset": values.preset})
-    return Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
-
-
 def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
-    """The checked job that the flags mean, from random values or from a model."""
+    """Return the checked job of the flags, from random values or from a model."""
     optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
     numbers = given_flags(GPT2Config, values)
     if start is None:
-        data = from_flags(DataConfig, values)
-        dataset = open_dataset(data, preset(values.preset or DEFAULT, **numbers).vocabulary)
-        config = model_config(values.preset or DEFAULT, numbers, data, dataset.vocabulary)
+        data, name = from_flags(DataConfig, values), values.preset or DEFAULT
+        dataset = open_dataset(data, preset(name, **numbers).vocabulary)
+        # The encoding decides the vocabulary; tiny is as long as its sequences.
+        fitting = {} if preset(name).vocabulary == dataset.vocabulary else {"vocabulary": dataset.vocabulary}
+        fitting |= {"positions": data.sequence_length} if name == DEFAULT else {}
+        config = preset(name, **fitting | numbers)
     else:
         if values.preset:
             size = preset(values.preset)
@@ -134,16 +132,8 @@ def job_of(values: Namespace, run: RunConfig, start: Start | None) -> Job:
     return Job(config, data, optimizer, dataflow, run, dataset, from_flags(LocalConfig, values))
 
 
-def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabulary: int) -> GPT2Config:
-    """The preset with the user's numbers and the encoding's vocabulary; tiny is as long as its sequences."""
-    fitting = {} if preset(name).vocabulary == vocabulary else {"vocabulary": vocabulary}
-    if name == DEFAULT:
-        fitting["positions"] = data.sequence_length
-    return preset(name, **fitting | numbers)
-
-
 def report(job: Job, result: Result, seconds: float) -> None:
-    """The time, the losses and where the run was written."""
+    """Print the losses, the time and where the run was written."""
     first, last = result.losses[0], result.losses[-1]
     validation = "" if math.isnan(result.validation_loss) else f", validation {result.validation_loss:.3f}"
     print(f"loss {first:.3f} -> {last:.3f}{validation} nats a token")

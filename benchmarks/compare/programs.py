@@ -111,8 +111,8 @@ class Programs:
         lines.append(f"{'':17} {'ms a step':>10} {'quartiles':>19} {'longest':>8} {'peak GB':>8} {'first loss':>11}")
         for name, peak, loss in zip(self.names, self.peaks, self.losses):
             low, middle, high = (f"{value * 1e3:,.1f}" for value in self.step(name).quartiles)
-            told = f"{name:17} {middle:>10} {f'{low} .. {high}':>19} {self.longest(name):8.2f}"
-            lines.append(f"{told} {peak / 1e9:8.2f} {loss:11.5f}")
+            row = f"{name:17} {middle:>10} {f'{low} .. {high}':>19} {self.longest(name):8.2f}"
+            lines.append(f"{row} {peak / 1e9:8.2f} {loss:11.5f}")
         for pair in self.ratios.values():
             lines.append(f"{' / '.join(pair):17} {self.ratio(*pair).text('', 3):>30}   of a turn's times")
         if self.workers:

@@ -118,10 +118,10 @@ def _type(f: Field[Any]) -> Callable[[str], Any]:
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that describe a step instead of running it."""
-    told = "print tasks and memory of a step and whether they fit here, and run nothing"
-    parser.add_argument("--plan", action="store_true", help=told)
-    told = "with --plan: of a step that so many workers share, what each sends, and what one runs and holds"
-    parser.add_argument("--workers", type=int, help=told)
+    text = "print tasks and memory of a step and whether they fit here, and run nothing"
+    parser.add_argument("--plan", action="store_true", help=text)
+    text = "with --plan: of a step that so many workers share, what each sends, and what one runs and holds"
+    parser.add_argument("--workers", type=int, help=text)
 
 
 def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:

@@ -160,21 +160,23 @@ class Generation:
         return "\n".join(lines)
 
 
-def measure_generation(config: GPT2Config, asked: BenchConfig, threads: int, others: Sequence[Side] = ()) -> Generation:
-    """Let the ways to write, a copy of memory and other programs take turns, as many as `asked.steps`."""
+def measure_generation(
+    config: GPT2Config, options: BenchConfig, threads: int, others: Sequence[Side] = ()
+) -> Generation:
+    """Let the ways to write, a copy of memory and other programs take turns, as many as `options.steps`."""
     threads = threads or usable_cores()
-    parameters = initial_parameters(config, asked.seed)
+    parameters = initial_parameters(config, options.seed)
     late = max(EARLY, min(LATE, config.positions - TOKENS))
     ours = {
-        (precision, texts, position): Writing(weights, texts, position, threads, asked.seed)
+        (precision, texts, position): Writing(weights, texts, position, threads, options.seed)
         for precision in PRECISIONS
         for weights in [Weights(config, parameters, precision)]
         for texts, position in ((1, EARLY), (1, late), (BATCH, EARLY))
     }
     sides: list[Side] = [*ours.values(), Copying(threads), *others]
     for side in sides:
-        side.run(min(asked.warmup, TOKENS))
-    turns = undisturbed(take_turns(sides, asked.steps, TOKENS), asked.steps)
+        side.run(min(options.warmup, TOKENS))
+    turns = undisturbed(take_turns(sides, options.steps, TOKENS), options.steps)
     columns = list(zip(*(turn.means for turn in turns), strict=True))
     seconds, copies = dict(zip(ours, columns, strict=False)), columns[len(ours)]
     rows = tuple(

@@ -53,14 +53,14 @@ class BenchConfig(Checked):
     seed: int = setting(0, "seed of initial values and tokens", least=0)
 
 
-def job_of(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Job:
+def job_of(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Job:
     """The checked job of a run on random tokens, with a constant learning rate."""
     return Job(
         config,
-        DataConfig(batch_size=asked.batch_size, sequence_length=asked.sequence_length, groups=asked.groups),
+        DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups),
         OptimizerConfig(schedule="constant"),
         dataflow,
-        RunConfig(seed=asked.seed),
+        RunConfig(seed=options.seed),
     )
 
 

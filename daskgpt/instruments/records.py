@@ -88,7 +88,7 @@ class Record:
     versions   of Python, daskgpt and what else took part, by name
     settings   what was measured: model, batch, precision ...
     against    what it is compared with; "" for nothing
-    note       what a reader must know besides
+    note       what else a reader must know
     """
 
     command: str

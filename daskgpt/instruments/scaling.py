@@ -22,7 +22,7 @@ from daskgpt.training.job import Job, compile_kernels, facts
 SETTLING = 3  # steps at least before any is timed: chunks and grain are settled in the first two
 
 
-def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> list[Order]:
+def orders(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> list[Order]:
     """Return a run for 1, 2, 4 ... threads, up to --threads or to the cores.
 
     Errors   ValueError for a scheduler that has no number of threads, or where the model does not fit the batch
@@ -31,9 +31,9 @@ def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
         dataflow = replace(dataflow, scheduler="threads")
     rule, got = "--scaling must run on threads or on a local cluster", {"scheduler": dataflow.scheduler}
     require(dataflow.scheduler in ("threads", "local"), "bench", rule, got, "Leave --scheduler out.")
-    shared = {name: getattr(asked, name) for name in ("batch_size", "sequence_length", "groups", "steps", "seed")}
+    shared = {name: getattr(options, name) for name in ("batch_size", "sequence_length", "groups", "steps", "seed")}
     shared |= {"precision": dataflow.precision, "window": dataflow.window}
-    study = StudyConfig(warmup=max(asked.warmup, SETTLING), **shared)
+    study = StudyConfig(warmup=max(options.warmup, SETTLING), **shared)
     dials = ("scheduler", "barrier", "batch_chunk", "sequence_chunk", "grain")
     known = {name: getattr(dataflow, name) for name in dials}
     counts = thread_counts(dataflow.threads or usable_cores())
@@ -92,12 +92,12 @@ class Scaling:
         return "\n".join(lines)
 
 
-def measure_scaling(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> Scaling:
+def measure_scaling(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Scaling:
     """Run one number of threads after the other, each in a process of its own on as many cores.
 
     Errors   as of `orders`; RuntimeError where a run did not end well
     """
-    runs = orders(config, asked, dataflow)
+    runs = orders(config, options, dataflow)
     jobs = [job_of_point(config, order.study, order.point) for order in runs]  # which checks all of them
     compile_kernels(jobs[0].precision)
     found = {}
