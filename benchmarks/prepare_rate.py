@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tool_records import add_record_flag, check_record, record
 
-from daskgpt.config.amounts import count
+from daskgpt.config.settings import count
 from daskgpt.data.corpus.manifest import MANIFEST
 from daskgpt.instruments.records import Figure
 from daskgpt.instruments.statistics import Spread

@@ -42,7 +42,6 @@ _PUBLIC = {
     "open_scheduler": "schedulers.connect",
     "plan": "instruments.plan",
     "preset": "config.model",
-    "puzzle": "instruments.puzzle",
     "sample": "generation.sampler",
     "save": "formats.models",
 }
@@ -62,7 +61,6 @@ __all__ += [
     "open_scheduler",
     "plan",
     "preset",
-    "puzzle",
 ]
 __all__ += ["sample", "save"]
 

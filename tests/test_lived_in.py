@@ -20,9 +20,8 @@ from daskgpt import evaluate
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts
-from daskgpt.instruments.measure import Steps, measure
+from daskgpt.instruments.measure import BenchConfig, Steps, job_of, measure
 from daskgpt.instruments.memory import predict
-from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.instruments.timeline import summarise
 from daskgpt.kernels import attention, embedding
 from daskgpt.model import layers, parameters

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.paths import matching_files
+from daskgpt.config.files import matching_files
 from daskgpt.formats.pickles import refuse_pickle
 
 STANDARD_LIBRARY = "stdlib"

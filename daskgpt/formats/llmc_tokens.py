@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing
-from daskgpt.config.paths import matching_files
+from daskgpt.config.files import matching_files, replacing
 from daskgpt.formats.llmc import KINDS
 from daskgpt.formats.pickles import refuse_pickle
 

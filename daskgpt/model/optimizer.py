@@ -10,8 +10,8 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.amounts import part_of
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.config.settings import part_of
 from daskgpt.graph.calls import apply
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm

@@ -148,7 +148,7 @@ def test_the_lines_that_convert_nanogpts_checkpoint(tmp_path, monkeypatch, biase
     sizes |= {"bias": biases, "vocab_size": SMALL.vocabulary, "dropout": 0.0}
     torch.save({"model": state, "model_args": sizes, "iter_num": 7, "config": {"dataset": "x"}}, tmp_path / "ckpt.pt")
     monkeypatch.chdir(tmp_path)
-    exec(dedent(convert.LINES[convert.LINES.index("    import json") :]), {})
+    exec(dedent(convert.__doc__[convert.__doc__.index("    import json") :]), {})
     assert_same_logits(tmp_path / "NEW_FOLDER", model)
 
 

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from daskgpt.config.amounts import count
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, count, documented, setting
 from daskgpt.data.corpus.documents import POLICIES, Reading
 from daskgpt.data.corpus.encoding import BlockEncoder, Encoded
 from daskgpt.data.corpus.folder import WHERE, FolderWriter

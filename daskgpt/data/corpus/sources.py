@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.paths import matching_files
+from daskgpt.config.files import matching_files
 from daskgpt.data.corpus.cuts import record_cut, text_cut
 from daskgpt.data.text import files_below
 

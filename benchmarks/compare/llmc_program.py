@@ -13,10 +13,10 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
+from compare.programs import Programs, require_published_model
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.instruments.compare.turns import Pair, PairedTurns, require_published_model
-from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.measure import Steps, Turn
 from daskgpt.instruments.statistics import Spread
 
 STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
@@ -24,30 +24,29 @@ STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
 SIZES = {"num_layers": "blocks", "num_heads": "heads", "channels": "channels"}
 
 
-def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> PairedTurns:
-    """Half of our steps, the program's, the other half of ours; each half of ours makes a pair with theirs.
+def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Programs:
+    """Run half of our steps, the program's, the other half of ours; each half of ours makes a turn with theirs.
 
     Errors   FileNotFoundError for a path without a program, ValueError where its model is of another size,
              RuntimeError where it ends before it has printed enough steps
     """
     if not program.is_file():
         rule, advice = "llm.c's program must be a file", "Compile train_gpt2 and give its path."
-        raise refusal(FileNotFoundError, "bench", rule, {"path": program}, advice)
+        raise refusal(FileNotFoundError, "against", rule, {"path": program}, advice)
     require_published_model(steps.job)
-    threads = steps.scheduler.threads
     steps.run(warmup)
     steps.reset_peak()
     before = Spread.of(steps.run(timed)).median
-    lines, their_peak = run_program(program, threads, steps.job.config, warmup + timed)
+    lines, their_peak = run_program(program, steps.scheduler.threads, steps.job.config, warmup + timed)
     after = Spread.of(steps.run(timed)).median
-    theirs = Spread.of([seconds for _, seconds in lines[warmup:]])
-    first = steps.losses[0], lines[0][0]
-    pairs = [Pair(before, theirs.median), Pair(after, theirs.median)]
-    return PairedTurns("llm.c", pairs, timed, len(pairs), (steps.peak(), their_peak), first, threads)
+    theirs = Spread.of([seconds for _, seconds in lines[warmup:]]).median
+    turns = [Turn(((ours,), (theirs,))) for ours in (before, after)]
+    first, peaks = (steps.losses[0], lines[0][0]), (steps.peak(), their_peak)
+    return Programs(("ours", "theirs"), "llm.c", turns, len(turns), peaks, first)
 
 
 def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> tuple[list[tuple[float, float]], int]:
-    """Loss and seconds of each of the program's first steps, and its peak memory in bytes. It is stopped after them."""
+    """Return loss and seconds of the program's first steps, and its peak memory in bytes; it is stopped after them."""
     process = subprocess.Popen(
         [str(program.resolve())],
         cwd=program.resolve().parent,
@@ -59,20 +58,20 @@ def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> 
     try:
         found = read_steps(process.stdout, config, steps)
     finally:
-        os.kill(process.pid, signal.SIGKILL)  # Popen.kill might wait for it, and its memory would not be told
+        os.kill(process.pid, signal.SIGKILL)  # Popen.kill might wait for it, and its peak memory would be unknown
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         process.stdout.close()
     if len(found) < steps:
         rule, got = f"llm.c's program must print {steps} steps", {"steps": len(found)}
-        raise refusal(RuntimeError, "bench", rule, got, "Start it by hand in its folder and see what is missing.")
+        raise refusal(RuntimeError, "against", rule, got, "Start it by hand in its folder and see what is missing.")
     return found, usage.ru_maxrss * 1024
 
 
 def read_steps(lines: IO[str], config: GPT2Config, steps: int) -> list[tuple[float, float]]:
-    """Loss and seconds of each step that the lines tell of, at most so many.
+    """Return loss and seconds of each step that the lines report, at most so many.
 
-    Errors   ValueError where the lines tell of a model of another size
+    Errors   ValueError where the lines report a model of another size
     """
     found: list[tuple[float, float]] = []
     for line in lines:
@@ -81,7 +80,7 @@ def read_steps(lines: IO[str], config: GPT2Config, steps: int) -> list[tuple[flo
         if size:
             got = {size: getattr(config, size), f"llm.c's {size}": int(number)}
             rule = "both programs must train a model of one size"
-            require(len(set(got.values())) == 1, "bench", rule, got, f"Give --{size} {int(number)}.")
+            require(len(set(got.values())) == 1, "against", rule, got, f"Give --{size} {int(number)}.")
         if match := STEP.search(line):
             found.append((float(match[1]), float(match[2]) / 1e3))
             if len(found) == steps:

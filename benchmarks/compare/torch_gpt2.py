@@ -1,4 +1,4 @@
-"""GPT-2 in PyTorch, as its users write it, trained in processes of its own on batches that come over pipes.
+"""GPT-2 in PyTorch, as its users write it, trained in a process of its own on batches that come over a pipe.
 
 The model has GPT-2's published names, so daskgpt's parameters are its state. The embedding has no padding rows: a loss
 over a part of the rows would cost PyTorch a pass over the whole table.
@@ -6,8 +6,6 @@ over a part of the rows would cost PyTorch a pass over the whole table.
 
 from __future__ import annotations
 
-import os
-import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from time import perf_counter
@@ -19,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from compare.pipes import TorchOptions, serve
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.instruments import machine
-from daskgpt.instruments.compare.messages import Cpu, Member, Peak, Ran, ResetPeak, Run, Start, receive, send
 from daskgpt.model.parameters import initial_parameters, tensors
 
 
@@ -82,12 +79,12 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def model_of(start: Start) -> GPT2:
-    """The model with the initial values that daskgpt starts from."""
+def model_of(config: GPT2Config, seed: int) -> GPT2:
+    """Return the model with the initial values that daskgpt starts from."""
     with torch.device("meta"):
-        model = GPT2(start.config)
-    values = {name: torch.from_numpy(value) for name, value in initial_parameters(start.config, start.seed).items()}
-    values["wte.weight"] = values["wte.weight"][: start.config.vocabulary].clone()
+        model = GPT2(config)
+    values = {name: torch.from_numpy(value) for name, value in initial_parameters(config, seed).items()}
+    values["wte.weight"] = values["wte.weight"][: config.vocabulary].clone()
     model.load_state_dict(values, assign=True)
     return model
 
@@ -110,35 +107,46 @@ def optimizer_of(model: GPT2, size: GPT2Config, config: OptimizerConfig) -> torc
     )
 
 
-def in_step(model: GPT2, member: Member) -> DistributedDataParallel:
-    """The model of one of several processes, whose gradients gloo averages while the backward pass goes on."""
-    limit = timedelta(minutes=member.minutes)
-    store = dist.FileStore(member.meeting, member.size)
-    dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=limit)
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
 class Training:
     """The training loop of one process."""
 
-    def __init__(self, start: Start) -> None:
-        torch.set_flush_denormal(True)  # first of all: threads take it over from the one that starts them
-        torch.set_num_threads(start.threads)
-        model = model_of(start)
-        self.optimizer = optimizer_of(model, start.config, start.optimizer)
-        trained = in_step(model, start.member) if start.member else model
-        self.model: Any = torch.compile(trained) if start.options.compiled else trained
-        self.bf16 = start.options.bf16
+    def start(
+        self,
+        config: GPT2Config,
+        optimizer: OptimizerConfig,
+        seed: int,
+        threads: int,
+        options: TorchOptions,
+        member: tuple[int, int, str, float] | None,
+    ) -> str:
+        """Make the model; return PyTorch's version.
 
-    def run(self, message: Run) -> Ran:
-        ran = Ran([], [])
-        for batch in message.batches:
+        member   of processes that train together: rank, how many they are, path of a file that does not exist yet,
+                 where they find each other, and the minutes after which one gives up; None for one that trains alone
+        """
+        torch.set_flush_denormal(True)  # first of all: threads take it over from the one that starts them
+        torch.set_num_threads(threads)
+        model: Any = model_of(config, seed)
+        self.optimizer = optimizer_of(model, config, optimizer)
+        if member:
+            rank, size, meeting, minutes = member
+            limit, store = timedelta(minutes=minutes), dist.FileStore(meeting, size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            # gloo averages gradients while the backward pass goes on.
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model = torch.compile(model) if options.compiled else model
+        self.bf16 = options.bf16
+        return torch.__version__
+
+    def run(self, batches: list[Any]) -> tuple[list[float], list[float]]:
+        """Return seconds and loss of a step on each batch."""
+        seconds, losses = [], []
+        for batch in batches:
             tokens, targets = (torch.from_numpy(array).long() for array in batch)
             begin = perf_counter()
-            loss = self.step(tokens, targets)
-            ran.seconds.append(perf_counter() - begin)
-            ran.losses.append(loss)
-        return ran
+            losses.append(self.step(tokens, targets))
+            seconds.append(perf_counter() - begin)
+        return seconds, losses
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         self.optimizer.zero_grad(set_to_none=True)
@@ -149,29 +157,8 @@ class Training:
         return float(loss.item())
 
 
-def serve() -> None:
-    """Answer messages on standard input until it ends. What anybody prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    questions = sys.stdin.buffer
-    training = Training(receive(questions))
-    send(answers, torch.__version__)
-    while True:
-        try:
-            message = receive(questions)
-        except EOFError:
-            break
-        if isinstance(message, Run):
-            send(answers, training.run(message))
-        elif isinstance(message, ResetPeak):
-            send(answers, machine.reset_peak_memory())
-        elif isinstance(message, Peak):
-            send(answers, machine.peak_memory())
-        elif isinstance(message, Cpu):
-            send(answers, machine.processor_time())
+if __name__ == "__main__":
+    training = Training()
+    serve({"start": training.start, "run": training.run})
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,4 +1,4 @@
-"""Puzzles of the notebooks: what a reader's answer is worth."""
+"""Check answers to the puzzles of the notebooks, which import this module from their folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLOURS = {"Your turn.": "#6b7280", "Right.": "#15803d", "Not yet.": "#b45309"}
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What is said of an answer; true where it is right.
+    """A reply to an answer; true where it is right.
 
     head   `Your turn.`, `Right.` or `Not yet.`
     text   what follows
@@ -32,15 +32,14 @@ class Verdict:
 
 
 def puzzle(answer: object, right: Callable[..., bool], hint: str, why: str = "") -> Verdict:
-    """Whether an answer to a puzzle is right.
+    """Return whether an answer to a puzzle is right.
 
     answer   None as long as there is none
-    right    tells of an answer whether it is right; an answer that it raises an exception for is not
-    hint     what somebody with a wrong answer is told
-    why      what somebody with the right answer is told
+    right    whether an answer is right; an answer that it raises an exception for is not
+    hint     the reply to a wrong answer
+    why      the reply to the right answer
 
-    >>> import daskgpt
-    >>> daskgpt.puzzle(3, lambda edges: edges == 4, "Count the edge of the residual connection, too.")
+    >>> puzzle(3, lambda edges: edges == 4, "Count the edge of the residual connection, too.")
     Not yet. Count the edge of the residual connection, too.
     """
     if answer is None:
