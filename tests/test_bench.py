@@ -18,7 +18,7 @@ from daskgpt.instruments.measure import Steps, measure, random_batch
 from daskgpt.instruments.memory import describe_prediction, fits, predict
 from daskgpt.instruments.records import Record
 from daskgpt.model.parameters import parameter_count, step_operations
-from daskgpt.schedulers import machine_memory
+from daskgpt.schedulers import machine as machine_memory
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep
 

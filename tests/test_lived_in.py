@@ -63,11 +63,11 @@ def whole(qkv, heads):
 
 
 def rotary_forward(qkv, heads):
-    return attention.forward(whole(qkv, heads), heads)
+    return attention.forward(whole(qkv, heads), heads=heads)
 
 
 def rotary_backward(dy, qkv, y, logsumexp, heads):
-    dqkv = attention.backward(dy, whole(qkv, heads), y, logsumexp, heads)
+    dqkv = attention.backward(dy, whole(qkv, heads), y, logsumexp, heads=heads)
     dq, *shared = np.split(dqkv.reshape(*qkv.shape[:2], 3 * heads, -1), 3, axis=2)
     dk, dv = (each.reshape(*qkv.shape[:2], -1, GROUPED, each.shape[-1]).sum(axis=3) for each in shared)
     return np.concatenate([turned(dq, -1), turned(dk, -1), dv], axis=2).reshape(qkv.shape)
