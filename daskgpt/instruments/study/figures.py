@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from daskgpt.instruments.picture_style import STYLE
+from daskgpt.instruments.plots import STYLE
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.study.dials import BARRIERS, DIALS, MARKERS, PHASES, SLICINGS, TOTAL
 from daskgpt.instruments.study.numbers import (
