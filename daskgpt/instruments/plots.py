@@ -20,7 +20,7 @@ from daskgpt.training.metrics_file import METRICS
 
 try:
     import matplotlib as mpl
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure  # also for other modules, which so have one error without it
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 except ImportError as error:
@@ -133,7 +133,7 @@ def picture(runs: Sequence[Curves], kind: str) -> bytes:
     """
     below = [name for name in TITLES if name != "loss" and any(run.has(name) for run in runs)]
     buffer = BytesIO()
-    with mpl.rc_context(STYLE):
+    with style():
         figure = Figure(figsize=(13.0, 7.5))
         rows = [[name for name in row for _ in range(6 // len(row))] for row in (LOSS_AXES, below) if row]
         axes: Any = figure.subplot_mosaic(rows)
@@ -143,9 +143,18 @@ def picture(runs: Sequence[Curves], kind: str) -> bytes:
         for y in below:
             _draw(axes[y], "step", y, runs)
         _legend(figure, runs)
-        # Without a date inside, the same metrics give the same file.
-        figure.savefig(buffer, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+        save(figure, buffer, kind)
     return buffer.getvalue()
+
+
+def style() -> Any:
+    """Return a context in which figures are made and saved in the style of all."""
+    return mpl.rc_context(STYLE)
+
+
+def save(figure: Figure, file: Any, kind: str) -> None:
+    """Write a figure as "png" or "svg"; without a date inside, so that the same numbers give the same file."""
+    figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
 
 
 def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:

@@ -18,9 +18,9 @@ class Summary:
 
     wall            from a window's start to its end, over all windows
     busy            share of the wall time in which each lane ran kernels
-    inside          share of all lanes' time between the kernels of a task
-    scheduling      share of all lanes' time in which a task was ready and a lane had none
-    waiting         share of all lanes' time in which a lane had none, and no task was ready for it
+    inside_share  share of all lanes' time between the kernels of a task
+    scheduling_share  share of all lanes' time in which a task was ready and a lane had none
+    waiting_share  share of all lanes' time in which a lane had none, and no task was ready for it
     overlap         share of the wall time in which two or more different layers ran at once
     steps_overlap   share of the wall time in which two or more different steps ran at once
     critical_path   the longest chain of tasks that had to wait for one another, by their measured times
@@ -32,9 +32,9 @@ class Summary:
     steps: int
     wall: float
     busy: dict[str, float]
-    inside: float
-    scheduling: float
-    waiting: float
+    inside_share: float
+    scheduling_share: float
+    waiting_share: float
     overlap: float
     steps_overlap: float
     critical_path: float
@@ -81,9 +81,9 @@ def summarise(timeline: Timeline) -> Summary:
         steps=len(timeline.steps),
         wall=wall,
         busy=dict(zip(timeline.lanes, (seconds / wall for seconds in busy))),
-        inside=max(in_tasks - sum(busy), 0.0) / all_time,
-        scheduling=scheduling / all_time,
-        waiting=max(1 - (in_tasks + scheduling) / all_time, 0.0),
+        inside_share=max(in_tasks - sum(busy), 0.0) / all_time,
+        scheduling_share=scheduling / all_time,
+        waiting_share=max(1 - (in_tasks + scheduling) / all_time, 0.0),
         overlap=_seconds_of_several((e.start, e.end, e.stage) for e in events) / wall,
         steps_overlap=_seconds_of_several((e.start, e.end, e.step) for e in events) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
@@ -205,8 +205,8 @@ def describe_summary(found: Summary) -> str:
         f"{found.steps_overlap:.1%} two or more steps",
         f"critical path {found.critical_path * per_step:9.2f} ms a step, "
         f"{found.critical_path / found.wall:.0%} of the wall time: {path}",
-        f"threads' time {found.kernel_share:9.1%} kernels, {found.inside:.1%} between the kernels of a task, "
-        f"{found.scheduling:.1%} scheduling (a task was ready), {found.waiting:.1%} waiting (none was)",
+        f"threads' time {found.kernel_share:9.1%} kernels, {found.inside_share:.1%} between the kernels of a task, "
+        f"{found.scheduling_share:.1%} scheduling (a task was ready), {found.waiting_share:.1%} waiting (none was)",
         f"tasks         {found.tasks / found.steps:9,.0f} a step",
         "",
         _table(found),
