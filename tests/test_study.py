@@ -45,7 +45,7 @@ def finished(tmp_path_factory):
     """The folder of a study of the very small model, whose runs were in this process."""
     out = tmp_path_factory.mktemp("study") / "quick"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "run_in_process", runs.run)
+        patch.setattr(runs, "run_one", runs.run)
         patch.setattr(machine, "busy_cores", lambda: 0.0)
         with pytest.MonkeyPatch.context() as no_report:
             no_report.setattr("daskgpt.instruments.study.report.write_report", lambda *_: None)
@@ -121,18 +121,18 @@ def test_bad_input_is_refused_before_anything_runs(flags, keyword, tmp_path, mon
 
 
 def test_a_run_that_fails_in_a_process_of_its_own_says_why():
-    study, point = replace(STUDY, sequence_length=16), replace(BASE, batch_chunk=3, sequence_chunk=16)
+    order = runs.Order(MODEL, replace(STUDY, sequence_length=16), replace(BASE, batch_chunk=3, sequence_chunk=16))
     with pytest.raises(RuntimeError, match=r"exit code 1, ValueError: DataflowConfig: batch_chunk must"):
-        runs.run_in_process(MODEL, study, point)
+        runs.run_one(order)
 
 
 def test_runs_that_fail_are_told_and_repetitions_end_with_the_time(tmp_path, monkeypatch, capsys):
-    def failing(model, study, point):
-        if point.threads == 1:
+    def failing(order):
+        if order.point.threads == 1:
             raise RuntimeError("no")
         return {name: 1.0 for name in COLUMNS if name not in Table(tmp_path / "none", MODEL, STUDY).shared}
 
-    monkeypatch.setattr(runs, "run_in_process", failing)
+    monkeypatch.setattr(runs, "run_one", failing)
     points, said = [BASE, replace(BASE, threads=1)], []
     for minutes, repetitions in ((0.0, 1), (9.0, 3)):
         table = Table(tmp_path / f"{minutes}.csv", MODEL, STUDY)

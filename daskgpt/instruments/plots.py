@@ -164,10 +164,10 @@ def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
         name, unit = next(((name, own) for name, own in TIME_UNITS.items() if longest >= 2 * own), ("seconds", 1.0))
         label = f"{name} of training"
     for run, color in zip(runs, cycle(COLORS)):
-        lines = {"each step": run.values[y], "mean over the latest steps": run.means.get(y)}
-        if y not in AVERAGED:
-            lines = {"mean over the latest steps": run.values[y]}
-        elif y == "loss":
+        lines = {"mean over the latest steps": run.means.get(y, run.values[y])}
+        if y in AVERAGED:
+            lines["each step"] = run.values[y]
+        if y == "loss":
             lines["validation"] = run.values["validation_loss"]
         for look, values in lines.items():
             shown = np.isfinite(run.values[x]) & np.isfinite(values)

@@ -12,8 +12,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments.random_tokens import BenchConfig
 from daskgpt.instruments.records import Figure
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point, thread_counts
-from daskgpt.instruments.study.one import Order
-from daskgpt.instruments.study.runs import run_one
+from daskgpt.instruments.study.runs import Order, run_one
 from daskgpt.schedulers.local import usable_cores
 
 SETTLING = 3  # steps at least before any is timed: chunks and grain are settled in the first two

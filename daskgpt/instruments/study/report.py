@@ -140,8 +140,8 @@ def overlap_section(view: Rows) -> Section:
         shares = [_share(rows, f"{name}_share") for name in ("kernel", "scheduling", "waiting")]
         at_once = [_share(rows, "overlap"), _share(rows, "steps_overlap")]
         table.append([barrier, *at_once, _cell(step), _cell(path), f"{part:.0%}", *shares])
-    shares = ", ".join(f"{_share(rows, 'overlap')} (barrier {barrier})" for barrier, rows in found.items())
-    return "overlap", [f"Two or more layers run at the same time {shares} of the time."], _table(table)
+    told = ", ".join(f"{_share(rows, 'overlap')} (barrier {barrier})" for barrier, rows in found.items())
+    return "overlap", [f"Two or more layers run at the same time {told} of the time."], _table(table)
 
 
 def scheduler_section(view: Rows) -> Section:

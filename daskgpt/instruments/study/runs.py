@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -45,6 +45,15 @@ from daskgpt.training.job import compile_kernels
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
+@dataclass(frozen=True)
+class Order:
+    """What one run needs to know."""
+
+    model: GPT2Config
+    study: StudyConfig
+    point: Point
+
+
 def run_all(
     model: GPT2Config, study: StudyConfig, points: Sequence[Point], table: Table, after: Callable[[], None]
 ) -> list[str]:
@@ -64,7 +73,7 @@ def run_all(
         for point in own:
             bar.set_postfix_str(f"repetition {repetition + 1}: {point}")
             try:
-                table.add(point, repetition, run_in_process(model, study, point))
+                table.add(point, repetition, run_one(Order(model, study, point)))
             except RuntimeError as error:
                 failed.append(f"{point}: {error}")
                 bar.write(failed[-1])
@@ -83,13 +92,12 @@ def shuffled(points: Sequence[Point], study: StudyConfig, repetition: int) -> li
     return Random(f"{study.seed} {repetition}").sample(points, len(points))
 
 
-def run_in_process(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
+def run_one(order: Order) -> dict[str, Any]:
     """Return the columns of one run, made by a process of its own.
 
     Errors   RuntimeError with the last line that the process wrote, where it failed
     """
-    asked = json.dumps([asdict(model), asdict(study), asdict(point)])
-    command = [sys.executable, "-m", "daskgpt.instruments.study.runs", asked]
+    command = [sys.executable, "-m", "daskgpt.instruments.study.runs", json.dumps(asdict(order))]
     environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode:
@@ -99,14 +107,15 @@ def run_in_process(model: GPT2Config, study: StudyConfig, point: Point) -> dict[
     return row
 
 
-def run(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
-    """Time and record some steps of a point; return the columns of its row in the table.
+def run(order: Order) -> dict[str, Any]:
+    """Time and record some steps; return the columns of its row in the table.
 
     The time of a step and those of its phases come from the same steps, in which every kernel call is recorded. Others
     before and after them, which are not recorded, show what recording costs. A phase has a time of its own only where
     it never runs beside another: its share of the recorded steps, of the median step.
     """
-    job = job_of_point(model, study, point)
+    study = order.study
+    job = job_of_point(order.model, study, order.point)
     compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
     others = machine.busy_cores()
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
@@ -177,12 +186,12 @@ def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None
 
 def main() -> None:
     """Make the run that the command line describes, on as many cores as it has threads."""
-    model, study, own = json.loads(sys.argv[1])
-    point = Point(**own)
+    asked = json.loads(sys.argv[1])
+    order = Order(GPT2Config(**asked["model"]), StudyConfig(**asked["study"]), Point(**asked["point"]))
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(point.threads, 1)])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(order.point.threads, 1)])
     with contextlib.redirect_stdout(sys.stderr):
-        row = run(GPT2Config(**model), StudyConfig(**study), point)
+        row = run(order)
     print(json.dumps(row))
 
 

@@ -100,13 +100,13 @@ class Rows:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.all = list(rows)
-        self.runs = Counter(tuple(row[dial] for dial in DIALS) for row in rows)
+        self.runs: Counter[tuple[Any, ...]] = Counter(tuple(row[dial] for dial in DIALS) for row in rows)
         counts = [Counter(values) for values in zip(*self.runs)]
 
         def commonness(point: tuple[Any, ...]) -> tuple[int, bool, tuple[Any, ...]]:
             return sum(own[value] for own, value in zip(counts, point)), "step" in point, point
 
-        self.reference: dict[str, Any] = dict(zip(DIALS, max(self.runs, key=commonness)))
+        self.reference: dict[str, Any] = dict(zip(DIALS, sorted(self.runs, key=commonness)[-1]))
 
     def at(self, **values: Any) -> list[Row]:
         """Return the rows with these values, and those of the reference for the other settings; fork-join has grain
