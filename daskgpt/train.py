@@ -21,7 +21,7 @@ from daskgpt.generation.sampling import sampled
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
 from daskgpt.instruments.memory import check_workers, planned
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
-from daskgpt.instruments.timeline.watcher import require_shared_steps
+from daskgpt.instruments.timeline.recorder import require_shared_steps
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.asked import asked

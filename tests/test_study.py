@@ -341,7 +341,7 @@ def test_without_a_run_on_one_thread_there_is_no_speedup(report):
 def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys, monkeypatch):
     pages = "daskgpt.instruments.timeline"
     monkeypatch.setattr(f"{pages}.page.page_of", lambda timeline: timeline.title)
-    monkeypatch.setattr(f"{pages}.side_by_side.page_of_several", lambda own, title: "\n".join([title, *own]))
+    monkeypatch.setattr(f"{pages}.page.page_of_several", lambda own, title: "\n".join([title, *own]))
     assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0
     pages = {f"{name}.html" for name in (*BARRIERS, "barriers")}
     traces = {f"{name}.json" for name in BARRIERS}

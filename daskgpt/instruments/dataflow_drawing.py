@@ -6,7 +6,7 @@ from collections.abc import Collection
 from html import escape
 
 from daskgpt.instruments.dataflow import Dataflow, DataflowTask
-from daskgpt.instruments.timeline.colours import colour_of
+from daskgpt.instruments.timeline import color_of
 
 LABELS, COLUMNS, NARROWEST, BOWS = 112, 236, 40, 16  # pixels: of names, of all columns, of one at least, of bows
 ALONE, STRIPE, GAP, TOP = 15, 7, 19, 30  # heights: of a kernel alone, of one among several, between rows, of the chunks
@@ -84,7 +84,7 @@ def _task(at: Layout, name: str, marked: bool) -> str:
     high = (bottom - top) / max(len(task.calls), 1)
     stripes = "".join(
         f'<rect x="{left:.1f}" y="{top + number * high:.1f}" width="{right - left:.1f}" height="{high:.1f}" '
-        f'fill="{colour_of(call.layer, call.phase == "backward")}"/>'
+        f'fill="{color_of(call.layer, call.phase == "backward")}"/>'
         for number, call in enumerate(task.calls)
     )
     frame = f'fill="none" stroke="{MARK if marked else "#333"}" stroke-width="{2.5 if marked else 0.8}"'

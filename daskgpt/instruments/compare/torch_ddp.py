@@ -27,7 +27,7 @@ from daskgpt.instruments.compare.turns import (
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline.colours import is_message
+from daskgpt.instruments.timeline import is_message
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job

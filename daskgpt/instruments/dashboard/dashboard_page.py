@@ -14,7 +14,7 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from tqdm import tqdm
 
 from daskgpt.instruments.dashboard.collected import STEPS, Call, Collected, column, idle_share, overlap_share
-from daskgpt.instruments.timeline.colours import OTHER_COLOUR, colour_of
+from daskgpt.instruments.timeline.events import OTHER_COLOR, color_of
 
 EVERY = 1000  # milliseconds between two looks
 KERNELS = 12  # bars at most
@@ -163,5 +163,5 @@ def _figure(title: str) -> Any:
 def _colour(name: str) -> str:
     """Of a kernel by its layer, of a task of several by its part of the step."""
     layer, _, way = name.partition(".")
-    found = colour_of(layer, way.startswith("backward"))
-    return TASKS.get(name, found) if colour_of(layer, False) == OTHER_COLOUR else found
+    found = color_of(layer, way.startswith("backward"))
+    return TASKS.get(name, found) if color_of(layer, False) == OTHER_COLOR else found
