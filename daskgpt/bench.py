@@ -22,7 +22,7 @@ from daskgpt.instruments.compare.torch_ddp import WORKERS, Programs, compare_ddp
 from daskgpt.instruments.compare.torch_process import compare_torch, require_torch
 from daskgpt.instruments.compare.turns import PairedTurns
 from daskgpt.instruments.measure import Measurement, Steps, measure
-from daskgpt.instruments.memory import check_workers, planned
+from daskgpt.instruments.plan import check_workers, predict
 from daskgpt.instruments.random_tokens import BenchConfig, job_of
 from daskgpt.instruments.records import Figure, append_records, check_records, measured
 from daskgpt.model.parameters import parameter_count
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
     require(not (values.scaling and (values.plan or values.against)), "bench", rule, got, "Leave one out.")
     check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(planned(job, values.workers))
+        print(predict(job, values.workers or 0))
         return 0
     if values.scaling:
         print_scaling(job, asked, values.json, {"preset": values.preset}, take)

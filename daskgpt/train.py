@@ -19,7 +19,7 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sampled
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
-from daskgpt.instruments.memory import check_workers, planned
+from daskgpt.instruments.plan import check_workers, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
 from daskgpt.instruments.timeline.recorder import require_shared_steps
 from daskgpt.schedulers.addresses import open_scheduler
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
         require_shared_steps(job)
     check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(planned(job, values.workers))
+        print(predict(job, values.workers or 0))
         return 0
     require_memory(job)
     first = resumed.beginning() if resumed else Beginning(start_values(job, start))

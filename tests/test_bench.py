@@ -27,7 +27,7 @@ from daskgpt.instruments.compare.turns import (
     undisturbed,
 )
 from daskgpt.instruments.measure import Steps, measure
-from daskgpt.instruments.memory import describe_prediction, fits, predict
+from daskgpt.instruments.plan import fits, predict
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.model.parameters import parameter_count
 from daskgpt.model.step_operations import step_operations
@@ -175,8 +175,8 @@ def test_the_table_of_a_plan(capsys):
         assert words in " ".join(out.split())
     job = job_of(grain="chunk", batch_chunk=2)
     found = predict(job)
-    assert f"{found.peak / 1e6:,.1f} MB" in describe_prediction(job, found)
-    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in describe_prediction(job, found)
+    assert f"{found.peak / 1e6:,.1f} MB" in str(found)
+    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in str(found)
 
 
 GRAINS = [({}, "block", "assumed"), ({"barrier": "layer"}, "kernel", "layer")]
@@ -188,7 +188,7 @@ def test_a_plan_says_which_grain_it_counts_with(flags, grain, word):
     job = job_of(**flags)
     found = predict(job)
     assert (found.grain, found.tasks) == (grain, predict(job_of(grain=grain, **flags)).tasks)
-    (line,) = [line for line in describe_prediction(job, found).splitlines() if line.startswith("grain")]
+    (line,) = [line for line in str(found).splitlines() if line.startswith("grain")]
     assert {grain, word} <= set(re.findall(r"\w+", line))
 
 

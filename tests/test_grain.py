@@ -25,7 +25,7 @@ from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, calls_of
 from daskgpt.graph.spans import Span, recorded_spans
-from daskgpt.instruments.memory import predict
+from daskgpt.instruments.plan import predict
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.grain_choice import GrainChoice

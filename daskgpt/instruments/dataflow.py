@@ -16,8 +16,7 @@ from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import Runnable
-from daskgpt.instruments.memory import in_place_of, known_chunks, known_grain
-from daskgpt.instruments.plan import plan
+from daskgpt.instruments.plan import in_place_of, known_chunks, known_grain, plan
 from daskgpt.model.origins import Origin
 from daskgpt.training.job_steps import training_step
 from daskgpt.training.stand_ins import Trial
@@ -206,7 +205,7 @@ def dataflow(
     step = training_step(job, known_chunks(job)[0], known_grain(job)[0], in_place_of(job))
     tasks, needs = tasks_of(step.runnable, Trial(step).results)
     size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
-    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, asked.found.peak)
+    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, asked.peak)
 
 
 def tasks_of(
