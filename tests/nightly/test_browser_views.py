@@ -10,7 +10,7 @@ from small_runs import MODEL, OPTIMIZER
 from test_timeline import recorded
 
 import daskgpt
-from daskgpt.instruments.dashboard.collected import Collected, column
+from daskgpt.instruments.dashboard import Collected, column
 from daskgpt.instruments.timeline import write_side_by_side
 from daskgpt.schedulers.usage import METRIC
 
