@@ -88,7 +88,7 @@ class Dataflow:
         """Return the tasks that must be done before this one starts."""
         self._check(name)
         found = {name}
-        for later in reversed(self.tasks):
+        for later in reversed(list(self.tasks)):
             if later in found:
                 found |= self.needs[later]
         return frozenset(found - {name})
