@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, pairwise
 
 from daskgpt.instruments.timeline.events import Event, Task, Timeline, different_at_once
 from daskgpt.model.origins import PHASES
@@ -48,10 +48,6 @@ class Summary:
     def kernel_share(self) -> float:
         """Share of all lanes' time in which kernels ran."""
         return sum(self.busy.values()) / len(self.busy)
-
-    def kernel_seconds(self, phase: str) -> float:
-        """Return the seconds of a pass, of all lanes."""
-        return sum(seconds for (_, own), (seconds, _) in self.kernels.items() if own == phase)
 
 
 def summarise(timeline: Timeline) -> Summary:
@@ -174,17 +170,15 @@ def live_bytes(timeline: Timeline) -> Curve:
     are there all the time, do not count; nor what a kernel needs while it runs.
     """
     ends = {(event.step, event.key): event.end for event in timeline.events}
-    changes: list[tuple[float, int]] = []
+    changes: Counter[float] = Counter()
     for event in timeline.events:
         readers = timeline.readers.get(event.key, ()) if event.phase != "update" else ()
         last = max((ends.get((event.step, key), event.end) for key in readers), default=event.end)
         if last > event.end and event.bytes:
-            changes += [(event.end, event.bytes), (last, -event.bytes)]
-    total, curve = 0, []
-    for time, own in groupby(sorted(changes), key=lambda change: change[0]):
-        total += sum(change for _, change in own)
-        curve.append((time, total))
-    return curve
+            changes[event.end] += event.bytes
+            changes[last] -= event.bytes
+    times = sorted(changes)
+    return list(zip(times, accumulate(changes[time] for time in times)))
 
 
 def layers_at_once(timeline: Timeline) -> Curve:
@@ -240,17 +234,18 @@ def describe_summary(found: Summary) -> str:
 
 def _table(found: Summary) -> str:
     """Return milliseconds a step of all lanes together, and calls a step, by layer and pass."""
-    per_step = 1e3 / found.steps
-    seconds = {
-        layer: sum(found.kernels.get((layer, phase), (0.0, 0))[0] for phase in PHASES) for layer, _ in found.kernels
+    of_layer: dict[str, list[tuple[float, int]]] = {
+        layer: [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES] for layer, _ in sorted(found.kernels)
     }
     lines = [f"{'ms a step':14}" + "".join(f"{phase:>11}" for phase in PHASES) + f"{'all':>11}{'calls':>8}"]
-    for layer in sorted(seconds, key=lambda layer: (-seconds[layer], layer)):
-        own = [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES]
-        cells = "".join(f"{time * per_step:11.3f}" if calls else f"{'':11}" for time, calls in own)
-        calls = sum(count for _, count in own) / found.steps
-        lines.append(f"{layer:14}{cells}{seconds[layer] * per_step:11.3f}{calls:8,.0f}")
-    totals = [found.kernel_seconds(phase) for phase in PHASES]
-    calls = sum(count for _, count in found.kernels.values()) / found.steps
-    cells = "".join(f"{time * per_step:11.3f}" for time in [*totals, sum(totals)])
-    return "\n".join([*lines, f"{'all':14}{cells}{calls:8,.0f}"])
+    rows = sorted(of_layer.items(), key=lambda row: -sum(seconds for seconds, _ in row[1]))
+    whole = [
+        (sum(own[n][0] for own in of_layer.values()), sum(own[n][1] for own in of_layer.values())) for n in range(3)
+    ]
+    for name, own in [*rows, ("all", whole)]:
+        cells = [
+            f"{seconds * 1e3 / found.steps:11.3f}" if calls or own is whole else f"{'':11}" for seconds, calls in own
+        ]
+        seconds, calls = (sum(values) for values in zip(*own))
+        lines.append(f"{name:14}{''.join(cells)}{seconds * 1e3 / found.steps:11.3f}{calls / found.steps:8,.0f}")
+    return "\n".join(lines)
