@@ -35,7 +35,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments import machine
 from daskgpt.instruments.generating import EARLY, TOKENS, Generation, measure_generation
 from daskgpt.instruments.measure import BenchConfig, Measurement, Steps, job_of, measure
-from daskgpt.instruments.memory import check_workers, planned
+from daskgpt.instruments.plan import check_workers, predict
 from daskgpt.instruments.records import append_records, check_records, measured
 from daskgpt.instruments.scaling import Scaling, measure_scaling
 from daskgpt.schedulers.connect import open_scheduler
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave one out.")
     check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(planned(job_of(config, options, dataflow), values.workers))
+        print(predict(job_of(config, options, dataflow), values.workers or 0))
         return 0
     if values.record:
         check_records(values.record)

@@ -18,9 +18,9 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
-from daskgpt.instruments.memory import check_workers, planned
+from daskgpt.instruments.plan import check_workers, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
-from daskgpt.instruments.timeline.watcher import require_shared_steps
+from daskgpt.instruments.timeline.recorder import require_shared_steps
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.horizon import one_horizon
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
         require_shared_steps(job)
     check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(planned(job, values.workers))
+        print(predict(job, values.workers or 0))
         return 0
     require_memory(job)
     first = resumed.beginning() if resumed else Beginning(start_values(job, start))

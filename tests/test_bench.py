@@ -15,7 +15,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps, measure, random_batch
-from daskgpt.instruments.memory import describe_prediction, fits, predict
+from daskgpt.instruments.plan import fits, predict
 from daskgpt.instruments.records import Record
 from daskgpt.model.parameters import parameter_count, step_operations
 from daskgpt.schedulers import machine as machine_memory
@@ -162,8 +162,8 @@ def test_the_table_of_a_plan(capsys):
         assert words in " ".join(out.split())
     job = job_of(grain="chunk", batch_chunk=2)
     found = predict(job)
-    assert f"{found.peak / 1e6:,.1f} MB" in describe_prediction(job, found)
-    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in describe_prediction(job, found)
+    assert f"{found.peak / 1e6:,.1f} MB" in str(found)
+    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in str(found)
 
 
 GRAINS = [({}, "block", "assumed"), ({"barrier": "layer"}, "kernel", "layer")]
@@ -175,7 +175,7 @@ def test_a_plan_says_which_grain_it_counts_with(flags, grain, word):
     job = job_of(**flags)
     found = predict(job)
     assert (found.grain, found.tasks) == (grain, predict(job_of(grain=grain, **flags)).tasks)
-    (line,) = [line for line in describe_prediction(job, found).splitlines() if line.startswith("grain")]
+    (line,) = [line for line in str(found).splitlines() if line.startswith("grain")]
     assert {grain, word} <= set(re.findall(r"\w+", line))
 
 

@@ -15,7 +15,7 @@ from test_model import check_gradient_in_a_random_direction
 import daskgpt
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.instruments.measure import BenchConfig, Steps, job_of, measure
-from daskgpt.instruments.memory import predict
+from daskgpt.instruments.plan import predict
 from daskgpt.instruments.timeline import summarise
 from daskgpt.model import layers
 from daskgpt.model.layers import Layer, Row

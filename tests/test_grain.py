@@ -24,7 +24,7 @@ from daskgpt.graph.accumulating import MicroBatches, MicroSum
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
-from daskgpt.instruments.memory import predict
+from daskgpt.instruments.plan import predict
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.autotune import GrainChoice

@@ -21,7 +21,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts
 from daskgpt.instruments.measure import BenchConfig, Steps, job_of, measure
-from daskgpt.instruments.memory import predict
+from daskgpt.instruments.plan import predict
 from daskgpt.instruments.timeline import summarise
 from daskgpt.kernels import attention, embedding
 from daskgpt.model import layers, parameters

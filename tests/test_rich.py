@@ -89,7 +89,7 @@ def test_what_is_not_the_default_stands_first():
 
 
 def test_a_plan_is_of_so_many_workers():
-    assert len(daskgpt.plan(MODEL, DATA | {"groups": 2}, dataflow={"batch_chunk": 2}, workers=2).found.loads) == 2
+    assert len(daskgpt.plan(MODEL, DATA | {"groups": 2}, dataflow={"batch_chunk": 2}, workers=2).loads) == 2
     with pytest.raises(ValueError, match="workers must come without local_steps"):
         daskgpt.plan(MODEL, DATA, local={"local_steps": 5}, workers=2)
 

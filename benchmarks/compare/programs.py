@@ -15,7 +15,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps, Turn, disturbed
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline.colours import is_message
+from daskgpt.instruments.timeline import is_message
 from daskgpt.training.job import Job
 
 # Least length of a turn, whose first step finds the caches full of the other's data; and where that is not too long.

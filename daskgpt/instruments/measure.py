@@ -20,8 +20,7 @@ from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.instruments import machine
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline import StepRecorder, Timeline
-from daskgpt.instruments.timeline.colours import is_message
+from daskgpt.instruments.timeline import Timeline, is_message, recorder_of
 from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler
@@ -192,22 +191,13 @@ class Steps:
         if not self.ranks:
             self.scheduler.settle(self.state.packs)
 
-    def recorder(self) -> Any:
-        """What records these steps as a timeline."""
-        if self.ranks:
-            from daskgpt.instruments.timeline.ranks import RankRecorder  # which needs `distributed`
-
-            return RankRecorder(self.steps)
-        return StepRecorder(self.steps.step, self.scheduler)
-
     def timeline(self, count: int) -> Timeline:
         """The timeline of so many further steps, of some more where the last window has more."""
-        recorder, size, done = self.recorder(), self.window, len(self.losses)
+        recorder, size, done = recorder_of(self.steps, self.scheduler), self.window, len(self.losses)
         for first in range(done, done + count, size):
             with recorder.window(range(first, first + size)):
                 self.run(size)
-        made: Timeline = recorder.finish()
-        return made
+        return recorder.finish()
 
     def recorded(self, count: int) -> tuple[dict[str, float], float]:
         """Busy seconds by pass of all threads, and seconds, both a step, over some further steps."""

@@ -13,8 +13,7 @@ from daskgpt.instruments import machine
 from daskgpt.instruments.measure import BenchConfig
 from daskgpt.instruments.records import Figure
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point, thread_counts
-from daskgpt.instruments.study.one import Order
-from daskgpt.instruments.study.runs import run_one
+from daskgpt.instruments.study.runs import Order, run_one
 from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels, facts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from daskgpt.config.groups import Groups
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.instruments.drawing.svg import FAINT, FRAME, INK, Picture
+from drawing.svg import FAINT, FRAME, INK, Picture
 
 SEQUENCES, TOKENS, GROUPS = (3, 5), (4, 4, 4), 4
 CELL, LEFT, TOP, TREE = (92, 34), 62, 58, 46

@@ -12,9 +12,9 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.program import calls_of
-from daskgpt.instruments.drawing.svg import INK, Picture
 from daskgpt.model.origins import Origin
 from daskgpt.training.step import TrainingStep
+from drawing.svg import INK, Picture
 
 BATCH, CHUNK = (4, 64), (2, 64)
 BOX, ROW, COLUMN, TOP = (196, 20), 26, 290, 34

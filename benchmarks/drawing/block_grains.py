@@ -16,10 +16,10 @@ from daskgpt.graph.calls import is_pick
 from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Graph, Key
 from daskgpt.graph.program import calls_of
-from daskgpt.instruments.drawing.svg import FAINT, FRAME, INK, Picture
-from daskgpt.instruments.timeline.colours import colour_of
+from daskgpt.instruments.timeline import color_of
 from daskgpt.model.origins import Origin
 from daskgpt.training.step import TrainingStep
+from drawing.svg import FAINT, FRAME, INK, Picture
 
 BATCH = (4, 64)
 # Grain and chunk of each panel: tokens cut, then whole sequences, where there is nothing to gather.
@@ -123,7 +123,7 @@ def _panel(
                 _edge(picture, x, shown[source], shown[key], rows, straight)
     for cell in sorted(shown.values(), key=lambda cell: (rows[cell.stage], cell.columns)):
         left, top, right, bottom = _place(x, cell, rows)
-        colour = colour_of(cell.origin.layer, backward=False)
+        colour = color_of(cell.origin.layer, backward=False)
         told = f"{cell.origin.kind} {cell.origin.where}"
         picture.box(left, top, right - left, bottom - top, fill=colour, told=told)
     return x + PANEL
