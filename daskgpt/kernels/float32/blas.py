@@ -160,10 +160,10 @@ def product(blas, a_transposed, b_transposed, a, b, beta, c):
     gemm(blas, a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, beta, c_at, ldc)
 
 
-@kernel("n n r2 r2 w2")
-def multiply(blas, b_transposed, a, b, c):
-    """c = a @ b, or a @ bᵀ; what c has of further columns stays."""
-    product(blas, 0, b_transposed, a, b, a.dtype.type(0), c)
+@kernel("n n r2 r2 n w2")
+def multiply(blas, b_transposed, a, b, accumulate, c):
+    """c = a @ b, or a @ bᵀ, added to what is there with `accumulate`; what c has of further columns stays."""
+    product(blas, 0, b_transposed, a, b, a.dtype.type(accumulate), c)
 
 
 @kernel("n r2 n r2 n w2")

@@ -286,20 +286,8 @@ def _sum_rows(work, rows, columns, steps, left, c, beta):
             if call % 2 == 1:
                 ahead = share_ahead(plan_of_sums, sums + ROWS * step - WIDTH * VECTOR, 0)
             some, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
-            multiply_rows(
-                work,
-                tiles.BY_ROWS,
-                some,
-                width,
-                steps,
-                (source, a_step),
-                right,
-                0,
-                (sums, step),
-                columns - done,
-                ahead,
-                beta,
-            )
+            own, rest, kind = (source, a_step), columns - done, tiles.BY_ROWS
+            multiply_rows(work, kind, some, width, steps, own, right, 0, (sums, step), rest, ahead, beta)
             done += width * LANES
             call += 1
 
