@@ -3,7 +3,7 @@
 A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
 function is loaded. The environment variable DASKGPT_BLAS chooses the function:
 
-    own        `sgemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
+    own        `float32.gemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
     numpy      NumPy's own BLAS; the default elsewhere
     portable   a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
 
