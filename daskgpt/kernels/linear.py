@@ -4,16 +4,7 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
 from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows, product
-
-
-@kernel("n r2 r2 r1 w2")
-def _forward(blas, x, weight, bias, y):
-    """The bias is written first and the product added to it: no second pass over y."""
-    for i in range(y.shape[0]):
-        for j in range(y.shape[1]):
-            y[i, j] = bias[j]
-    product(blas, 0, 1, x, weight, x.dtype.type(1), y)
+from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 
 
 @kernel("r2 w1 n")
@@ -35,14 +26,13 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -
     Cost     2 b t C O operations in BLAS
     Errors   ValueError when the shapes do not fit
     """
-    outputs, blas = len(weight), gemm_address(x.dtype)
+    outputs = len(weight)
     check_shape("linear.forward", "weight", weight, (outputs, x.shape[-1]))
     y = np.empty((*x.shape[:-1], outputs), x.dtype)
-    if bias is None:
-        multiply(blas, 1, rows(x), np.ascontiguousarray(weight), rows(y))
-        return y
-    check_shape("linear.forward", "bias", bias, (outputs,))
-    _forward(blas, rows(x), np.ascontiguousarray(weight), np.ascontiguousarray(bias), rows(y))
+    if bias is not None:  # written first, and the product added to it: no second pass over y
+        check_shape("linear.forward", "bias", bias, (outputs,))
+        y[...] = bias
+    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), int(bias is not None), rows(y))
     return y
 
 
@@ -59,7 +49,7 @@ def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
     outputs, channels = dy.shape[-1], weight.shape[1]
     check_shape("linear.backward_x", "weight", weight, (outputs, channels))
     dx = np.empty((*dy.shape[:-1], channels), dy.dtype)
-    multiply(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), rows(dx))
+    multiply(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), 0, rows(dx))
     return dx
 
 

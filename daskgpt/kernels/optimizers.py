@@ -401,15 +401,15 @@ def squares(gradient: np.ndarray) -> np.ndarray:
 def guard(
     hyper: np.ndarray, loss: np.ndarray, *sums: np.ndarray | list[np.ndarray], clip: float, limits: bool
 ) -> np.ndarray:
-    """What an update is told, and whether it is made.
+    """Return what an update is given in place of hyper, and whether it is made.
 
-    hyper    what the optimizer is told, then the limits of loss and norm
+    hyper    of the optimizer, then the limits of loss and norm
     loss     of this step, ()
     sums     of each tensor: what `squares` returns of it, or of its parts, in their order
     clip     the norm that gradients are scaled down to where theirs is larger; 0 = none
     limits   whether updates are left out where loss or norm is above its limit
 
-    Shapes   (S + 2,) -> (S + 3,) float64: what the optimizer is told; the norm; what gradients are multiplied by,
+    Shapes   (S + 2,) -> (S + 3,) float64: hyper of the optimizer; the norm; what gradients are multiplied by,
              1 where they are not clipped; 1 where the update is made, else 0
     Source   Pascanu et al. 2013, arXiv:1211.5063, as `torch.nn.utils.clip_grad_norm_` has it
     """

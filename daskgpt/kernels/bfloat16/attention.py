@@ -14,24 +14,11 @@ import numpy as np
 from llvmlite import ir
 
 from daskgpt.kernels import attention
+from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.gemm import sum_rows
 from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
-from daskgpt.kernels.bfloat16.tiles import (
-    PATCH,
-    ROW,
-    STEP,
-    TILE,
-    close_unit,
-    copy_row,
-    multiply_patch,
-    open_unit,
-    pack_pairs,
-    pack_rows,
-    store_pairs,
-    transpose_tile,
-    zero_row,
-)
+from daskgpt.kernels.bfloat16.tiles import PATCH, ROW, STEP, TILE
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
 from daskgpt.kernels.simd import lanes
@@ -104,7 +91,7 @@ def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs,
             lanes.store(builder, probability, p, across)
             lanes.store(builder, gradient, ds, across)
             both.append(gradient)
-        store_pairs(builder, both[0], both[1], builder.add(pairs, lanes.whole(first // lanes.LANES * TILE)))
+        tiles.store_pairs(builder, both[0], both[1], builder.add(pairs, lanes.whole(first // lanes.LANES * TILE)))
 
 
 _COUNTERS = ir.VectorType(lanes.I64, lanes.LANES)
@@ -185,7 +172,7 @@ def _score_queries(unit, q, keys, steps, patch, zeros, scores, tops):
         write_real(tops, i, _LEAST)
     for j in range(patch + 1):
         place = scores + j * PATCH
-        multiply_patch(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
+        tiles.multiply_patch(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
         for row in range(32):
             raise_columns(tops + row * VECTOR, place + row * ROW, row + 1 if j == patch else 32)
 
@@ -224,29 +211,29 @@ def _store_output(sums, totals, rows, size, kept, target, target_step):
         inverse = kept / read_real(totals, row * 16)
         for c in range(width):
             write_real(sums, row * width + c, read_real(sums, row * width + c) * inverse)
-        copy_row(sums + row * width * 4, target + row * target_step, size)
+        tiles.copy_row(sums + row * width * 4, target + row * target_step, size)
 
 
 @kernel("h1 H1 H1 n n4 n8 l1 n2 s S1")
 def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, factors):
     """sizes: sequences, tokens, heads, numbers of a head; dropout: place, threshold."""
     wide_vectors()
-    open_unit(unit)
+    tiles.open_unit(unit)
     sequences, tokens, heads, size = sizes
     q, keys, values, scores, p, sums, tops, totals = scratch
     place, threshold = dropout
-    channels, nothing, patch_steps = heads * size, zero_row(), (size + 31) // 32
+    channels, nothing, patch_steps = heads * size, tiles.zero_row(), (size + 31) // 32
     row_bytes, patches = 12 * channels, (tokens + 31) // 32
     panel, scale = patch_steps * STEP, _ONE / np.float32(math.sqrt(size))
     for head in range(sequences * heads):
         sequence, column = head // heads, head % heads * size
         source = address_of(qkv) + (sequence * tokens * 3 * channels + column) * 4
-        pack_rows(source + channels * 4, row_bytes, tokens, size, True, keys, panel)
-        pack_pairs(source + channels * 8, row_bytes, tokens, size, False, values, patches * STEP)
+        tiles.pack_rows(source + channels * 4, row_bytes, tokens, size, True, keys, panel)
+        tiles.pack_pairs(source + channels * 8, row_bytes, tokens, size, False, values, patches * STEP)
         for patch in range(patches):
             first = patch * 32
             rows = min(32, tokens - first)
-            pack_rows(source + first * row_bytes, row_bytes, rows, size, False, q, panel)
+            tiles.pack_rows(source + first * row_bytes, row_bytes, rows, size, False, q, panel)
             _score_queries(unit, q, keys, patch_steps, patch, nothing, scores, tops)
             _softmax(scores, patch, scale, tops, totals, p)
             for row in range(rows):
@@ -258,7 +245,7 @@ def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, fa
             sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
             target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
             _store_output(sums, totals, rows, size, kept, target, channels * 4)
-    close_unit(unit)
+    tiles.close_unit(unit)
 
 
 @helper
@@ -279,11 +266,11 @@ def _transpose_patch(patch, spare, rows, columns, target, target_step):
     for corner in range(4):
         row, column = corner // 2 * 16, corner % 2 * 16
         for i in range(16):
-            copy_row(patch + (column + i) * ROW + row * 4, spare + i * 64, 16)
-        transpose_tile(spare)
+            tiles.copy_row(patch + (column + i) * ROW + row * 4, spare + i * 64, 16)
+        tiles.transpose_tile(spare)
         for i in range(min(16, rows - row)):
             place = target + (row + i) * target_step + column * 4
-            copy_row(spare + i * 64, place, max(0, min(16, columns - column)))
+            tiles.copy_row(spare + i * 64, place, max(0, min(16, columns - column)))
 
 
 @helper
@@ -292,11 +279,11 @@ def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, pa
     each, each_long = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
     for which in range(2):
         place = q + (which + 1) * kv_bytes
-        pack_rows(place, qkv_step, tokens, size, False, rows + which * each, panel)
+        tiles.pack_rows(place, qkv_step, tokens, size, False, rows + which * each, panel)
         place, step = (dy, dy_step) if which else (q, qkv_step)
-        pack_rows(place, step, tokens, size, True, rows + (2 + which) * each, panel)
-        pack_pairs(place, step, tokens, size, False, pairs + which * each_long, long_panel)
-    pack_pairs(q + kv_bytes, qkv_step, tokens, size, True, pairs + 2 * each_long, long_panel)
+        tiles.pack_rows(place, step, tokens, size, True, rows + (2 + which) * each, panel)
+        tiles.pack_pairs(place, step, tokens, size, False, pairs + which * each_long, long_panel)
+    tiles.pack_pairs(q + kv_bytes, qkv_step, tokens, size, True, pairs + 2 * each_long, long_panel)
 
 
 @helper
@@ -307,8 +294,8 @@ def _differentiate_patch(
 
     factors   of dropout, a patch like the scores; 0 where there is none
     """
-    multiply_patch(unit, left, right, steps, zeros, 0, work, ROW)
-    multiply_patch(unit, v, dy, steps, zeros, 0, work + PATCH, ROW)
+    tiles.multiply_patch(unit, left, right, steps, zeros, 0, work, ROW)
+    tiles.multiply_patch(unit, v, dy, steps, zeros, 0, work + PATCH, ROW)
     if factors != 0:
         for row in range(32):
             multiply_reals(work + PATCH + row * ROW, factors + row * ROW)
@@ -326,11 +313,11 @@ def _differentiate_patch(
 @kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s")
 def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept):
     wide_vectors()
-    open_unit(unit)
+    tiles.open_unit(unit)
     sequences, tokens, heads, size = sizes
     rows, pairs, work, offsets, deltas, lefts, sums, dq, factors = scratch
     place, threshold = dropout
-    channels, nothing, scale = heads * size, zero_row(), _ONE / np.float32(math.sqrt(size))
+    channels, nothing, scale = heads * size, tiles.zero_row(), _ONE / np.float32(math.sqrt(size))
     patches, steps = (tokens + 31) // 32, (size + 31) // 32
     panel, long_panel, row_bytes = steps * STEP, patches * STEP, 12 * channels
     each, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
@@ -360,7 +347,7 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
                     patch = dq + (i * steps + c) * PATCH
                     begin, begin_step = (patch, ROW) if j else (nothing, 0)
                     left = k_pairs + c * long_panel + j * STEP
-                    multiply_patch(unit, left, work + 2 * PATCH, 1, begin, begin_step, patch, ROW)
+                    tiles.multiply_patch(unit, left, work + 2 * PATCH, 1, begin, begin_step, patch, ROW)
             for which in range(2):
                 left, right = (p, pairs + steps * long_panel) if which else (ds, pairs)
                 sum_rows(
@@ -371,7 +358,7 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
                         write_real(sums, n, read_real(sums, n) * kept)
                 target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
                 for row in range(min(32, tokens - j * 32)):
-                    copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
+                    tiles.copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
         for i in range(patches):
             for c in range(steps):
                 target = dq_out + i * 32 * row_bytes + c * 128
@@ -379,7 +366,7 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
                     dq + (i * steps + c) * PATCH, work, min(32, tokens - i * 32), min(32, size - c * 32), target,
                     row_bytes,
                 )  # fmt: skip
-    close_unit(unit)
+    tiles.close_unit(unit)
 
 
 def forward(

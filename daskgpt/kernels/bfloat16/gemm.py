@@ -14,25 +14,10 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
+from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
-from daskgpt.kernels.bfloat16.tiles import (
-    DEPTH,
-    PATCH,
-    ROW,
-    STEP,
-    close_unit,
-    copy_row,
-    fetch,
-    multiply_patch,
-    open_unit,
-    pack_pairs,
-    pack_rows,
-    pack_weight_rows,
-    store_columns,
-    touch_patch,
-    zero_row,
-)
+from daskgpt.kernels.bfloat16.tiles import DEPTH, PATCH, ROW, STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32 import blas
 from daskgpt.kernels.simd.lanes import address_of
@@ -103,7 +88,7 @@ Weight = PackedWeight | TrainedWeight
 def _pack(weight, forward, backward, outputs, channels, first, last):
     wide_vectors()
     across, along = address_of(forward), address_of(backward)
-    pack_weight_rows(address_of(weight), first, last - first, outputs, channels, across, along)
+    tiles.pack_weight_rows(address_of(weight), first, last - first, outputs, channels, across, along)
 
 
 def check_panel_rows(where: str, outputs: int, first: int, last: int) -> None:
@@ -169,17 +154,17 @@ _PATCHES_TO_FETCH = 3
 def _store_patch(patch, rows, columns, target, row_bytes):
     """Copy a patch of sums to rows x columns of a matrix."""
     for row in range(rows):
-        store_columns(patch + row * ROW, target + row * row_bytes, columns)
+        tiles.store_columns(patch + row * ROW, target + row * row_bytes, columns)
 
 
 @kernel("h1 h1 h1 H1 n n3 n6")
 def _multiply(x, weight, bias, y, unit, sizes, plan):
     """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, bands of rows."""
     wide_vectors()
-    open_unit(unit)
+    tiles.open_unit(unit)
     rows, depth, width = sizes
     left, sums, chunk_rows, chunk_depth, patch_step, bias_step = plan
-    start = address_of(bias) if bias.size else zero_row()
+    start = address_of(bias) if bias.size else tiles.zero_row()
     panel = (depth + 31) // 32 * STEP
     for row0 in range(0, rows, chunk_rows):
         chunk = min(chunk_rows, rows - row0)
@@ -188,7 +173,7 @@ def _multiply(x, weight, bias, y, unit, sizes, plan):
             deep = min(chunk_depth, depth - depth0)
             steps = (deep + 31) // 32
             source = address_of(x) + (row0 * depth + depth0) * 4
-            pack_rows(source, depth * 4, chunk, deep, False, left, steps * STEP)
+            tiles.pack_rows(source, depth * 4, chunk, deep, False, left, steps * STEP)
             for column in range(0, width, 32):
                 right = address_of(weight) + column // 32 * panel + depth0 // 32 * STEP
                 for step in range(0, steps, DEPTH):
@@ -199,8 +184,8 @@ def _multiply(x, weight, bias, y, unit, sizes, plan):
                         patch = sums + column // 32 * patch_step + i * PATCH
                         begin = start + column // 32 * bias_step if fresh else patch
                         if patches >= _PATCHES_TO_FETCH:
-                            fetch(right + panel + step * STEP, count, i, patches)
-                        multiply_patch(
+                            tiles.fetch(right + panel + step * STEP, count, i, patches)
+                        tiles.multiply_patch(
                             unit, left + (i * steps + step) * STEP, right + step * STEP, count,
                             begin, 0 if fresh else ROW, patch, ROW,
                         )  # fmt: skip
@@ -208,7 +193,7 @@ def _multiply(x, weight, bias, y, unit, sizes, plan):
                             row = row0 + i * 32
                             target = address_of(y) + (row * width + column) * 4
                             _store_patch(patch, min(32, rows - row), min(32, width - column), target, width * 4)
-    close_unit(unit)
+    tiles.close_unit(unit)
 
 
 @functools.lru_cache(1024)
@@ -303,8 +288,8 @@ def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target
             if step == 0:
                 begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
                 if start_step == 0:
-                    touch_patch(unit, target + column * 4, target_step)
-            multiply_patch(
+                    tiles.touch_patch(unit, target + column * 4, target_step)
+            tiles.multiply_patch(
                 unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
                 begin, begin_step, target + column * 4, target_step,
             )  # fmt: skip
@@ -313,7 +298,7 @@ def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target
 @helper
 def _copy_rows(source, source_step, target, target_step, rows, columns):
     for row in range(rows):
-        copy_row(source + row * source_step, target + row * target_step, columns)
+        tiles.copy_row(source + row * source_step, target + row * target_step, columns)
 
 
 @helper
@@ -321,14 +306,16 @@ def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, pan
     """Panels of several runs of tokens, each from the start of a step on."""
     for run in range(runs):
         place = source + run * tokens * row_bytes
-        pack_pairs(place, row_bytes, tokens, columns, transposed, target + run * ((tokens + 31) // 32) * STEP, panel)
+        tiles.pack_pairs(
+            place, row_bytes, tokens, columns, transposed, target + run * ((tokens + 31) // 32) * STEP, panel
+        )
 
 
 @kernel("h1 h1 H1 n n n6 n5")
 def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
     """The loops, from outside: bands of rows, bands of columns, 32 rows."""
     wide_vectors()
-    open_unit(unit)
+    tiles.open_unit(unit)
     runs, tokens, outputs, channels, first, last = sizes
     left, right, sums, band_rows, band_columns = plan
     steps = (tokens + 31) // 32 * runs
@@ -346,14 +333,14 @@ def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
                 target, target_step = (sums, sums_step) if aside else (place, row_bytes)
                 if aside and accumulate:
                     _copy_rows(place, row_bytes, sums, sums_step, high, columns)
-                start, start_step = (target, target_step) if accumulate else (zero_row(), 0)
+                start, start_step = (target, target_step) if accumulate else (tiles.zero_row(), 0)
                 panels = right + column // 32 * panel
                 sum_rows(
                     unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step
                 )
                 if aside:
                     _copy_rows(sums, sums_step, place, row_bytes, high, columns)
-    close_unit(unit)
+    tiles.close_unit(unit)
 
 
 def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:

@@ -4,7 +4,7 @@ A *tile* is 1 KB: 16 rows of 64 bytes. Left tiles hold 16 rows of 32 bfloat16 nu
 of 16 columns, the two numbers of a pair side by side. A *panel* has 32 rows of the left operand (or 32 columns of the
 right one): along the summed axis, 32 numbers a step, two tiles. A *patch* of sums is 32 rows of 32 float32 numbers.
 
-On a processor without the unit the intrinsics generate nothing; `units` sees to it that they are not reached.
+On a processor without the unit the intrinsics generate nothing; `isa` sees to it that they are not reached.
 """
 
 import llvmlite.binding

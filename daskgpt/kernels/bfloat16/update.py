@@ -8,6 +8,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.gemm import (
     TrainedWeight,
     backward_weight,
@@ -19,15 +20,7 @@ from daskgpt.kernels.bfloat16.gemm import (
 )
 from daskgpt.kernels.bfloat16.isa import scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
-from daskgpt.kernels.bfloat16.tiles import (
-    STEP,
-    close_unit,
-    copy_row,
-    open_unit,
-    pack_pairs,
-    pack_weight_rows,
-    zero_row,
-)
+from daskgpt.kernels.bfloat16.tiles import STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, step_of, step_scalars
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
@@ -58,7 +51,7 @@ def _pack_x(runs, channels, right):
     for run in range(len(runs)):
         x, tokens = runs[run, _X], runs[run, _TOKENS]
         panel = (tokens + 31) // 32 * STEP
-        pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
+        tiles.pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
         right += (channels + 31) // 32 * panel
 
 
@@ -77,12 +70,12 @@ def _sum_runs(unit, runs, outputs, channels, row0, rows, plan):
         tokens, sums = runs[run, _TOKENS], plan.totals + runs[run, _TOTAL] * total_step
         steps = (tokens + 31) // 32
         panel = steps * STEP
-        pack_pairs(runs[run, _DY] + row0 * 4, outputs * 4, tokens, rows, True, plan.left, panel)
+        tiles.pack_pairs(runs[run, _DY] + row0 * 4, outputs * 4, tokens, rows, True, plan.left, panel)
         for column in range(0, channels, plan.band_columns):
             columns = min(plan.band_columns, channels - column)
             for i in range(0, rows, 32):
                 target = sums + i * sums_step + column * 4
-                start, start_step = (zero_row(), 0) if runs[run, _FRESH] else (target, sums_step)
+                start, start_step = (tiles.zero_row(), 0) if runs[run, _FRESH] else (target, sums_step)
                 panels = right + column // 32 * panel
                 sum_rows(
                     unit,
@@ -117,7 +110,7 @@ def _step(weight, gradient, m, v, channels, step):
 @kernel("l2 H1 H1 H1 h1 H1 H1 s1 n n4 n7")
 def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, sizes, places):
     wide_vectors()
-    open_unit(unit)
+    tiles.open_unit(unit)
     (outputs, channels, first, last), plan = sizes, Plan(*places)
     row_bytes, step = channels * 4, step_of(scalars)
     _pack_x(runs, channels, plan.right)
@@ -126,7 +119,7 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
         if gradient.size:
             for row in range(rows):
                 source = address_of(gradient) + (row0 - first + row) * row_bytes
-                copy_row(source, plan.totals + row * plan.sums_step, channels)
+                tiles.copy_row(source, plan.totals + row * plan.sums_step, channels)
         _sum_runs(unit, runs, outputs, channels, row0, rows, plan)
         place = row0 * row_bytes
         for row in range(rows):
@@ -134,8 +127,8 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
             gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + own, address_of(v) + own
             _step(address_of(weight) + own, gradients, m_row, v_row, channels, step)
         source = address_of(weight) + place
-        pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
-    close_unit(unit)
+        tiles.pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
+    tiles.close_unit(unit)
 
 
 @functools.lru_cache(1024)

@@ -3,7 +3,7 @@
 A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
 function is loaded. The environment variable DASKGPT_BLAS chooses the function:
 
-    own        `sgemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
+    own        `float32.gemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
     numpy      NumPy's own BLAS; the default elsewhere
     portable   a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
 
@@ -160,10 +160,10 @@ def product(blas, a_transposed, b_transposed, a, b, beta, c):
     gemm(blas, a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, beta, c_at, ldc)
 
 
-@kernel("n n r2 r2 w2")
-def multiply(blas, b_transposed, a, b, c):
-    """c = a @ b, or a @ bᵀ; what c has of further columns stays."""
-    product(blas, 0, b_transposed, a, b, a.dtype.type(0), c)
+@kernel("n n r2 r2 n w2")
+def multiply(blas, b_transposed, a, b, accumulate, c):
+    """c = a @ b, or a @ bᵀ, added to what is there with `accumulate`; what c has of further columns stays."""
+    product(blas, 0, b_transposed, a, b, a.dtype.type(accumulate), c)
 
 
 @kernel("n r2 n r2 n w2")

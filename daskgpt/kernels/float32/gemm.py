@@ -22,21 +22,8 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import helper, kernel
-from daskgpt.kernels.float32.tiles import (
-    BY_COLUMNS,
-    BY_ROWS,
-    BY_ROWS_PACKING,
-    LANES,
-    LINE,
-    ROWS,
-    VECTOR,
-    WIDTH,
-    code,
-    copy_halves,
-    copy_rows,
-    multiply,
-    transpose,
-)
+from daskgpt.kernels.float32 import tiles
+from daskgpt.kernels.float32.tiles import LANES, LINE, ROWS, VECTOR, WIDTH
 from daskgpt.kernels.simd.lanes import has_fma, read_real, write_real
 from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
 
@@ -121,10 +108,10 @@ def multiply_rows(work, kind, rows, width, steps, left, right, packed, c, column
         if not whole and beta != 0:
             _copy_part(at, step, to, to_step, size, columns)
         operands = a, a_step, b, b_step, packed, to, to_step
-        multiply(work.functions, kind, size, width, steps, operands, start, count, lines, ahead_step, beta)
+        tiles.multiply(work.functions, kind, size, width, steps, operands, start, count, lines, ahead_step, beta)
         if not whole:
             _copy_part(to, to_step, at, step, size, columns)
-        a += size * 4 if kind == BY_COLUMNS else size * a_step
+        a += size * 4 if kind == tiles.BY_COLUMNS else size * a_step
         at += size * step
         rows -= size
 
@@ -139,7 +126,7 @@ def _pack_transposed(work, panel, right, width, steps, columns):
         for first in range(0, steps, LANES):
             operands = source + first * 4, step, exist, steps - first
             target = panel + (first * width + part) * VECTOR
-            transpose(work.functions, operands, target, width * VECTOR, LANES, LANES, np.float32(0))
+            tiles.transpose(work.functions, operands, target, width * VECTOR, LANES, LANES, np.float32(0))
 
 
 @helper
@@ -152,7 +139,7 @@ def pack(work, panels, right, transposed, steps, columns):
         if transposed:
             _pack_transposed(work, panel, (at + done * step, step), width, steps, columns - done)
         else:
-            copy_rows(work.functions, width, at + done * 4, step, steps, columns - done, panel)
+            tiles.copy_rows(work.functions, width, at + done * 4, step, steps, columns - done, panel)
         done += width * LANES
 
 
@@ -163,7 +150,7 @@ def copy_strip(work, plan, source, columns, steps, call, strip):
     first, last = min(call * each, steps), min((call + 1) * each, steps)
     if last > first and columns > 0:
         place = strip + first * ROWS * 4
-        copy_halves(work.functions, source + first * step, step, last - first, columns, place, steps * ROWS * 4)
+        tiles.copy_halves(work.functions, source + first * step, step, last - first, columns, place, steps * ROWS * 4)
 
 
 @helper
@@ -173,7 +160,7 @@ def pack_share(work, plan, width, right, columns, steps, call, panel):
     first = call * each
     if first < steps:
         source, target = right + first * step, panel + first * width * VECTOR
-        copy_rows(work.functions, width, source, step, min(each, steps - first), columns, target)
+        tiles.copy_rows(work.functions, width, source, step, min(each, steps - first), columns, target)
 
 
 # Attention's products: so few steps, and so many numbers of the left operand, are not worth any packing.
@@ -191,10 +178,12 @@ def _turn(work, rows, columns, c, out):
             down, right = min(LANES, rows - row), min(LANES, columns - column)
             tile, place = work.tile + row * GROUP_STEP + column * 4, at + column * step + row * 4
             if out:
-                transpose(work.functions, (tile, GROUP_STEP, down, right), place, step, right, down, np.float32(0))
+                tiles.transpose(
+                    work.functions, (tile, GROUP_STEP, down, right), place, step, right, down, np.float32(0)
+                )
             else:
                 operands = place, step, right, down
-                transpose(work.functions, operands, tile, GROUP_STEP, LANES, LANES, np.float32(0))
+                tiles.transpose(work.functions, operands, tile, GROUP_STEP, LANES, LANES, np.float32(0))
 
 
 @helper
@@ -211,7 +200,7 @@ def _sum_group(work, rows, columns, steps, left, panels, following, beta):
             right = panel_at(panels, steps, done), width * VECTOR
             sums = work.tile + row * GROUP_STEP + done * 4, GROUP_STEP
             some, full = min(ROWS, rows - row), width * LANES
-            multiply_rows(work, BY_ROWS, some, width, steps, (source, a_step), right, 0, sums, full, ahead, beta)
+            multiply_rows(work, tiles.BY_ROWS, some, width, steps, (source, a_step), right, 0, sums, full, ahead, beta)
             done += width * LANES
             call += 1
 
@@ -259,7 +248,7 @@ def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
                     copy_strip(work, plan, following, rows - LANES, steps, share - 1, other)
             some, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
             multiply_rows(
-                work, BY_COLUMNS, some, width, steps, source, right, 0, (sums, step), columns - done, ahead, beta
+                work, tiles.BY_COLUMNS, some, width, steps, source, right, 0, (sums, step), columns - done, ahead, beta
             )
             done += width * LANES
             call += 1
@@ -297,9 +286,8 @@ def _sum_rows(work, rows, columns, steps, left, c, beta):
             if call % 2 == 1:
                 ahead = share_ahead(plan_of_sums, sums + ROWS * step - WIDTH * VECTOR, 0)
             some, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
-            multiply_rows(
-                work, BY_ROWS, some, width, steps, (source, a_step), right, 0, (sums, step), columns - done, ahead, beta
-            )
+            own, rest, kind = (source, a_step), columns - done, tiles.BY_ROWS
+            multiply_rows(work, kind, some, width, steps, own, right, 0, (sums, step), rest, ahead, beta)
             done += width * LANES
             call += 1
 
@@ -317,15 +305,15 @@ def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c,
     plan = plan_ahead(steps, next_width, b_step, calls, steps)
     fuses = not packed and rows > ROWS and more >= 0
     if not packed and not fuses:
-        copy_rows(work.functions, width, b, b_step, steps, columns, panel)
+        tiles.copy_rows(work.functions, width, b, b_step, steps, columns, panel)
     for call in range(calls):
         row = call * ROWS
         ahead = a, 0, 1, 0
         if more > 0:
             ahead = share_ahead(plan, following, call)
-        kind, source = BY_ROWS, (panel, width * VECTOR)
+        kind, source = tiles.BY_ROWS, (panel, width * VECTOR)
         if fuses and call == 0:
-            kind, source = BY_ROWS_PACKING, right
+            kind, source = tiles.BY_ROWS_PACKING, right
         some, rows_of_a, sums = min(ROWS, rows - row), (a + row * a_step, a_step), (at + row * step, step)
         multiply_rows(work, kind, some, width, steps, rows_of_a, source, panel, sums, columns, ahead, beta)
         if more > 0 and call > 0:
@@ -388,7 +376,7 @@ def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, be
 def _in_place(work, by_columns, m, n, k, left, right, c, beta):
     """A small product of whole panels: nothing is packed, nothing fetched ahead."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
-    kind = BY_COLUMNS if by_columns else BY_ROWS
+    kind = tiles.BY_COLUMNS if by_columns else tiles.BY_ROWS
     down = 4 if by_columns else a_step
     for done in range(0, n, 2 * LANES):
         for row in range(0, m, ROWS):
@@ -415,7 +403,7 @@ def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
     places = slots()
     taken = take(places, SCRATCH)
     panels = (taken + PAGE - 1) // PAGE * PAGE
-    work = Work(code(), panels, panels + PANELS, panels + PANELS + STRIP)
+    work = Work(tiles.code(), panels, panels + PANELS, panels + PANELS + STRIP)
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
     # 111 is as it is, 112 transposed. The caller defines only the lower half of these two numbers.
     a_transposed, b_transposed = a_order & 1 == 0, b_order & 1 == 0
