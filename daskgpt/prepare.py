@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.corpus.manifest import Manifest, Part
-from daskgpt.data.corpus.preparing import Preparation, PrepareConfig
+from daskgpt.data.corpus.folder import Manifest, Part
+from daskgpt.data.corpus.preparation import Preparation, PrepareConfig
 from daskgpt.schedulers.addresses import open_scheduler
 
 LINES = """\

@@ -14,8 +14,8 @@ from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.recipes import RECIPES
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
-from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.readable import readable
 from daskgpt.generation.sampling import sampled
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher

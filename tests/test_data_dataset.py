@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from daskgpt.data.dataset import batch, check_tokens, load_dataset, validation_batches
-from daskgpt.formats.llmc_tokens import write_tokens
+from daskgpt.formats.llmc import write_tokens
 
 END = 256
 

@@ -9,11 +9,7 @@ from prepared_texts import BYTES, prepared, text_of
 from small_runs import losses_of
 
 from daskgpt import train
-from daskgpt.data.dataset import EPOCHS, Dataset, batch
-from daskgpt.data.loading import BatchLoader
-from daskgpt.data.order import shuffled
-from daskgpt.data.prepared import load_prepared
-from daskgpt.data.tokens import MappedTokens
+from daskgpt.data.dataset import EPOCHS, BatchLoader, Dataset, MappedTokens, batch, load_prepared, shuffled
 
 ROW = np.arange(1000, dtype=np.uint16)
 

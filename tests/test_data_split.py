@@ -5,8 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from daskgpt.data.split import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
-from daskgpt.data.text import Document
+from daskgpt.data.text import END, SPAN_CHARACTERS, SPAN_TOKENS, Document, Run, runs, split_text, split_tokens
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.75])

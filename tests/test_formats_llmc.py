@@ -11,8 +11,8 @@ from full_disk import full_disk
 from llmc_samples import CONFIG, DEBUG_STATE, MODEL, SMALL, assert_same_bits, small_debug_state, small_parameters
 from product_cases import check_rounding
 
+from daskgpt.formats.layouts import held, to_bfloat16
 from daskgpt.formats.llmc import read_debug_state, read_model, write_debug_state, write_model
-from daskgpt.formats.published import held, to_bfloat16
 from daskgpt.model.parameters import PARAMETERS, Tensor, parameter_shapes
 
 # Round trips
@@ -118,10 +118,10 @@ MOST = 2**31 - 1
 
 
 REFUSED = [
-    ("model", {0: 20240327}, None, "debug state: read it with read_debug_state"),
+    ("model", {0: 20240327}, None, "It is an llm.c debug state"),
     ("model", {0: 20240520}, None, "token file"),
     ("model", {0: 7}, None, "no llm.c file"),
-    ("state", {0: 20240326}, None, "read it with read_model"),
+    ("state", {0: 20240326}, None, "It is an llm.c model"),
     *[(kind, {}, size, "header of 1024 bytes") for kind in READERS for size in (0, 3, 1023)],
     *[("model", {1: version}, None, "version must be 3") for version in (0, 2, 4, 6, -3)],
     *[("state", {1: version}, None, "version must be 2") for version in (1, 3)],

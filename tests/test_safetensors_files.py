@@ -9,9 +9,11 @@ import pytest
 from llmc_samples import SMALL, assert_same_bits, small_parameters
 from safetensors import safe_open
 
-from daskgpt.formats import published
-from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
-from daskgpt.formats.safetensors_files import MOST_TEXT, NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
+from daskgpt.formats import layouts
+from daskgpt.formats.checks import MAX_JSON_BYTES
+from daskgpt.formats.run_model import read_run_model, write_run_models
+from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
+from daskgpt.formats.stored_model import StoredModel
 
 # Names, and values of every kind of layout.
 ARRAYS = {
@@ -33,10 +35,10 @@ def named(arrays):
 
 
 def assert_holds(files, arrays):
-    assert files.names == list(arrays)
+    assert list(files) == list(arrays)
     for name, array in arrays.items():
-        found = files.read(name)
-        assert (files.shape(name), files.dtype(name)) == (array.shape, KINDS[array.dtype.str])
+        found = files[name].read()
+        assert (files[name].shape, files[name].dtype) == (array.shape, KINDS[array.dtype.str])
         assert not found.flags.writeable
         np.testing.assert_array_equal(found, array, err_msg=name, strict=True)
 
@@ -77,7 +79,7 @@ def test_shards_and_their_index(tmp_path, most):
 
 
 def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(published.pieces, "__defaults__", (16,))
+    monkeypatch.setattr(layouts.pieces, "__defaults__", (16,))
     write_tensor_file(tmp_path / "a.safetensors", named(ARRAYS), {}, where="test")
     assert_holds(TensorFiles(tmp_path / "a.safetensors", "test"), ARRAYS)
 
@@ -85,7 +87,6 @@ def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
 NOT_WRITTEN = [
     ([NamedTensor("a", (3, 4), "F32", lambda: np.zeros((4, 3), "f4"))], "a.safetensors", TypeError, "have shape"),
     ([NamedTensor("a", (3, 4), "F32", lambda: np.zeros((3, 4)))], "a.safetensors", TypeError, "dtype float32"),
-    (named(ARRAYS) + named({"one": ARRAYS["one"]}), "a.safetensors", ValueError, "name of its own; got name=one"),
     (named(ARRAYS), "no/a.safetensors", FileNotFoundError, "folder must exist"),
 ]
 
@@ -135,7 +136,7 @@ NO_INDEX = [
     (b"", "JSONDecodeError"),
     (b"[" * 100_000, "RecursionError"),
     (b"[1]", "kind=list"),
-    (b" " * (MOST_TEXT + 1), f"bytes={MOST_TEXT + 1}"),
+    (b" " * (MAX_JSON_BYTES + 1), f"bytes={MAX_JSON_BYTES + 1}"),
     *[(json.dumps({"weight_map": of}).encode(), "weight_map must say") for of in (None, 3, {}, {"one": 3}, ["a"])],
     *[(json.dumps({"weight_map": {"one": f}}).encode(), "files beside") for f in ("../s.safetensors", "a.bin", "a\nb")],
 ]
@@ -166,7 +167,9 @@ def test_an_index_and_files_that_do_not_fit(index, tmp_path):
     refused(index, "same metadata.*entry=for")
 
 
-@pytest.mark.parametrize(("size", "keyword"), [(MOST_TEXT, "whole safetensors"), (MOST_TEXT + 1, "header must have")])
+@pytest.mark.parametrize(
+    ("size", "keyword"), [(MAX_JSON_BYTES, "whole safetensors"), (MAX_JSON_BYTES + 1, "header must have")]
+)
 def test_a_header_of_absurd_size(tmp_path, size, keyword):
     path = tmp_path / "a.safetensors"
     path.write_bytes(size.to_bytes(8, "little") + b"{")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from tiktoken import Encoding
 
-from daskgpt.data.encodings import END_OF_TEXT
+from daskgpt.formats.vocabulary import END_OF_TEXT
 
 
 def end_of_text(encoding: Encoding) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import CanGoOn, finishing_first
-from daskgpt.data.loading import BatchLoader
+from daskgpt.data.dataset import BatchLoader
 from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.losses import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler

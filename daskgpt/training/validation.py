@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.data.dataset import validation_batches
-from daskgpt.data.encodings import get_encoding, sizes_of
+from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.job import Job

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
 
 from daskgpt.config.amounts import count
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.corpus.documents import POLICIES, Reading
-from daskgpt.data.corpus.encoding import BlockEncoder, Encoded
-from daskgpt.data.corpus.folder import WHERE, FolderWriter
-from daskgpt.data.corpus.learning import LEARNT_BYTES, check_learnable, learn_vocabulary, sampled_texts
-from daskgpt.data.corpus.manifest import Manifest, digest_of, read_manifest
+from daskgpt.data.corpus.documents import POLICIES, BlockEncoder, Encoded, Reading, passages_of
+from daskgpt.data.corpus.folder import WHERE, FolderWriter, Manifest, digest_of, read_manifest
 from daskgpt.data.corpus.sources import BLOCK_BYTES, Block, blocks, list_sources
-from daskgpt.data.encodings import encoding_named, get_encoding, vocabulary_size
-from daskgpt.formats.llmc_tokens import LARGEST_COUNT
-from daskgpt.formats.vocabulary_file import know_vocabulary, learned_content, read_vocabulary, written_vocabulary
+from daskgpt.data.tokenizer import check_learnable, encoding_named, get_encoding, learn_encoding, vocabulary_size
+from daskgpt.formats.llmc import LARGEST_COUNT
+from daskgpt.formats.vocabulary import learned_content, read_vocabulary
 
+LEARNED_BYTES = 100_000_000  # of text that a vocabulary is learned from, spread over the corpus
 # Calls a function on each of some items, in tasks, and another one on each result here, in their order.
 Each = Callable[[str, Callable[[Block], Encoded], Iterator[Block], Callable[[Encoded], None]], None]
 
@@ -67,9 +64,11 @@ class Preparation:
         if self.encoding:
             get_encoding(self.encoding)
         else:
-            check_learnable(config.learn_vocabulary)
+            check_learnable(config.learn_vocabulary, WHERE)
         self.reading = Reading(config.field, config.separator.encode(), config.undecodable, config.validation_fraction)
-        self.settings = _settings(config, self.encoding)
+        # What decides the tokens, with the inputs.
+        known = {name: value for name, value in asdict(config).items() if name != "out"}
+        self.settings = known | {"encoding": self.encoding, "block_bytes": BLOCK_BYTES}
 
     def run(self, each: Each, tell: Callable[[int], None]) -> Manifest:
         """Make the folder, or go on with making it; the same bytes whoever does it, and however often it was stopped.
@@ -106,9 +105,10 @@ class Preparation:
         """The name of the corpus's own vocabulary: learned, or found where an earlier process has learned it."""
         if folder.vocabulary.is_file():
             return read_vocabulary(folder.vocabulary)
-        every = max(1, -(-sum(source.size for source in self.sources) // LEARNT_BYTES))
-        ranks = learn_vocabulary(sampled_texts(self._blocks(), self.reading, every), self.config.learn_vocabulary)
-        return know_vocabulary(written_vocabulary(ranks), str(folder.vocabulary))
+        every = max(1, -(-sum(source.size for source in self.sources) // LEARNED_BYTES))
+        sampled = (passages_of(block, self.reading) for block in islice(self._blocks(), 0, None, every))
+        texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
+        return learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
 
     def _finish(self, folder: FolderWriter, name: str) -> Manifest:
         """The manifest, written: with it the folder is whole.
@@ -125,9 +125,3 @@ class Preparation:
         manifest = Manifest(name, vocabulary_size(name), self.settings, inputs, training, validation, folder.skipped)
         manifest.write(folder.folder)
         return manifest
-
-
-def _settings(config: PrepareConfig, encoding: str) -> dict[str, Any]:
-    """What decides the tokens besides the inputs."""
-    known = {name: value for name, value in asdict(config).items() if name != "out"}
-    return known | {"encoding": encoding, "block_bytes": BLOCK_BYTES}

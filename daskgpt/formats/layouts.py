@@ -7,10 +7,12 @@ shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import fields
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.model.parameters import Tensor
 
@@ -21,13 +23,20 @@ DESCRIPTION = (
 # The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PIECE_BYTES = 2**24
-# llm.c's program for graphics cards wants a multiple of it.
-PADDED_TO = 128
 
 
-def padded(vocabulary: int) -> int:
-    """Rows of llm.c's embedding table for so many token ids (50,257 -> 50,304)."""
-    return -(-vocabulary // PADDED_TO) * PADDED_TO
+def require_default_settings(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
+    """Check that all settings but those a format has a place for are GPT-2's: a reader would take others for them.
+
+    known    settings that the file holds
+    file     what would hold them, for error messages
+
+    Errors   ValueError
+    """
+    for f in fields(config):
+        value = getattr(config, f.name)
+        rule, advice = f"{file} has no {f.name}, which must be {f.default}", "Write a .safetensors file, which has all."
+        require(f.name in known or value == f.default, where, rule, {f.name: value}, advice)
 
 
 def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
