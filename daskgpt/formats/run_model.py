@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,15 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.checks import short
-from daskgpt.formats.layouts import DESCRIPTION, held, published_shapes, to_published, view_published
-from daskgpt.formats.safetensors import SHARD_BYTES, NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
+from daskgpt.formats.layouts import DESCRIPTION, READABLE, held, published_shapes, to_published, view_published
+from daskgpt.formats.safetensors import (
+    SHARD_BYTES,
+    NamedTensor,
+    StoredTensor,
+    TensorFiles,
+    write_tensor_file,
+    write_tensor_files,
+)
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.formats.vocabulary import is_learned, know_vocabulary, learned_content
 from daskgpt.model.layers import replaced_rows
@@ -97,18 +104,10 @@ def _checksum(known: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(known, sort_keys=True).encode())
 
 
-def read_run_model(path: str | os.PathLike[str]) -> StoredModel:
-    """Read a model that write_run_model or write_run_models wrote.
+def open_run_model(path: str | os.PathLike[str]) -> StoredModel:
+    """Open a model that write_run_model or write_run_models wrote. All headers are checked before a tensor is read.
 
     path     the file, or the index of several
-
-    Errors   as of open_run_model
-    """
-    return open_run_model(path).loaded()
-
-
-def open_run_model(path: str | os.PathLike[str]) -> StoredModel:
-    """Open such a model. All headers are checked before a tensor is read.
 
     Shapes   those of parameter_shapes; rows of padding that the file leaves out are 0
     Dtype    float32
@@ -119,32 +118,31 @@ def open_run_model(path: str | os.PathLike[str]) -> StoredModel:
     path = Path(path)
     files = TensorFiles(path, READ)
     config, encoding, length = read_metadata(path, files.metadata)
-    check_names(path, files, config, READ)
-    table = tensors(config)
-    for name, tensor in table.items():
-        shape, dtype, right = files[name].shape, files[name].dtype, published_shapes(config, tensor)
-        rule, advice = f"{name} must be float32 (F32)", "Convert the file to float32 first."
-        require(dtype == "F32", READ, rule, {"path": path, "dtype": dtype}, advice)
-        rule = f"{name} must have shape {' or '.join(map(str, right))} in a file"
-        require(shape in right, READ, rule, {"path": path, "shape": shape}, FOREIGN)
-    parameters = ReadLater(table, lambda name: view_published(table[name], files[name].read()))
+    parameters = open_tensors(path, files, config, READ)
     return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", tuple(files.files))
 
 
-def check_names(path: Path, found: Mapping[str, Any], config: GPT2Config, where: str) -> None:
-    """Check that files have the tensors of a model and no others.
+def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Config, where: str) -> ReadLater:
+    """Return the tensors of a model in Hugging Face's layout, before they are read.
 
-    found    by names of the table
+    stored   by names of the table
 
-    Errors   ValueError
+    Errors   ValueError for tensors that are missing, unknown, or of another shape or dtype
     """
     # Compared before there is a table of tensors, whose length is what the file says.
-    got: dict[str, Any] = {"path": path, "blocks": config.blocks, "tensors": len(found)}
-    require(config.blocks <= len(found), where, "every block must have its tensors", got, FOREIGN)
-    expected = tensors(config).keys()
-    for kind, wrong in (("missing", expected - found.keys()), ("unknown", found.keys() - expected)):
+    got: dict[str, Any] = {"path": path, "blocks": config.blocks, "tensors": len(stored)}
+    require(config.blocks <= len(stored), where, "every block must have its tensors", got, FOREIGN)
+    table = tensors(config)
+    for kind, wrong in (("missing", table.keys() - stored.keys()), ("unknown", stored.keys() - table.keys())):
         got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
         require(not wrong, where, "the tensors must be those of the GPT-2 that is described", got, FOREIGN)
+    for name, tensor in table.items():
+        found, shapes = stored[name], published_shapes(config, tensor)
+        rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(found.dtype)}
+        require(found.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
+        rule, got = f"{name} must have shape {' or '.join(map(str, shapes))}", {"path": path, "shape": found.shape}
+        require(found.shape in shapes, where, rule, got, FOREIGN)
+    return ReadLater(table, lambda name: view_published(table[name], stored[name].read(), stored[name].dtype))
 
 
 def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, int]:
@@ -172,17 +170,8 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, 
     if VOCABULARY in known:
         rule, got = "the vocabulary must be that of the encoding", {"path": path, "encoding": short(known["encoding"])}
         require(know_vocabulary(known[VOCABULARY], str(path)) == known["encoding"], READ, rule, got, FOREIGN)
-    return _config_of(path, known["model"]), known["encoding"], known["sequence_length"]
-
-
-def _config_of(path: Path, numbers: Mapping[str, Any]) -> GPT2Config:
-    """Return the configuration; a setting that came later than the file means its default."""
-    unknown = [short(name) for name in numbers.keys() - {f.name for f in fields(GPT2Config)}]
-    rule, advice = "the model must have no setting that is unknown here", "A newer daskgpt wrote it: read it with that."
-    got = {"path": path, "model": ", ".join(sorted(unknown))[:80]}
-    require(not unknown, READ, rule, got, advice)
-    try:
-        return GPT2Config(**numbers)
+    try:  # a setting that came later than the file means its default
+        return GPT2Config(**known["model"]), known["encoding"], known["sequence_length"]
     except (ValueError, TypeError) as error:
-        rule = "the metadata must describe a GPT-2"
+        rule = "the metadata must describe a GPT-2 that is known here"
         raise refusal(ValueError, READ, rule, {"path": path}, short(error, 200)) from error

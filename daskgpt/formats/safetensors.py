@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, write_hashed
-from daskgpt.formats.checks import MAX_JSON_BYTES, read_json, short
+from daskgpt.formats.checks import read_json, short
 from daskgpt.formats.layouts import pieces
 
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
@@ -138,7 +138,6 @@ class StoredTensor:
     begin   its first byte in the file
     """
 
-    file: Path
     mapped: np.memmap[Any, Any]
     shape: tuple[int, ...]
     dtype: str
@@ -153,67 +152,49 @@ class StoredTensor:
 class TensorFiles(dict[str, StoredTensor]):
     """The tensors of one file, or of all that an index names, by name. Opening reads and checks all headers.
 
-    path     .safetensors, or the index (.json)
-    where    the caller's name in error messages
+    path       .safetensors, or the index (.json)
+    where      the caller's name in error messages
+    metadata   of the first file
 
     Errors   FileNotFoundError; ValueError for a file that is no safetensors, truncated, or longer than its header says,
-             and for an index that is none or does not say what is in the files
+             for an index that is none, and for a tensor that is in two files
     """
 
     def __init__(self, path: str | os.PathLike[str], where: str) -> None:
         super().__init__()
-        self.path, self.where, self.metadata = Path(path), where, dict[str, str]()
-        self.files = [self.path]
-        weight_map: Any = None
-        if self.path.suffix == ".json":
-            weight_map = read_json(self.path, where, "the index").get("weight_map")
-            self.files = self._files_of(weight_map)
-        for number, file in enumerate(self.files):
-            self._open(file, first=number == 0)
-        found = {name: tensor.file.name for name, tensor in self.items()}
-        wrong = min((key for key, _ in found.items() ^ (weight_map or found).items()), default="")
-        said = short((weight_map or found).get(wrong, "no file"))
-        got = {"path": self.path, "tensor": short(wrong), "file": found.get(wrong, "no file"), "weight_map": said}
-        require(not wrong, where, "the index must say where each tensor is", got, COPY_AGAIN)
+        self.path, self.where = Path(path), where
+        self.files = self._shards() if self.path.suffix == ".json" else [self.path]
+        metadata = [self._open(file) for file in self.files]
+        self.metadata = metadata[0]
 
-    def _files_of(self, weight_map: Any) -> list[Path]:
-        right = isinstance(weight_map, dict) and weight_map and all(isinstance(n, str) for n in weight_map.values())
-        rule, got = "weight_map must say of each tensor in which file it is", {"path": self.path}
-        require(bool(right), self.where, rule, got | {"weight_map": short(weight_map)}, COPY_AGAIN)
-        names = sorted(set(weight_map.values()))
-        for name in names:
-            # The index is a foreign file: nothing outside of the folder is opened.
-            plain = name == Path(name).name and name.endswith(ENDING) and name.isprintable() and len(name) <= 100
-            rule = "weight_map must name .safetensors files beside the index"
-            require(plain, self.where, rule, got | {"file": short(name)}, COPY_AGAIN)
+    def _shards(self) -> list[Path]:
+        files = read_json(self.path, self.where, "the index").get("weight_map")
+        names = sorted({str(name) for name in files.values()}) if isinstance(files, dict) else []
+        # The index is a foreign file: nothing outside of the folder is opened.
+        beside = (name == Path(name).name and name.endswith(ENDING) and name.isprintable() for name in names)
+        rule, got = "weight_map must name .safetensors files beside the index", {"path": self.path}
+        require(bool(names) and all(beside), self.where, rule, got | {"weight_map": short(files)}, COPY_AGAIN)
         return [self.path.with_name(name) for name in names]
 
-    def _open(self, path: Path, *, first: bool) -> None:
+    def _open(self, path: Path) -> dict[str, str]:
+        """Add the tensors of a file, and return its metadata."""
         advice = "Check the spelling and the folder."
         require(path.is_file(), self.where, "the file must exist", {"path": path}, advice, FileNotFoundError)
-        with open(path, "rb") as file:
-            header, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
-            # The library refuses a header that is longer than the file.
-            rule, absurd = f"the header must have at most {MAX_JSON_BYTES:,} bytes", MAX_JSON_BYTES < header <= size - 8
-            require(
-                not absurd, self.where, rule, {"path": path, "header": header}, "It is no safetensors file, or damaged."
-            )
-            text = file.read(header) if header <= size else b""
-        try:
-            with safe_open(path, framework="numpy") as checked:
-                metadata = dict(checked.metadata() or {})
-        except SafetensorError as error:
-            rule, advice = "the file must be a whole safetensors file", "It is of another kind, or damaged."
-            got = {"path": path, "bytes": f"{size} ({short(error, 120)})"}
-            raise refusal(ValueError, self.where, rule, got, advice) from error
-        self.metadata = metadata if first else self.metadata
-        wrong = min((key for key, value in metadata.items() ^ self.metadata.items()), default="")
-        rule, got = "all files of a model must have the same metadata", {"path": path, "entry": short(wrong)}
-        require(metadata == self.metadata, self.where, rule, got, "They are of two models, or damaged.")
+        with open(path, "rb") as file:  # names the path where the system refuses
+            size = int.from_bytes(file.read(8), "little")
+            try:
+                with safe_open(path, framework="numpy") as checked:
+                    metadata = dict(checked.metadata() or {})
+            except SafetensorError as error:
+                rule, advice = "the file must be a whole safetensors file", "It is of another kind, or damaged."
+                got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
+                raise refusal(ValueError, self.where, rule, got, advice) from error
+            header = json.loads(file.read(size))
         mapped = np.memmap(path, np.uint8, "r")
-        for name, entry in json.loads(text).items():
-            if name != "__metadata__":
-                twice = {"path": path, "tensor": short(name)}
-                require(name not in self, self.where, "every tensor must be in one file", twice, COPY_AGAIN)
-                begin = 8 + header + entry["data_offsets"][0]
-                self[name] = StoredTensor(path, mapped, tuple(entry["shape"]), entry["dtype"], begin)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            twice = {"path": path, "tensor": short(name)}
+            require(name not in self, self.where, "every tensor must be in one file", twice, COPY_AGAIN)
+            begin = 8 + size + entry["data_offsets"][0]
+            self[name] = StoredTensor(mapped, tuple(entry["shape"]), entry["dtype"], begin)
+        return metadata

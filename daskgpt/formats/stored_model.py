@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.rich import html_table
 from daskgpt.formats.layouts import in_memory
-from daskgpt.model.parameters import check_dtypes, check_parameters, parameter_count, tensors
+from daskgpt.model.parameters import check_dtypes, check_parameters
 
 
 class ReadLater(Mapping[str, np.ndarray]):
@@ -50,7 +49,7 @@ class StoredModel:
     """
 
     config: GPT2Config
-    parameters: Mapping[str, np.ndarray]
+    parameters: Mapping[str, np.ndarray] = field(repr=False)
     encoding: str = ""
     sequence_length: int = 0
     kind: str = ""
@@ -69,22 +68,3 @@ class StoredModel:
         if not isinstance(self.parameters, ReadLater):
             check_parameters(self.config, self.parameters)
             check_dtypes(where, self.parameters, np.float32)
-
-    def _title(self) -> str:
-        return f"StoredModel of {parameter_count(self.config):,} parameters"
-
-    def _facts(self) -> list[tuple[str, str]]:
-        c, length = self.config, self.sequence_length
-        return [
-            ("size", f"{c.blocks} blocks, {c.heads} heads, {c.channels} channels"),
-            ("tokens", f"vocabulary {c.vocabulary:,} ({self.encoding or 'not known'}), {c.positions:,} positions"),
-            *([("trained", f"on sequences of {length}")] if length else []),
-        ]
-
-    def __repr__(self) -> str:
-        return "\n".join([self._title(), *(f"{title:12}{text}" for title, text in self._facts())])
-
-    def _repr_html_(self) -> str:
-        shown = [tensor for tensor in tensors(self.config).values() if not tensor.block]  # one block stands for all
-        shapes = [(tensor.name, " x ".join(map(str, tensor.shape))) for tensor in shown]
-        return html_table(self._title(), self._facts()) + html_table("Tensors", shapes)

@@ -46,9 +46,7 @@ def tokenizer_files(vocabulary: Vocabulary, positions: int) -> dict[str, bytes]:
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     flags = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
     added = [{"id": i, "content": name} | flags for name, i in ids.items() if name in vocabulary.specials]
-    model = (
-        {"type": "BPE", "unk_token": None} | PAIR_SETTINGS | {"vocab": ids, "merges": [list(pair) for pair in merges]}
-    )
+    model = {"type": "BPE", "unk_token": None, "vocab": ids, "merges": [list(pair) for pair in merges]}
     level = {"type": "ByteLevel", "use_regex": True}
     pipeline = {
         "version": "1.0",
@@ -125,21 +123,16 @@ def _check_pipeline(path: Path, known: Mapping[str, Any]) -> None:
     Errors   ValueError naming the part that is not
     """
     model, pre = known.get("model") or {}, known.get("pre_tokenizer") or {}
-    meant = {
-        "normalizer": known.get("normalizer") is None,
-        "pre_tokenizer": pre.get("type") == "ByteLevel" and pre.get("use_regex", True),
-        "pre_tokenizer.add_prefix_space": not pre.get("add_prefix_space"),
-        "model": model.get("type", "BPE") == "BPE" and {"vocab", "merges"} <= model.keys(),
-        **{f"model.{name}": not model.get(name) for name in PAIR_SETTINGS},
-    }
-    for name, right in meant.items():
-        value: Any = known
-        for part in name.split("."):
-            value = (value or {}).get(part)
-        if isinstance(value, Mapping):
-            value = value.get("type")
+    none = {f"model.{name}": model.get(name) for name in PAIR_SETTINGS}
+    none |= {"normalizer": known.get("normalizer"), "pre_tokenizer.add_prefix_space": pre.get("add_prefix_space")}
+    wrong = {name: value for name, value in none.items() if value}
+    if pre.get("type") != "ByteLevel" or not pre.get("use_regex", True):
+        wrong["pre_tokenizer"] = pre.get("type")
+    if model.get("type", "BPE") != "BPE" or not {"vocab", "merges"} <= model.keys():
+        wrong["model"] = model.get("type")
+    for name, value in wrong.items():
         got = {"path": path, name: json.dumps(value)[:60]}
-        require(bool(right), READ, f"{name} must be that of GPT-2", got, OTHERS)
+        raise refusal(ValueError, READ, f"{name} must be that of GPT-2", got, OTHERS)
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:

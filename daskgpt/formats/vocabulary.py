@@ -123,17 +123,17 @@ def _parsed(content: str, origin: str) -> Vocabulary:
         try:
             token, i, *kind = line.split()
             value = base64.b64decode(token, validate=True)
-            right = i == str(number) and kind in ([], ["special"], ["end"])
-            if kind == ["end"]:
-                specials = {value.decode(): number} | specials
-            elif kind:
-                specials[value.decode()] = number
-            else:
-                ranks[value] = number
+            name = value.decode() if kind else ""
         except ValueError:  # of decoding as well
-            right = False
+            i = ""
         rule = "a vocabulary's lines must be base64 and an id, from 0 on"
-        require(right, WHERE, rule, {"path": origin, "line": f"{number + 1} ({line[:40]!r})"}, advice)
+        require(i == str(number), WHERE, rule, {"path": origin, "line": f"{number + 1} ({line[:40]!r})"}, advice)
+        if kind == ["end"]:
+            specials = {name: number} | specials
+        elif kind:
+            specials[name] = number
+        else:
+            ranks[value] = number
         differ = len(ranks) + len(specials) == number + 1
         require(differ, WHERE, "tokens must differ", {"path": origin, "line": number + 1}, advice)
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]

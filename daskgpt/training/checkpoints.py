@@ -31,7 +31,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, set_aside, sync_folder
 from daskgpt.formats.checks import read_json, short
 from daskgpt.formats.layouts import in_memory
-from daskgpt.formats.run_model import read_run_model, write_run_models
+from daskgpt.formats.run_model import open_run_model, write_run_models
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, TensorFiles, write_tensor_files
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import Tensor, tensors
@@ -257,7 +257,7 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
     Dtype     float32, in memory of its own
     Errors    ValueError where the optimizer's file does not hold these moments of the model's tensors
     """
-    model = read_run_model(_tensor_path(folder, MODEL))
+    model = open_run_model(_tensor_path(folder, MODEL)).loaded()
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
     return Checkpoint(state["step"], model, _moments(files, moments), state)
 
