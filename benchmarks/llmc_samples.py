@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import DebugState
+from daskgpt.formats.llmc import DebugState, token_header
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
@@ -31,6 +31,11 @@ def small_debug_state() -> DebugState:
     tokens, targets = random.integers(0, SMALL.vocabulary, (2, 3, 4), dtype=np.int32)
     logits = random.standard_normal((3, 4, SMALL.vocabulary), np.float32)
     return DebugState(tokens, targets, logits, loss=1.5, gradients=small_parameters(2))
+
+
+def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
+    """Write a token file of llm.c's."""
+    Path(path).write_bytes(token_header(tokens.size) + tokens.astype("<u2").tobytes())
 
 
 def assert_same_bits(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:

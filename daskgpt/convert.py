@@ -13,7 +13,7 @@ from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
 from daskgpt.formats.run_model import write_run_model
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.tokenizer_files import tokenizer_files
+from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.model.layers import require_own_layers
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.run_folder import open_model_of

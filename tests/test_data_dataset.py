@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmc_samples import write_tokens
 
 from daskgpt.data.dataset import batch, check_tokens, load_dataset, validation_batches, whole_source
-from daskgpt.formats.llmc import write_tokens
 
 END = 256
 

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from conftest import random_parameters
+from llmc_samples import write_tokens
 from numpy.testing import assert_allclose
 from tolerances import TOLERANCES
 
@@ -14,7 +15,7 @@ from daskgpt import evaluate
 from daskgpt.data.hellaswag import read_hellaswag
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.evaluate import sizes_of
-from daskgpt.formats.llmc import Question, read_questions, write_tokens
+from daskgpt.formats.llmc import Question, read_questions
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 from daskgpt.training.inference import Inference

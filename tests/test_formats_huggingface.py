@@ -17,7 +17,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.run_model import open_run_model
 from daskgpt.formats.safetensors import NamedTensor, write_tensor_files
 from daskgpt.formats.stored_model import ReadLater, StoredModel
-from daskgpt.formats.tokenizer_files import merges_of, tokenizer_files
+from daskgpt.formats.vocabulary import merges_of, tokenizer_files
 
 CONFIG = GPT2Config(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
 PARAMETERS = random_parameters(CONFIG, np.random.default_rng(2))

@@ -40,7 +40,8 @@ def trained(*arguments: object) -> None:
 
 def forget_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be as a process that has read no learned vocabulary."""
-    monkeypatch.setattr(vocabulary, "_known", {})
+    for name in list(vocabulary.KNOWN):
+        monkeypatch.delitem(vocabulary.KNOWN, name)
 
 
 @pytest.fixture(scope="module")

@@ -53,11 +53,8 @@ class MappedTokens:
         return self.size
 
     def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
-        """Errors   IndexError for a place outside, as an array's"""
+        """Errors   IndexError for a place beyond the end"""
         places = np.arange(*places.indices(self.size)) if isinstance(places, slice) else np.asarray(places)
-        if places.size and (places.min() < 0 or places.max() >= self.size):
-            got = {"places": f"{places.min()} to {places.max()}", "tokens": self.size}
-            raise refusal(IndexError, "MappedTokens", "places must lie in the row", got, "Give others.")
         numbers = np.searchsorted(self.ends, places, side="right")
         found = np.empty(places.shape, self.dtype)
         for number in np.unique(numbers):
@@ -359,21 +356,23 @@ class BatchLoader:
             vocabulary=dataset.vocabulary,
         )
         self.reader = ThreadPoolExecutor(1, "batches")
-        self.coming: dict[int, Future[Batch]] = {}
+        self.numbers: Sequence[int] = ()  # of the batches that are coming
+        self.coming: Future[list[Batch]] = Future()
+
+    def _read(self, numbers: Sequence[int]) -> list[Batch]:
+        return [self.make(step=number) for number in numbers]
 
     def take(self, numbers: Sequence[int]) -> list[Batch]:
         """Return the batches of these steps; as many that follow them are begun.
 
         Errors   ValueError for a token beyond the vocabulary, OSError of the disk
         """
-        following = range(numbers[-1] + 1, numbers[-1] + 1 + len(numbers))
-        known = {n: future for n, future in self.coming.items() if n in numbers}
-        for n, future in self.coming.items():
-            if n not in numbers:
-                future.cancel()
-        coming = {n: known.get(n) or self.reader.submit(self.make, step=n) for n in (*numbers, *following)}
-        self.coming = {n: coming[n] for n in following}
-        return [coming[n].result() for n in numbers]
+        if list(numbers) != list(self.numbers):
+            self.coming.cancel()
+            self.coming = self.reader.submit(self._read, numbers)
+        taken, self.numbers = self.coming, range(numbers[-1] + 1, numbers[-1] + 1 + len(numbers))
+        self.coming = self.reader.submit(self._read, self.numbers)
+        return taken.result()
 
     def close(self) -> None:
         """End its thread."""

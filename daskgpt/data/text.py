@@ -36,15 +36,7 @@ _LEFT_OUT = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkin
 _LEFT_OUT_FOLDERS = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
 
 
-@dataclass(frozen=True)
-class Document:
-    """One file's text under its name."""
-
-    name: str
-    text: str
-
-
-def read_text(source: str) -> list[Document]:
+def read_text(source: str) -> list[str]:
     """Return the documents of a source, in the order of their paths; empty ones are dropped.
 
     `stdlib` is the source of this Python's standard library. A folder is read with all folders below it, but without
@@ -57,55 +49,54 @@ def read_text(source: str) -> list[Document]:
     """
     path, where = Path(source).expanduser(), "read_text"
     if source == STANDARD_LIBRARY:
-        documents = _standard_library(Path(sysconfig.get_path("stdlib")))
+        documents = _decoded(_standard_library(Path(sysconfig.get_path("stdlib"))))
     elif path.is_file():
         refuse_pickle(path, where, "Give a text, or token files.")
         with readable(path, where):
             content = path.read_bytes()
         try:
-            documents = [Document(path.name, content.decode())]
+            documents = [content.decode()]
         except UnicodeDecodeError as error:
             rule, got = "the file must be UTF-8 text", {"source": source, "first wrong byte": error.start}
             raise refusal(ValueError, where, rule, got, "Convert it, for example with iconv -t UTF-8.") from error
     else:
         paths = files_below(path) if path.is_dir() else matching_files(source, where)
-        documents = _decoded({path: str(path) for path in paths})
+        documents = _decoded(paths)
         rule, got = "at least one file must be UTF-8 text", {"source": source, "files": len(paths)}
         require(bool(documents), where, rule, got, "Name token files by a path or glob that ends in .bin.")
-    documents = [document for document in documents if document.text.strip()]
+    documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
     require(bool(documents), where, rule, {"source": source}, advice)
     return documents
 
 
-def _standard_library(root: Path) -> list[Document]:
-    """Return modules and packages of the library at `root`, up to a size in all.
+def _standard_library(root: Path) -> list[Path]:
+    """Return the files of the library at `root`, up to a size in all.
 
     Only names that Python itself lists count: a distribution may put files of its own beside them.
     """
-    names, size = {}, 0
+    found, size = list[Path](), 0
     for path in files_below(root, left_out=_LEFT_OUT_FOLDERS):
-        name = path.relative_to(root)
-        top = name.parts[0].removesuffix(".py")
+        top = path.relative_to(root).parts[0].removesuffix(".py")
         if path.suffix == ".py" and top in sys.stdlib_module_names and top not in _LEFT_OUT:
             size += path.stat().st_size
             if size > STANDARD_LIBRARY_BYTES:
                 break
-            names[path] = name.as_posix()
+            found.append(path)
     rule, advice = "the standard library must be there as source", "Give a text file instead."
-    require(bool(names), "read_text", rule, {"folder": root}, advice, FileNotFoundError)
-    return _decoded(names)
+    require(bool(found), "read_text", rule, {"folder": root}, advice, FileNotFoundError)
+    return found
 
 
-def _decoded(names: dict[Path, str]) -> list[Document]:
-    """Return the texts of files under their names, without those that are no text."""
+def _decoded(paths: list[Path]) -> list[str]:
+    """Return the texts of files, without those that are no text."""
     documents = []
-    for path, name in names.items():
+    for path in paths:
         with readable(path, "read_text"):
             content = path.read_bytes()
         with suppress(UnicodeDecodeError):
             if b"\0" not in content:
-                documents.append(Document(name, content.decode()))
+                documents.append(content.decode())
     return documents
 
 
@@ -172,16 +163,16 @@ def runs(total: int, span: int, fraction: float, held_out: str = SPANS) -> list[
     return [Run(group[0] * span, min(total, (group[-1] + 1) * span), key) for key, group in groups]
 
 
-def split_text(documents: list[Document], fraction: float, held_out: str = SPANS) -> tuple[list[str], list[str]]:
+def split_text(documents: list[str], fraction: float, held_out: str = SPANS) -> tuple[list[str], list[str]]:
     """Return pieces of text for training and for validation. Spans end with lines, where these are not too long.
 
     Errors   none: a text too short to be split leaves one part empty
     """
-    cuts = runs(sum(len(document.text) for document in documents), SPAN_CHARACTERS, fraction, held_out)
+    cuts = runs(sum(map(len, documents)), SPAN_CHARACTERS, fraction, held_out)
     stops = [run.stop for run in cuts]
     parts: tuple[list[str], list[str]] = ([], [])
     position = 0
-    for text in (document.text for document in documents):
+    for text in documents:
         inside = cuts[bisect_right(stops, position) : bisect_left(stops, position + len(text)) + 1]
         cuts_inside = (_line_end(text, a.stop - position, b, held_out) for a, b in pairwise(inside))
         ends = [0, *cuts_inside, len(text)]

@@ -15,17 +15,7 @@ import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import nearest, refusal, require
-from daskgpt.formats.tokenizer_files import decoded, encoding_in
-from daskgpt.formats.vocabulary import (
-    END_OF_TEXT,
-    Vocabulary,
-    is_learned,
-    know_vocabulary,
-    known_vocabulary,
-    learned_vocabulary,
-    read_vocabulary,
-    written_vocabulary,
-)
+from daskgpt.formats import vocabulary as vocabularies
 
 PADDING = 128  # ids that a model may have beyond those of its encoding
 # Number of ids. End-of-text is the last of them in these two; others say which it is (`specials_of`).
@@ -52,8 +42,8 @@ def vocabulary_size(name: str) -> int:
 
     Errors   ValueError for an unknown name, or a learned vocabulary that was not read in this process
     """
-    if is_learned(name):
-        known = learned_vocabulary(name)
+    if vocabularies.is_learned(name):
+        known = vocabularies.learned_vocabulary(name)
         return len(known.ranks) + len(known.specials)
     advice = nearest(name, list(VOCABULARY))
     require(name in VOCABULARY, "vocabulary_size", "the encoding must be known", {"encoding": name}, advice)
@@ -67,8 +57,8 @@ def encoding_named(name: str) -> str:
     Errors   ValueError for what is neither, or a file that holds none
     """
     path = Path(name).expanduser()
-    if name not in VOCABULARY and not known_vocabulary(name) and path.exists():
-        return (encoding_in(path) if path.is_dir() else "") or read_vocabulary(path)
+    if name not in VOCABULARY and name not in vocabularies.KNOWN and path.exists():
+        return (vocabularies.encoding_in(path) if path.is_dir() else "") or vocabularies.read_vocabulary(path)
     vocabulary_size(name)
     return name
 
@@ -84,25 +74,28 @@ def get_encoding(name: str) -> tiktoken.Encoding:
         name,
         pat_str=_ANY_CHARACTER if name == "bytes" else GPT2_PATTERN,
         mergeable_ranks=vocabulary.ranks,
-        special_tokens={END_OF_TEXT: end} | dict(others),
+        special_tokens={vocabularies.END_OF_TEXT: end} | dict(others),
         explicit_n_vocab=size,
     )
 
 
 def specials_of(name: str) -> dict[str, int]:
     """Return the special tokens of an encoding with their ids, end-of-text first."""
-    known = known_vocabulary(name)
-    return known.specials if known else {END_OF_TEXT: vocabulary_size(name) - 1}
+    return (
+        vocabularies.KNOWN[name].specials
+        if name in vocabularies.KNOWN
+        else {vocabularies.END_OF_TEXT: vocabulary_size(name) - 1}
+    )
 
 
-def vocabulary_of(name: str) -> Vocabulary:
+def vocabulary_of(name: str) -> vocabularies.Vocabulary:
     """Return the tokens of an encoding.
 
     Errors   as of get_encoding
     """
-    if known := known_vocabulary(name):
-        return known
-    return Vocabulary(gpt2_ranks() if name == "gpt2" else _byte_ranks(), specials_of(name))
+    if name in vocabularies.KNOWN:
+        return vocabularies.KNOWN[name]
+    return vocabularies.Vocabulary(gpt2_ranks() if name == "gpt2" else _byte_ranks(), specials_of(name))
 
 
 def _byte_ranks() -> dict[bytes, int]:
@@ -160,7 +153,7 @@ def gpt2_ranks() -> dict[bytes, int]:
     Source   Radford et al. 2019: byte-level byte pair encoding
     """
     tokens: dict[str, int] = json.loads(_gpt2_file())
-    return {decoded(token): i for token, i in tokens.items() if token != END_OF_TEXT}
+    return {vocabularies.decoded(token): i for token, i in tokens.items() if token != vocabularies.END_OF_TEXT}
 
 
 def _gpt2_file() -> bytes:
@@ -245,7 +238,7 @@ def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
     def pieces() -> Iterator[str]:
         return (text[start : start + _PIECE] for text in texts for start in range(0, len(text), _PIECE))
 
-    return know_vocabulary(written_vocabulary(learn_vocabulary(pieces(), size)), origin)
+    return vocabularies.know_vocabulary(vocabularies.written_vocabulary(learn_vocabulary(pieces(), size)), origin)
 
 
 def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
@@ -271,4 +264,4 @@ def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
     ids: dict[str, int] = learner.get_vocab()
     # The library has the bytes in the order of their characters; here a byte is its own id.
     merged = sorted((i, token) for token, i in ids.items() if len(token) > 1)
-    return _byte_ranks() | {decoded(token): 256 + n for n, (_, token) in enumerate(merged)}
+    return _byte_ranks() | {vocabularies.decoded(token): 256 + n for n, (_, token) in enumerate(merged)}

@@ -21,7 +21,7 @@ from daskgpt.formats.layouts import READABLE, require_default_settings
 from daskgpt.formats.run_model import ENTRY, metadata_of, named_tensors, open_tensors, read_metadata
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, SHARD_BYTES, StoredTensor, TensorFiles, write_tensor_files
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.tokenizer_files import encoding_in
+from daskgpt.formats.vocabulary import encoding_in
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"

@@ -16,10 +16,6 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.model.parameters import Tensor
 
-DESCRIPTION = (
-    "Hugging Face's GPT-2: names without a prefix; matrices of the blocks are (in, out), the transpose of what "
-    "activations are multiplied with; wte.weight has the rows of the vocabulary, and its padding only if that is not 0"
-)
 # The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PIECE_BYTES = 2**24

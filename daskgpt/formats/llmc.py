@@ -38,7 +38,7 @@ KINDS = {  # of files, by the first number
 FLOAT32_VERSION, BFLOAT16_VERSION = 3, 5
 DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # of a model's versions
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
-LARGEST_ID, LARGEST_COUNT = 2**16 - 1, 2**31 - 1  # of token files
+LARGEST_COUNT = 2**31 - 1  # of a token file
 META = "meta.pkl"  # nanoGPT's, beside ids of characters: which id is which
 START = 2**16 - 1  # before each question
 
@@ -227,28 +227,6 @@ def _check_batch(path: FilePath, where: str, config: GPT2Config, shape: tuple[in
 
 
 # Tokens
-
-
-def write_tokens(path: FilePath, tokens: np.ndarray) -> None:
-    """Write token ids as one file, which appears under its name when it is complete.
-
-    Shapes   tokens (N,)
-    Dtype    any integer; written as uint16
-    Errors   TypeError for numbers that are not integers; ValueError for other shapes, no tokens, or ids that do not
-             fit; FileNotFoundError where the folder is missing
-    """
-    tokens, where = np.asarray(tokens), "write_tokens"
-    rule, right = f"tokens must be one row of 1 to {LARGEST_COUNT} ids", tokens.ndim == 1
-    right = right and 1 <= tokens.size <= LARGEST_COUNT
-    require(right, where, rule, {"shape": tokens.shape}, "Write one row, or several files.")
-    rule, dtype = "tokens must be integers", {"dtype": tokens.dtype}
-    require(tokens.dtype.kind in "iu", where, rule, dtype, "Convert them first.", TypeError)
-    for token in (int(tokens.min()), int(tokens.max())):
-        rule = f"ids must lie between 0 and {LARGEST_ID}"
-        require(0 <= token <= LARGEST_ID, where, rule, {"id": token}, "A file holds 2 bytes a token.")
-    with replacing(path, where) as file:
-        file.write(token_header(tokens.size))
-        _write(file, tokens.astype(np.uint16, copy=False))
 
 
 def token_header(count: int) -> bytes:

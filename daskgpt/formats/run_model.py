@@ -17,7 +17,7 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.checks import short
-from daskgpt.formats.layouts import DESCRIPTION, READABLE, held, published_shapes, to_published, view_published
+from daskgpt.formats.layouts import READABLE, held, published_shapes, to_published, view_published
 from daskgpt.formats.safetensors import (
     SHARD_BYTES,
     NamedTensor,
@@ -27,7 +27,7 @@ from daskgpt.formats.safetensors import (
     write_tensor_files,
 )
 from daskgpt.formats.stored_model import ReadLater, StoredModel
-from daskgpt.formats.vocabulary import is_learned, know_vocabulary, learned_content
+from daskgpt.formats.vocabulary import is_learned, know_vocabulary, learned_vocabulary
 from daskgpt.model.layers import replaced_rows
 from daskgpt.model.parameters import Tensor, tensors
 
@@ -87,7 +87,6 @@ def metadata_of(model: StoredModel) -> dict[str, str]:
     known = {
         "version": VERSION,
         "daskgpt": __version__,
-        "layout": DESCRIPTION,
         "model": asdict(model.config),
         "encoding": model.encoding,
         "sequence_length": model.sequence_length,
@@ -95,7 +94,7 @@ def metadata_of(model: StoredModel) -> dict[str, str]:
     if replaced := replaced_rows():
         known[LAYERS] = replaced
     if is_learned(model.encoding):  # nobody else has it
-        known[VOCABULARY] = learned_content(model.encoding)
+        known[VOCABULARY] = learned_vocabulary(model.encoding).content
     # transformers reads a file only if it says for which library it was written; the layout of all is the same.
     return {"format": "pt", ENTRY: json.dumps(known | {CHECK: _checksum(known)})}
 

@@ -26,7 +26,7 @@ from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import is_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.vocabulary import is_learned, known_vocabulary
+from daskgpt.formats.vocabulary import KNOWN, is_learned
 from daskgpt.training.checkpoints import (
     DamagedCheckpoint,
     checked_state,
@@ -230,7 +230,7 @@ def open_model_of(path: str | Path) -> StoredModel:
     path = Path(path)
     model = open_model_file(_model_of(path))
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
-    known = model.encoding in ("", *VOCABULARY) or known_vocabulary(model.encoding) is not None
+    known = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
     require(known, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model
 

@@ -15,7 +15,7 @@ from daskgpt.data.corpus.folder import WHERE, FolderWriter, Manifest, digest_of,
 from daskgpt.data.corpus.sources import BLOCK_BYTES, Block, blocks, list_sources
 from daskgpt.data.tokenizer import check_learnable, encoding_named, get_encoding, learn_encoding, vocabulary_size
 from daskgpt.formats.llmc import LARGEST_COUNT
-from daskgpt.formats.vocabulary import learned_content, read_vocabulary
+from daskgpt.formats.vocabulary import is_learned, learned_vocabulary, read_vocabulary
 
 LEARNED_BYTES = 100_000_000  # of text that a vocabulary is learned from, spread over the corpus
 # Calls a function on each of some items, in tasks, and another one on each result here, in their order.
@@ -84,7 +84,8 @@ class Preparation:
             if folder.finished:
                 return read_manifest(folder.folder, WHERE)
             name = self.encoding or self._learned(folder)
-            if (content := learned_content(name)) and not folder.vocabulary.is_file():
+            content = learned_vocabulary(name).content if is_learned(name) else ""
+            if content and not folder.vocabulary.is_file():
                 with replacing(folder.vocabulary, WHERE) as file:
                     file.write(content.encode())
             tell(sum(part.bytes for part in folder.parts))
