@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import DebugState, token_header
+from daskgpt.formats.llmc import TOKENS, DebugState, header_of
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
@@ -35,7 +35,7 @@ def small_debug_state() -> DebugState:
 
 def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
     """Write a token file of llm.c's."""
-    Path(path).write_bytes(token_header(tokens.size) + tokens.astype("<u2").tobytes())
+    Path(path).write_bytes(header_of(TOKENS, 1, tokens.size) + tokens.astype("<u2").tobytes())
 
 
 def assert_same_bits(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:

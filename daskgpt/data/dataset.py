@@ -42,7 +42,6 @@ class MappedTokens:
     """
 
     dtype = np.dtype(np.uint16)
-    itemsize = 2
 
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
         self.parts = list(parts)

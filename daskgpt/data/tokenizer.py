@@ -81,11 +81,9 @@ def get_encoding(name: str) -> tiktoken.Encoding:
 
 def specials_of(name: str) -> dict[str, int]:
     """Return the special tokens of an encoding with their ids, end-of-text first."""
-    return (
-        vocabularies.KNOWN[name].specials
-        if name in vocabularies.KNOWN
-        else {vocabularies.END_OF_TEXT: vocabulary_size(name) - 1}
-    )
+    if name in vocabularies.KNOWN:
+        return vocabularies.KNOWN[name].specials
+    return {vocabularies.END_OF_TEXT: vocabulary_size(name) - 1}
 
 
 def vocabulary_of(name: str) -> vocabularies.Vocabulary:

@@ -56,17 +56,6 @@ def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.n
     return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
 
 
-def view_published(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
-    """The tensor as this program holds it: the bits that to_published was given.
-
-    dtype    of the values, one of READABLE
-
-    Shapes   one of published_shapes -> tensor.shape
-    Cost     none where nothing has to be changed: a view of the file, which need not be contiguous
-    """
-    return held(tensor, values.T if tensor.row.is_conv1d else values, dtype)
-
-
 def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
     """Values of a file in the table's shape: rows of padding are added as 0, or left out.
 
@@ -104,22 +93,3 @@ def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
     rows = max(1, most * len(values) // values.nbytes)
     for first in range(0, len(values), rows):
         yield np.ascontiguousarray(values[first : first + rows])
-
-
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper 16 bits of float32 values, rounded to the nearest, ties to even; a NaN stays one.
-
-    Shapes   one axis or more -> the same
-    Dtype    float32 -> uint16
-    Source   IEEE 754, roundTiesToEven; float32 bit patterns order as integers do, so a carry may enter the exponent
-    """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += bits
-    rounded += 0x7FFF
-    rounded >>= 16
-    nan = np.isnan(values)
-    # The carry could turn a NaN into an infinity or a zero; its quiet bit keeps it a NaN.
-    rounded[nan] = bits[nan] >> 16 | 0x40
-    return rounded.astype(np.uint16)

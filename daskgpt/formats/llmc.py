@@ -20,8 +20,9 @@ from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.paths import matching_files
 from daskgpt.formats.checks import refuse_pickle
-from daskgpt.formats.layouts import READABLE, held, pieces, require_default_settings, to_bfloat16
+from daskgpt.formats.layouts import READABLE, held, pieces, require_default_settings
 from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import check_dtypes, check_parameters, parameter_shapes, tensors, value_count
 
 HEADER_BYTES = 256 * 4
@@ -227,11 +228,6 @@ def _check_batch(path: FilePath, where: str, config: GPT2Config, shape: tuple[in
 
 
 # Tokens
-
-
-def token_header(count: int) -> bytes:
-    """Return the header of a file of so many tokens."""
-    return header_of(TOKENS, 1, count)
 
 
 def read_tokens(source: FilePath) -> np.ndarray:

@@ -17,7 +17,7 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.checks import short
-from daskgpt.formats.layouts import READABLE, held, published_shapes, to_published, view_published
+from daskgpt.formats.layouts import READABLE, held, published_shapes, to_published
 from daskgpt.formats.safetensors import (
     SHARD_BYTES,
     NamedTensor,
@@ -141,7 +141,12 @@ def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Con
         require(found.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
         rule, got = f"{name} must have shape {' or '.join(map(str, shapes))}", {"path": path, "shape": found.shape}
         require(found.shape in shapes, where, rule, got, FOREIGN)
-    return ReadLater(table, lambda name: view_published(table[name], stored[name].read(), stored[name].dtype))
+
+    def read(name: str) -> np.ndarray:
+        values = stored[name].read()
+        return held(table[name], values.T if table[name].row.is_conv1d else values, stored[name].dtype)
+
+    return ReadLater(table, read)
 
 
 def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, int]:

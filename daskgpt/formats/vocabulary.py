@@ -1,7 +1,8 @@
 """Learned vocabularies: files of tiktoken and of Hugging Face, known by a name of their content.
 
-A file of tiktoken's has a line a token, base64 and id. Special tokens have lines with a third word: `end` for end-of-text, `special` for others. A file without such lines has
-one special token, end-of-text, whose id is behind all others.
+A file of tiktoken has a line a token, base64 and id. Special tokens have lines with a third word: `end` for
+end-of-text, `special` for others. A file without such lines has one special token, end-of-text, whose id is behind all
+others.
 
 The name says size and digest: `learned-4096-1f2e3d4c5b6a`. Configurations, manifests and messages hold the name; a
 model's file holds the content as well, so that it is decoded wherever it goes. A vocabulary that was read once in a

@@ -27,7 +27,7 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written, replacing, sync_folder
 from daskgpt.data.corpus.documents import Encoded
-from daskgpt.formats.llmc import HEADER_BYTES, token_header
+from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
 
 WHERE = "prepare"
 MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.tiktoken"
@@ -156,7 +156,7 @@ class _PartWriter:
         """Give the file that is being filled its header."""
         if self.file is not None:
             self.file.seek(0)
-            self.file.write(token_header(self.held))
+            self.file.write(header_of(TOKENS, 1, self.held))
             self.sync()
             self.file.seek(0)
             digest = hashlib.file_digest(self.file, "sha256").hexdigest()
