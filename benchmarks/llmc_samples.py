@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import TOKENS, DebugState, header_of
+from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
@@ -31,6 +31,12 @@ def small_debug_state() -> DebugState:
     tokens, targets = random.integers(0, SMALL.vocabulary, (2, 3, 4), dtype=np.int32)
     logits = random.standard_normal((3, 4, SMALL.vocabulary), np.float32)
     return DebugState(tokens, targets, logits, loss=1.5, gradients=small_parameters(2))
+
+
+def read_model(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Read the configuration and the parameters of a model file of llm.c's."""
+    model = open_model(path).loaded()
+    return model.config, dict(model.parameters)
 
 
 def write_tokens(path: str | Path, tokens: np.ndarray) -> None:

@@ -8,11 +8,20 @@ import llmc_samples
 import numpy as np
 import pytest
 from full_disk import full_disk
-from llmc_samples import CONFIG, DEBUG_STATE, MODEL, SMALL, assert_same_bits, small_debug_state, small_parameters
+from llmc_samples import (
+    CONFIG,
+    DEBUG_STATE,
+    MODEL,
+    SMALL,
+    assert_same_bits,
+    read_model,
+    small_debug_state,
+    small_parameters,
+)
 from product_cases import check_rounding
 
 from daskgpt.formats.layouts import held
-from daskgpt.formats.llmc import read_debug_state, read_model, write_debug_state, write_model
+from daskgpt.formats.llmc import read_debug_state, write_debug_state, write_model
 from daskgpt.kernels.bfloat16 import to_bfloat16
 from daskgpt.model.parameters import PARAMETERS, Tensor, parameter_shapes
 

@@ -32,6 +32,12 @@ def refuse_pickle(path: Path, where: str, advice: str = CONVERT) -> None:
     require(not kind, where, rule, f"path={path} ({kind})", advice)
 
 
+def require_file(path: Path, where: str) -> None:
+    """Raise FileNotFoundError where there is no such file."""
+    advice = "Check the spelling and the folder."
+    require(path.is_file(), where, "the file must exist", {"path": path}, advice, FileNotFoundError)
+
+
 def read_json(path: Path, where: str, what: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
@@ -39,8 +45,7 @@ def read_json(path: Path, where: str, what: str) -> dict[str, Any]:
 
     Errors   FileNotFoundError; ValueError for a file that is too long, or no object
     """
-    advice = "Check the spelling and the folder."
-    require(path.is_file(), where, "the file must exist", {"path": path}, advice, FileNotFoundError)
+    require_file(path, where)
     size = path.stat().st_size
     rule, advice = f"{what} must be a JSON object of at most {MAX_JSON_BYTES:,} bytes", "Copy or write it again."
     require(size <= MAX_JSON_BYTES, where, rule, {"path": path, "bytes": size}, advice)

@@ -19,7 +19,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.paths import matching_files
-from daskgpt.formats.checks import refuse_pickle
+from daskgpt.formats.checks import refuse_pickle, require_file
 from daskgpt.formats.layouts import READABLE, held, pieces, require_default_settings
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
@@ -51,8 +51,7 @@ def read_header(path: Path, where: str, magic: int, versions: Collection[int]) -
 
     Errors   FileNotFoundError; ValueError for another kind of file or version, or one that is too short
     """
-    advice = "Check the spelling and the folder."
-    require(path.is_file(), where, "the file must exist", {"path": path}, advice, FileNotFoundError)
+    require_file(path, where)
     header: list[int] = np.fromfile(path, "<i4", 256).tolist()
     rule, got = f"the file must begin with a header of {HEADER_BYTES} bytes", {"path": path, "numbers": len(header)}
     require(len(header) == 256, where, rule, got, "It is no llm.c file, or was cut short.")
@@ -79,21 +78,11 @@ def header_of(*numbers: int) -> bytes:
 # Models
 
 
-def read_model(path: FilePath) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """Read configuration and parameters of an llm.c model file.
-
-    Shapes   those of parameter_shapes; wte.weight keeps the rows of the padded vocabulary
-    Dtype    float32; version 5 (bfloat16) is widened, which is exact
-    Cost     the parameters; the file is mapped
-    Errors   as of open_model
-    """
-    model = open_model(path).loaded()
-    return model.config, dict(model.parameters)
-
-
 def open_model(path: FilePath) -> StoredModel:
     """Open an llm.c model file, none of whose tensors is read yet.
 
+    Shapes   those of parameter_shapes; wte.weight keeps the rows of the padded vocabulary
+    Dtype    float32; version 5 (bfloat16) is widened, which is exact
     Errors   FileNotFoundError; ValueError for another kind of file, another version, a header that describes no GPT-2,
              a truncated file and bytes after the last tensor
     Source   llm.c, train_gpt2.py: write_model

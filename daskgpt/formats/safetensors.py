@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, write_hashed
-from daskgpt.formats.checks import read_json, short
+from daskgpt.formats.checks import read_json, require_file, short
 from daskgpt.formats.layouts import pieces
 
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
@@ -178,8 +178,7 @@ class TensorFiles(dict[str, StoredTensor]):
 
     def _open(self, path: Path) -> dict[str, str]:
         """Add the tensors of a file, and return its metadata."""
-        advice = "Check the spelling and the folder."
-        require(path.is_file(), self.where, "the file must exist", {"path": path}, advice, FileNotFoundError)
+        require_file(path, self.where)
         with open(path, "rb") as file:  # names the path where the system refuses
             size = int.from_bytes(file.read(8), "little")
             try:

@@ -17,29 +17,11 @@ import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.data.corpus.sources import RECORDS, WHERE, Block, Piece, in_text
+from daskgpt.data.corpus.sources import RECORDS, REPLACE, SKIP, WHERE, Block, Piece, PrepareConfig, in_text
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.vocabulary import END_OF_TEXT, know_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document, of which whole passages are held out
-REFUSE, REPLACE, SKIP = "refuse", "replace", "skip"
-POLICIES = (REFUSE, REPLACE, SKIP)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How documents are found in files.
-
-    field         of JSONL's objects
-    separator     between the documents of a text file, b"" where a file is one
-    undecodable   what happens to bytes that are no UTF-8: refuse, replace, or skip (the document)
-    fraction      share of documents, and of passages of text files, that is held out
-    """
-
-    field: str
-    separator: bytes
-    undecodable: str
-    fraction: float
 
 
 @dataclass(frozen=True)
@@ -56,14 +38,14 @@ class Passage:
     held_out: bool
 
 
-def passages_of(block: Block, reading: Reading) -> Iterator[Passage | None]:
+def passages_of(block: Block, config: PrepareConfig) -> Iterator[Passage | None]:
     """Yield the passages of a block in order; None for one that was skipped.
 
     Errors   ValueError for records that are none and bytes that cannot be decoded
     """
     for piece in block:
         opens = piece.start == 0  # else a text goes on from the block before
-        for text, whole in _texts(piece, reading):
+        for text, whole in _texts(piece, config):
             if text is None:
                 yield None
                 opens = True
@@ -71,7 +53,7 @@ def passages_of(block: Block, reading: Reading) -> Iterator[Passage | None]:
             opens = opens or whole
             if not opens or text.strip():
                 encoded = text.encode()
-                yield Passage(text, len(encoded), opens, _is_held_out(encoded, reading.fraction))
+                yield Passage(text, len(encoded), opens, _is_held_out(encoded, config.validation_fraction))
                 opens = False
 
 
@@ -80,32 +62,33 @@ def _is_held_out(encoded: bytes, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-def _texts(piece: Piece, reading: Reading) -> Iterator[tuple[str | None, bool]]:
+def _texts(piece: Piece, config: PrepareConfig) -> Iterator[tuple[str | None, bool]]:
     """Yield the texts of a piece, None for one that was skipped, and whether each is a document of its own."""
     content, place = piece.content, piece.start
     if isinstance(content, tuple):
         for number, row in enumerate(content):
-            yield _decoded(row, piece, place + number, reading), True
+            yield _decoded(row, piece, place + number, config), True
     elif piece.kind == RECORDS:
         for line in content.split(b"\n"):
             if line.strip():
-                text = _decoded(line, piece, place, reading)
-                yield text and _decoded(_field(text, piece, place, reading), piece, place, reading), True
+                text = _decoded(line, piece, place, config)
+                yield text and _decoded(_field(text, piece, place, config), piece, place, config), True
             place += len(line) + 1
-    elif reading.separator:
-        for document in content.split(reading.separator):
-            yield _decoded(document.strip(b"\r\n"), piece, place, reading), True
-            place += len(document) + len(reading.separator)
+    elif config.separator:
+        separator = config.separator.encode()
+        for document in content.split(separator):
+            yield _decoded(document.strip(b"\r\n"), piece, place, config), True
+            place += len(document) + len(separator)
     else:
         end = 0
         while end < len(content):
             begin, end = end, end + PASSAGE_BYTES
             if end < len(content):
                 end += in_text(content[end : end + PASSAGE_BYTES])
-            yield _decoded(content[begin:end], piece, place + begin, reading), False
+            yield _decoded(content[begin:end], piece, place + begin, config), False
 
 
-def _decoded(raw: bytes | str, piece: Piece, place: int, reading: Reading) -> str | None:
+def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) -> str | None:
     """Return a text, None where it is none and is skipped: JSON may hold halves of characters."""
     try:
         text = raw if isinstance(raw, str) else raw.decode()
@@ -113,17 +96,17 @@ def _decoded(raw: bytes | str, piece: Piece, place: int, reading: Reading) -> st
             raw.encode()
         return text
     except UnicodeError as error:
-        if reading.undecodable == REPLACE and isinstance(raw, str):
+        if config.undecodable == REPLACE and isinstance(raw, str):
             return raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        if reading.undecodable == REPLACE and isinstance(raw, bytes):
+        if config.undecodable == REPLACE and isinstance(raw, bytes):
             return raw.decode(errors="replace")
         wrong = getattr(error, "start", 0) if isinstance(raw, bytes) else 0
         got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or say --undecodable replace or skip."
-        require(reading.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
+        require(config.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
         return None
 
 
-def _field(line: str, piece: Piece, place: int, reading: Reading) -> str:
+def _field(line: str, piece: Piece, place: int, config: PrepareConfig) -> str:
     """Return the text of a record."""
     got: dict[str, Any] = {"file": piece.path, "byte": place}
     try:
@@ -133,11 +116,11 @@ def _field(line: str, piece: Piece, place: int, reading: Reading) -> str:
         got["line"] = repr(line[:40])
         raise refusal(ValueError, WHERE, "every line must be JSON", got, advice) from error
     names = ", ".join(known)[:80] if isinstance(known, dict) else type(known).__name__
-    holds = isinstance(known, dict) and reading.field in known
-    fields = {"field": reading.field, "fields": names}
+    holds = isinstance(known, dict) and config.field in known
+    fields = {"field": config.field, "fields": names}
     require(holds, WHERE, "every record must have the field", got | fields, "Name it by --field.")
-    value = known[reading.field]
-    rule, got = "the field of every record must be text", got | {reading.field: repr(value)[:40]}
+    value = known[config.field]
+    rule, got = "the field of every record must be text", got | {config.field: repr(value)[:40]}
     require(isinstance(value, str), WHERE, rule, got, "Name another by --field.")
     return str(value)
 
@@ -175,14 +158,14 @@ class BlockEncoder:
 
     name: str
     content: str
-    reading: Reading
+    config: PrepareConfig
 
     def __call__(self, block: Block) -> Encoded:
         """Cost   tiktoken's time: it holds no lock of Python's while it encodes"""
         codec = _codec(self.name, self.content, threading.get_ident())
         runs: tuple[list[list[str]], list[list[str]]] = ([], [])
         sizes, skipped, first, last, continues = [0, 0], 0, -1, -1, False
-        for passage in passages_of(block, self.reading):
+        for passage in passages_of(block, self.config):
             if passage is None:
                 skipped, last = skipped + 1, -1
                 continue

@@ -18,9 +18,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from daskgpt.config.amounts import count as amount
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.paths import matching_files
+from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.text import files_below, readable
+from daskgpt.formats.llmc import LARGEST_COUNT
 
 WHERE = "prepare"
 BLOCK_BYTES = 2**22  # of text that one task encodes
@@ -31,11 +34,41 @@ ROWS = 256  # of Parquet read at a time
 TEXT, RECORDS, ROWS_OF_TEXT = "text", "records", "rows"
 _ENDINGS = {".jsonl": RECORDS, ".ndjson": RECORDS, ".parquet": ROWS_OF_TEXT}
 _COMPRESSED = (".gz", ".zst")
+REFUSE, REPLACE, SKIP = "refuse", "replace", "skip"
 
 # Unicode's white space beyond ASCII, in UTF-8.
 _SPACES = rb"\s|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
 _BEFORE_A_WORD = re.compile(rb"\n(?!" + _SPACES + rb")(?=.)", re.DOTALL)
 _A_CHARACTER = re.compile(rb"[^\x80-\xbf]")
+
+
+@documented
+@dataclass(frozen=True)
+class PrepareConfig(Checked):
+    """What tokens are made of a corpus."""
+
+    out: str = setting("", "folder to write; one that this command has begun is gone on with")
+    encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
+    learn_vocabulary: int = setting(
+        0, "learn a vocabulary of so many ids from the corpus; 0 = none", unit="ids", least=0
+    )
+    shard_tokens: int = setting(100_000_000, "tokens in a file, such as 100M", unit="tokens", least=1, parse=amount)
+    validation_fraction: float = setting(
+        0.1, "share of the documents, by their hash, that is held out; of a text file whole passages", above=0, below=1
+    )
+    field: str = setting("text", "name of the text in JSONL's objects and Parquet's columns")
+    separator: str = setting("", "between the documents of a text file, such as <|endoftext|>; empty = one a file")
+    undecodable: str = setting(REFUSE, "what happens to a document that is no UTF-8", choices=(REFUSE, REPLACE, SKIP))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule, advice = "the tokens need a folder", "Add --out FOLDER."
+        require(bool(self.out), WHERE, rule, {"out": "none"}, advice)
+        rule, got = "a vocabulary is learned or given", {"learn_vocabulary": self.learn_vocabulary}
+        either = not (self.learn_vocabulary and self.encoding)
+        require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
+        rule = f"shard_tokens must be at most {LARGEST_COUNT}"
+        require(self.shard_tokens <= LARGEST_COUNT, WHERE, rule, {"shard_tokens": self.shard_tokens}, "Try 100M.")
 
 
 @dataclass(frozen=True)
@@ -101,23 +134,19 @@ def _source(path: Path, name: str, *, text_only: bool = False) -> SourceFile | N
     return SourceFile(str(path.resolve()), name, kind, packing, known.st_size, known.st_mtime_ns)
 
 
-def blocks(sources: list[SourceFile], field: str, separator: bytes, size: int = BLOCK_BYTES) -> Iterator[Block]:
+def blocks(sources: list[SourceFile], config: PrepareConfig) -> Iterator[Block]:
     """Yield every file in pieces, small ones together: what one task works on.
 
-    field       of Parquet's rows
-    separator   between the documents of a text file, b"" where a file is one document
-    size        bytes of a block: some more or fewer, as there is a place to cut
-
-    Errors      ValueError for what is not of its kind, OSError for what cannot be read, when its turn comes
+    Errors   ValueError for what is not of its kind, OSError for what cannot be read, when its turn comes
     """
     gathered: list[Piece] = []
     held = 0
     for source in sources:
-        small = source.size <= size and not source.packing and source.kind != ROWS_OF_TEXT
-        if gathered and (not small or held + source.size > size):
+        small = source.size <= BLOCK_BYTES and not source.packing and source.kind != ROWS_OF_TEXT
+        if gathered and (not small or held + source.size > BLOCK_BYTES):
             yield tuple(gathered)
             gathered, held = [], 0
-        for piece in _rows(source, field, size) if source.kind == ROWS_OF_TEXT else _pieces(source, separator, size):
+        for piece in _rows(source, config.field) if source.kind == ROWS_OF_TEXT else _pieces(source, config.separator):
             if small:
                 gathered.append(piece)
                 held += source.size
@@ -127,14 +156,14 @@ def blocks(sources: list[SourceFile], field: str, separator: bytes, size: int = 
         yield tuple(gathered)
 
 
-def _pieces(source: SourceFile, separator: bytes, size: int) -> Iterator[Piece]:
-    """Yield a file's content, cut behind the first separator, or line of a text, from each multiple of `size` on."""
-    separator = b"\n" if source.kind == RECORDS else separator
+def _pieces(source: SourceFile, separator_text: str) -> Iterator[Piece]:
+    """Yield a file's content, cut at the first place for it from each multiple of BLOCK_BYTES on."""
+    separator = b"\n" if source.kind == RECORDS else separator_text.encode()
     try:
         with _opened(source) as file:
             held, start = bytearray(), 0  # what was read and not given yet, and where it begins
             for number in count(1):
-                position = number * size - start
+                position = number * BLOCK_BYTES - start
                 if position <= 0:  # within a record that is longer than a block
                     continue
                 cut = _cut(file, held, position, separator)
@@ -182,7 +211,7 @@ def _opened(source: SourceFile) -> Any:
     return gzip.open(source.path, "rb") if source.packing else open(source.path, "rb")
 
 
-def _rows(source: SourceFile, field: str, size: int) -> Iterator[Piece]:
+def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
     """Yield the texts of a Parquet file's column, some megabytes at a time."""
     parquet, arrow = _library("pyarrow.parquet", source), _library("pyarrow", source)
     try:
@@ -198,7 +227,7 @@ def _rows(source: SourceFile, field: str, size: int) -> Iterator[Piece]:
                 for text in batch.column(0).to_pylist():
                     held.append(text or "")
                     held_bytes += len(held[-1])
-                    if held_bytes >= size:
+                    if held_bytes >= BLOCK_BYTES:
                         yield Piece(source.path, source.kind, start, tuple(held))
                         held, start, held_bytes = [], start + len(held), 0
             if held:
