@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from llmc_samples import SMALL, small_debug_state, small_parameters, write_tokens
+from llmc_samples import SMALL, small_debug_state, small_parameters, write_debug_state, write_tokens
 
 import daskgpt
 from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.llmc import read_debug_state, read_tokens, write_debug_state, write_model
+from daskgpt.formats.llmc import read_debug_state, read_tokens, write_model
 from daskgpt.formats.run_model import write_run_models
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.training.checkpoints import Checkpoint, write_checkpoint

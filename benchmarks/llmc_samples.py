@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
+from daskgpt.formats.llmc import DEBUG_STATE as DEBUG_STATE_MAGIC
 from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
 from daskgpt.model.parameters import parameter_shapes
 
@@ -37,6 +38,15 @@ def read_model(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
     """Read the configuration and the parameters of a model file of llm.c's."""
     model = open_model(path).loaded()
     return model.config, dict(model.parameters)
+
+
+def write_debug_state(path: str | Path, config: GPT2Config, state: DebugState) -> None:
+    """Write a debug state of llm.c's, version 2."""
+    gradients = (state.gradients[name] for name in parameter_shapes(config))
+    with open(path, "wb") as file:
+        file.write(header_of(DEBUG_STATE_MAGIC, 2, *state.tokens.shape))
+        for values in (state.tokens, state.targets, state.logits, np.float32(state.loss), *gradients):
+            file.write(np.ascontiguousarray(values).tobytes())
 
 
 def write_tokens(path: str | Path, tokens: np.ndarray) -> None:

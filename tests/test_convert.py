@@ -9,12 +9,12 @@ import pytest
 from command_lines import SMALL as FLAGS
 from conftest import GOLDEN, SMALL, random_parameters
 from full_disk import full_disk
-from llmc_samples import MODEL, peak_bytes, read_model
+from llmc_samples import MODEL, peak_bytes, read_model, write_debug_state
 
 import daskgpt
 from daskgpt import convert, generate, train, verify
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import read_debug_state, write_debug_state, write_model
+from daskgpt.formats.llmc import read_debug_state, write_model
 from daskgpt.kernels.bfloat16 import to_bfloat16
 from daskgpt.model.parameters import initial_parameters
 

@@ -225,17 +225,17 @@ def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(FileNotFoundError, match="must hold model.safetensors"):
         daskgpt.load(path)
     (path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match="pytorch_model.bin holds pickled"):
+    with pytest.raises(FileNotFoundError, match="convert pytorch_model.bin"):
         daskgpt.load(path)
 
 
 NO_MODEL = [
     (b"", "model", "first bytes=none"),
     (b'{"a": 1}', "something.json", "first bytes=7b 22 61 22"),
-    (b"PK\3\4" + bytes(100), "ckpt.pt", "zip archive"),
-    (b"\x80\x02\x95" + bytes(100), "model", r"\(pickled"),
+    (b"PK\3\4" + bytes(100), "ckpt.pt", "pickled"),
+    (b"\x80\x02\x95" + bytes(100), "model", "pickled"),
     (b"\x80", "model", "first bytes=80"),
-    (b"(dp0\n", "meta.pkl", r"\(.pkl, an ending"),
+    (b"(dp0\n", "meta.pkl", "pickled"),
 ]
 
 

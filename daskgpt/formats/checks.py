@@ -23,13 +23,10 @@ def refuse_pickle(path: Path, where: str, advice: str = CONVERT) -> None:
     start = b""
     with suppress(OSError), open(path, "rb") as file:  # the reader reports what cannot be opened
         start = file.read(4)
-    kind = f"{path.suffix}, an ending of pickled Python objects" if path.suffix in PICKLE_ENDINGS else ""
-    if start == b"PK\x03\x04":
-        kind = "a zip archive, as PyTorch writes it, with pickled Python objects"
-    elif len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5:
-        kind = "pickled Python objects"
-    rule = "the file must be one that can be read without running what is in it"
-    require(not kind, where, rule, f"path={path} ({kind})", advice)
+    pickled = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
+    pickled = pickled or start == b"PK\x03\x04" or path.suffix in PICKLE_ENDINGS  # PyTorch writes zip archives
+    rule = "the file must be one that can be read without running what is in it, not pickled Python objects"
+    require(not pickled, where, rule, {"path": path}, advice)
 
 
 def require_file(path: Path, where: str) -> None:

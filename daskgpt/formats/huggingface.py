@@ -29,13 +29,8 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 READ, WRITE = "read_huggingface", "write_huggingface"
 
 # Fields of config.json that say how large the model is, and what GPT2Config calls them.
-SIZES = {
-    "n_layer": "blocks",
-    "n_head": "heads",
-    "n_embd": "channels",
-    "vocab_size": "vocabulary",
-    "n_positions": "positions",
-}
+SIZES = {"n_layer": "blocks", "n_head": "heads", "n_embd": "channels"}
+SIZES |= {"vocab_size": "vocabulary", "n_positions": "positions"}
 # Fields that change what a model computes, with the values that mean what this program computes; the first of them is
 # what a file without the field means. `reorder_and_upcast_attn` is not among them: it asks for attention's scores in
 # float32, which they are here.
@@ -110,11 +105,9 @@ def _model_in(folder: Path) -> Path:
     for name in (MODEL, INDEX):
         if (folder / name).is_file():
             return folder / name
-    advice = f"There is no model beside {CONFIG}: copy the folder again."
-    for name in PICKLED:
-        if (folder / name).is_file():
-            advice = f"{name} holds pickled Python objects, which are not read here: let transformers write the model "
-            advice += "with save_pretrained, as `python -m daskgpt.convert --help` says."
+    pickled = any((folder / name).is_file() for name in PICKLED)
+    advice = "`python -m daskgpt.convert --help` says how to convert pytorch_model.bin, which is not opened here."
+    advice = advice if pickled else f"There is no model beside {CONFIG}: copy the folder again."
     rule = f"the folder must hold {MODEL}, or {INDEX}"
     raise refusal(FileNotFoundError, READ, rule, {"path": folder}, advice)
 

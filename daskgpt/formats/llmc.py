@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from daskgpt.formats.checks import refuse_pickle, require_file
 from daskgpt.formats.layouts import READABLE, held, pieces, require_default_settings
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
-from daskgpt.model.parameters import check_dtypes, check_parameters, parameter_shapes, tensors, value_count
+from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 
 HEADER_BYTES = 256 * 4
 MODEL, DEBUG_STATE, TOKENS, QUESTIONS = 20240326, 20240327, 20240520, 20240522
@@ -130,18 +130,11 @@ def write_model(
     require_default_settings(config, SIZES, where, "llm.c's header")
     with replacing(path, where) as file:
         file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))
-        _write_tensors(file, config, parameters, version)
-
-
-def _write_tensors(file: BinaryIO, config: GPT2Config, parameters: Mapping[str, np.ndarray], version: int) -> None:
-    for name, tensor in tensors(config).items():
-        for piece in pieces(held(tensor, parameters[name])):
-            _write(file, to_bfloat16(piece) if version == BFLOAT16_VERSION else piece)
-
-
-def _write(file: BinaryIO, values: np.ndarray) -> None:
-    # Not tofile: write says why the system refused (disk full, file too large).
-    file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
+        for name, tensor in tensors(config).items():
+            for piece in pieces(held(tensor, parameters[name])):
+                # Not tofile: write says why the system refused (disk full, file too large).
+                values = to_bfloat16(piece) if version == BFLOAT16_VERSION else piece
+                file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
 
 
 # Debug states
@@ -172,11 +165,13 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
     Source   llm.c, train_gpt2.py: write_state
     """
     path, where = Path(path), "read_debug_state"
-    batch = tuple(read_header(path, where, DEBUG_STATE, (2,))[2:4])
-    _check_batch(path, where, config, batch)
+    B, T = batch = tuple(read_header(path, where, DEBUG_STATE, (2,))[2:4])
+    rule = f"B must be at least 1 and T from 1 to the model's positions ({config.positions})"
+    advice = "Give the config of the debug state's own model."
+    require(B >= 1 and 1 <= T <= config.positions, where, rule, {"path": path, "B": B, "T": T}, advice)
     shapes: dict[str, tuple[int, ...]] = {"tokens": batch, "targets": batch}
     shapes |= {"logits": (*batch, config.vocabulary), "loss": ()} | parameter_shapes(config)
-    _check_size(path, where, 4 * sum(map(math.prod, shapes.values())), " Or give the debug state's own model.")
+    _check_size(path, where, 4 * sum(map(math.prod, shapes.values())), f" {advice}")
     arrays = {}
     with open(path, "rb") as file:
         file.seek(HEADER_BYTES)
@@ -185,35 +180,6 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
             arrays[name] = np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
     tokens, targets, logits, loss = (arrays.pop(name) for name in ("tokens", "targets", "logits", "loss"))
     return DebugState(tokens, targets, logits, float(loss), arrays)
-
-
-def write_debug_state(path: FilePath, config: GPT2Config, state: DebugState) -> None:
-    """Write an llm.c debug state, version 2; it appears under its name only when it is whole.
-
-    Dtype    tokens and targets int32, logits and gradients float32; the loss is rounded to float32
-    Errors   ValueError for wrong names or shapes; TypeError for other dtypes; FileNotFoundError where the folder is
-             missing
-    """
-    where, shape = "write_debug_state", state.tokens.shape
-    rule, advice = "tokens and targets must be (B, T) and logits (B, T, V)", f"The model has V={config.vocabulary}."
-    for name, expected in {"tokens": shape[:2], "targets": shape, "logits": (*shape, config.vocabulary)}.items():
-        got = getattr(state, name).shape
-        require(len(shape) == 2 and got == expected, where, rule, {f"{name}.shape": got}, advice)
-    _check_batch(path, where, config, shape)
-    check_parameters(config, state.gradients)
-    check_dtypes(where, {"tokens": state.tokens, "targets": state.targets}, np.int32)
-    check_dtypes(where, {"logits": state.logits, **state.gradients}, np.float32)
-    with replacing(path, where) as file:
-        file.write(header_of(DEBUG_STATE, 2, *shape))
-        for values in (state.tokens, state.targets, state.logits, np.array([state.loss], np.float32)):
-            _write(file, values)
-        _write_tensors(file, config, state.gradients, FLOAT32_VERSION)
-
-
-def _check_batch(path: FilePath, where: str, config: GPT2Config, shape: tuple[int, ...]) -> None:
-    rule = f"B must be at least 1 and T from 1 to the model's positions ({config.positions})"
-    got, right = {"path": path, "B": shape[0], "T": shape[1]}, shape[0] >= 1 and 1 <= shape[1] <= config.positions
-    require(right, where, rule, got, "Give the config of the debug state's own model.")
 
 
 # Tokens
