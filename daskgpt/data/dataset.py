@@ -69,6 +69,7 @@ Tokens = np.ndarray | MappedTokens
 class Dataset:
     """Two rows of tokens that share none.
 
+    origin   where they come from, for people
     order    in which steps take sequences where the run does not say: see `batch`
     shards   SHA-256 of the files that the tokens are in, where these are known
 
@@ -80,9 +81,29 @@ class Dataset:
     validation: Tokens
     vocabulary: int
     encoding_name: str
-    description: str
+    origin: str
     order: str = RANDOM
     shards: tuple[str, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """Origin and sizes, for people."""
+        sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
+        return f"{self.origin}: {sizes} ({self.encoding_name})"
+
+    def checked(self, where: str, batch_size: int, sequence_length: int) -> Dataset:
+        """Return the dataset.
+
+        Errors   ValueError for fewer tokens than a batch to train on, or a sequence to validate on, and one more
+        """
+        for kind, tokens, sequences in (("training", self.training, batch_size), ("validation", self.validation, 1)):
+            rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
+            got, advice = (
+                {"data": self.origin, "tokens": tokens.size},
+                "Give more text or a smaller batch.",
+            )
+            require(tokens.size > sequences * sequence_length, where, rule, got, advice)
+        return self
 
     @cached_property
     def digest(self) -> str:
@@ -133,15 +154,8 @@ def load_dataset(
     rule = "validation_fraction must lie between 0 and 1"
     require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
     training, validation, origin, name = _load(source, name, validation_fraction, held_out)
-    for kind, tokens in (("training", training), ("validation", validation)):
-        rule = f"the {kind} part must hold at least sequence_length + 1 = {sequence_length + 1} tokens"
-        held = {"source": source, "tokens": tokens.size}
-        require(tokens.size > sequence_length, where, rule, held, "Give more text or a smaller sequence_length.")
-    return Dataset(training, validation, vocabulary_size(name), name, _described(origin, training, validation, name))
-
-
-def _described(origin: str, training: Tokens, validation: Tokens, encoding: str) -> str:
-    return f"{origin}: {training.size:,} training and {validation.size:,} validation tokens ({encoding})"
+    dataset = Dataset(training, validation, vocabulary_size(name), name, origin)
+    return dataset.checked(where, 1, sequence_length)
 
 
 def whole_source(source: str, name: str) -> np.ndarray:
@@ -228,14 +242,10 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
     require(encoding == own, where, rule, {"encoding": encoding, "folder": f"{folder} ({own})"}, advice)
     finished = (path / MANIFEST).stat().st_mtime_ns
     training, validation = (_mapped(path, part, finished, where) for part in (manifest.train, manifest.val))
-    for kind, tokens, sequences in (("training", training, batch_size), ("validation", validation, 1)):
-        rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
-        held = {"folder": folder, "tokens": tokens.size}
-        advice = "Prepare more text, or give a smaller batch or sequence."
-        require(tokens.size > sequences * sequence_length, where, rule, held, advice)
     shards = tuple(shard.sha256 for shard in manifest.train.shards + manifest.val.shards)
-    described = _described(f"{folder} ({len(shards)} shards)", training, validation, own)
-    return Dataset(training, validation, manifest.ids, own, described, EPOCHS, shards)
+    origin = f"{folder} ({len(shards)} shards)"
+    dataset = Dataset(training, validation, manifest.ids, own, origin, EPOCHS, shards)
+    return dataset.checked(where, batch_size, sequence_length)
 
 
 def _mapped(folder: Path, part: Part, finished: int, where: str) -> MappedTokens:

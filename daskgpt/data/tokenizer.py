@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -158,10 +157,11 @@ def _gpt2_file() -> bytes:
     # As tiktoken has it; "" turns its cache off.
     cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
     cache = os.path.join(tempfile.gettempdir(), "data-gym-cache") if cache is None else cache
-    places = {
-        "tiktoken's cache": Path(cache, hashlib.sha1(URL.encode()).hexdigest()),
-        f"package {PACKAGE}": _packaged(),
-    }
+    places = {"tiktoken's cache": Path(cache, hashlib.sha1(URL.encode()).hexdigest())}
+    # The package is not imported: parts it needs are gone from newer Pythons.
+    spec = find_spec(PACKAGE.replace("-", "_"))
+    for installed in (spec.submodule_search_locations or []) if spec else []:
+        places[f"the package {PACKAGE}"] = Path(installed, "data", FILE)
     if folder := os.environ.get(FOLDER_VARIABLE, ""):
         places = {FOLDER_VARIABLE: Path(folder).expanduser() / FILE}
     reasons = []
@@ -185,15 +185,6 @@ def _gpt2_file() -> bytes:
     got = f"encoding=gpt2, but none here ({'; '.join(reasons)})"
     advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
     raise refusal(FileNotFoundError, "get_encoding", f"GPT-2's {FILE} must be at hand", got, advice)
-
-
-def _packaged() -> Path:
-    """Return the package's data file. The package is not imported: parts it needs are gone from newer Pythons."""
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    return next((Path(str(file.locate())) for file in files if file.name == FILE), Path(FILE, "(not installed)"))
 
 
 # Learned vocabularies
