@@ -115,8 +115,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # which refuses
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(tmp_path / "packages")
     put(tmp_path, "package", None)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
     return tmp_path
 
 
