@@ -34,20 +34,19 @@ form, as GPT-2's, which moves logits by some thousandths:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, run_command
-from daskgpt.data.encodings import encoding_of, ranks_of, specials_of, vocabulary_size
-from daskgpt.formats.gpt2_tokenizer import tokenizer_files
+from daskgpt.data.tokenizer import encoding_of, specials_of, vocabulary_of, vocabulary_size
 from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, stream_model
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.published import padded
-from daskgpt.formats.run_model import stream_run_model
+from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
+from daskgpt.formats.run_model import write_run_model
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.run_folder import open_model_of
@@ -86,15 +85,14 @@ def guessed(target: Path) -> str:
     return means[target.suffix]
 
 
-def _to_huggingface(target: Path, model: OpenedModel) -> list[str]:
+def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
     encoding = model.encoding or encoding_of(model.config.vocabulary)
     files, end, note = {}, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
     spare = model.config.vocabulary - vocabulary_size(encoding)  # a model may have more ids than its own encoding
     if spare == 0 or (model.encoding and spare > 0):
-        specials = specials_of(encoding)
-        end = next(iter(specials.values()))
+        end = next(iter(specials_of(encoding).values()))
         try:
-            files, note = tokenizer_files(ranks_of(encoding), model.config.positions, specials), ""
+            files, note = tokenizer_files(vocabulary_of(encoding), model.config.positions), ""
         except FileNotFoundError as error:  # the model is of use without
             note = f"no tokenizer: {error}"
     write_huggingface(target, model, files, end_of_text=end)
@@ -103,20 +101,21 @@ def _to_huggingface(target: Path, model: OpenedModel) -> list[str]:
     return notes + [f"note   {left_out} rows of padding of wte.weight left out"] * (left_out > 0)
 
 
-def _to_llmc(target: Path, model: OpenedModel, version: int = FLOAT32_VERSION) -> list[str]:
-    rows = padded(model.config.padded_vocabulary)
-    stream_model(target, replace(model.config, padded_vocabulary=rows), model.read, version)
+def _to_llmc(target: Path, model: StoredModel, version: int = FLOAT32_VERSION) -> list[str]:
+    # llm.c's program for graphics cards wants a multiple of 128 (50,257 -> 50,304).
+    rows = -(-model.config.padded_vocabulary // 128) * 128
+    write_model(target, replace(model.config, padded_vocabulary=rows), model.parameters, version)
     added = rows - model.config.padded_vocabulary
     lines = _listed(target, "llm.c, " + ("float32" if version == FLOAT32_VERSION else "bfloat16, nearest even"))
     return lines + [f"note   {added} rows of 0 added to wte.weight, to {rows:,}, as llm.c has them"] * (added > 0)
 
 
-def _to_daskgpt(target: Path, model: OpenedModel) -> list[str]:
-    stream_run_model(target, model)
+def _to_daskgpt(target: Path, model: StoredModel) -> list[str]:
+    write_run_model(target, model)
     return _listed(target, "daskgpt, float32")
 
 
-WRITERS: dict[str, Callable[[Path, OpenedModel], list[str]]] = {
+WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
     "huggingface": _to_huggingface,
     "llmc": _to_llmc,
     "llmc-bfloat16": partial(_to_llmc, version=BFLOAT16_VERSION),
@@ -124,7 +123,7 @@ WRITERS: dict[str, Callable[[Path, OpenedModel], list[str]]] = {
 }
 
 
-def _read(model: OpenedModel) -> list[str]:
+def _read(model: StoredModel) -> list[str]:
     config = model.config
     where = model.files[0] if len(model.files) == 1 else f"{model.files[0].parent}/"
     sizes = f"{config.blocks} blocks, {config.heads} heads, {config.channels:,} channels"
@@ -139,7 +138,7 @@ def _listed(target: Path, kind: str) -> list[str]:
     return [f"wrote  {kind}: {target}", *_files(files)]
 
 
-def _files(files: list[Path]) -> list[str]:
+def _files(files: Sequence[Path]) -> list[str]:
     sizes = {path.name: path.stat().st_size for path in files}
     texts = {n: f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB" for n, size in sizes.items()}
     return [f"       {name:34} {text:>12}" for name, text in texts.items()]

@@ -28,9 +28,9 @@ from daskgpt.config.files import matching_files
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.dataset import check_tokens, is_token_source, whole_source
-from daskgpt.data.encodings import get_encoding, sizes_of
 from daskgpt.data.hellaswag import ENDING, read_hellaswag
-from daskgpt.formats.llmc_questions import Question, is_question_file, read_questions
+from daskgpt.data.tokenizer import get_encoding, sizes_of
+from daskgpt.formats.llmc import Question, is_question_file, read_questions
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 from daskgpt.generation.sampler import PRECISIONS

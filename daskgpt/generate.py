@@ -21,7 +21,7 @@ from tiktoken import Encoding
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.encodings import encode, get_encoding
+from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Rate, Texts, check_prompt
 from daskgpt.generation.sanitize import end_of_text, readable, shown

@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.corpus.manifest import Manifest, Part
-from daskgpt.data.corpus.preparing import Preparation, PrepareConfig
+from daskgpt.data.corpus.folder import Manifest, Part
+from daskgpt.data.corpus.preparation import Preparation
+from daskgpt.data.corpus.sources import PrepareConfig
 from daskgpt.schedulers.connect import open_scheduler
 
 

@@ -13,8 +13,8 @@ from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, 
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
-from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher

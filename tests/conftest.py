@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_lines import write_text
+from llmc_samples import read_model
 from machines import Machines
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import read_debug_state, read_model
+from daskgpt.formats.llmc import read_debug_state
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.connect import open_scheduler

@@ -7,7 +7,7 @@ import pytest
 from conftest import SMALL, random_parameters
 
 from daskgpt import generate, train
-from daskgpt.data.encodings import get_encoding
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.formats.llmc import write_model
 from daskgpt.generation.sanitize import readable, sanitized
 

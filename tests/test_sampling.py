@@ -11,7 +11,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import generate
-from daskgpt.data.encodings import get_encoding
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts, window
 from daskgpt.generation.sanitize import end_of_text, shown

@@ -9,7 +9,7 @@ from itertools import chain
 
 from tiktoken import Encoding
 
-from daskgpt.data.encodings import END_OF_TEXT
+from daskgpt.formats.vocabulary import END_OF_TEXT
 
 MOST_IN_A_RUN = 4  # characters that are shown of what cannot be shown as it is
 

@@ -30,17 +30,11 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, set_aside, sync_folder
-from daskgpt.formats.published import in_memory
-from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
-from daskgpt.formats.safetensors_files import (
-    ENDING,
-    INDEX_ENDING,
-    NamedTensor,
-    TensorFiles,
-    read_json,
-    short,
-    write_tensor_files,
-)
+from daskgpt.formats.checks import read_json, short
+from daskgpt.formats.layouts import in_memory
+from daskgpt.formats.run_model import open_run_model, write_run_models
+from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, TensorFiles, write_tensor_files
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import Tensor, tensors
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
@@ -266,21 +260,21 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
     Dtype     float32, in memory of its own
     Errors    ValueError where the optimizer's file does not hold these moments of the model's tensors
     """
-    model = read_run_model(_tensor_path(folder, MODEL))
+    model = open_run_model(_tensor_path(folder, MODEL)).loaded()
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
     return Checkpoint(state["step"], model, _moments(files, moments), state)
 
 
 def _moments(files: TensorFiles, expected: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     rule, advice = "the moments must be those of the model's tensors", "Another program wrote it."
-    wrong = expected.keys() ^ set(files.names)
+    wrong = expected.keys() ^ files.keys()
     got = {"path": files.path, "tensor": short(min(wrong, default=""))}
     require(not wrong, "read_checkpoint", rule, got, advice)
     for name, tensor in expected.items():
-        right = files.dtype(name) == "F32" and files.shape(name) == tensor.shape
-        got = {"path": files.path, name: f"{files.dtype(name)} {files.shape(name)}"}
+        right = files[name].dtype == "F32" and files[name].shape == tensor.shape
+        got = {"path": files.path, name: f"{files[name].dtype} {files[name].shape}"}
         require(right, "read_checkpoint", rule, got, advice)
-    return {name: in_memory(files.read(name)) for name in expected}
+    return {name: in_memory(files[name].read()) for name in expected}
 
 
 def _tensor_path(folder: Path, name: str) -> Path:

@@ -18,8 +18,8 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset
+from daskgpt.formats.checks import short
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.safetensors_files import short
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address

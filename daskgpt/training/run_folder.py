@@ -22,12 +22,11 @@ from daskgpt.config.files import open_no_link, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
 from daskgpt.data.dataset import RANDOM
-from daskgpt.data.encodings import VOCABULARY, encoding_named, encoding_of_model, vocabulary_size
+from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model, vocabulary_size
 from daskgpt.formats.huggingface import is_huggingface
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.run_model import StoredModel
-from daskgpt.formats.vocabulary_file import is_learned, learned_size
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.vocabulary import KNOWN, is_learned
 from daskgpt.training.checkpoint import (
     DamagedCheckpoint,
     checked_state,
@@ -222,16 +221,15 @@ def read_model_of(path: str | Path) -> StoredModel:
 
     Errors   FileNotFoundError, or ValueError where the file is not such a model, or a checkpoint is damaged
     """
-    model = open_model_of(path)
-    return StoredModel(model.config, model.parameters(), model.encoding, model.sequence_length)
+    return open_model_of(path).loaded()
 
 
-def open_model_of(path: str | Path) -> OpenedModel:
+def open_model_of(path: str | Path) -> StoredModel:
     """The same, before its tensors are read. A damaged checkpoint that is passed over is a line on stderr."""
     path = Path(path)
     model = open_model_file(_model_of(path))
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
-    known = model.encoding in ("", *VOCABULARY) or learned_size(model.encoding) > 0
+    known = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
     require(known, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model
 

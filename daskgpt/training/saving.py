@@ -16,8 +16,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import CanGoOn
-from daskgpt.formats.opened import ReadLater
-from daskgpt.formats.run_model import StoredModel
+from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import tensors

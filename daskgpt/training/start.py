@@ -11,11 +11,9 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig
-from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
-from daskgpt.data.encodings import encoding_named, encoding_of, encoding_of_model
-from daskgpt.data.own_vocabulary import is_to_be_learned
-from daskgpt.data.prepared import is_token_folder, load_prepared
-from daskgpt.formats.run_model import StoredModel
+from daskgpt.data.dataset import Dataset, is_token_folder, is_token_source, load_dataset, load_prepared
+from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import data_of, read_model_of

@@ -19,7 +19,7 @@ from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
-from daskgpt.data.loading import BatchLoader
+from daskgpt.data.dataset import BatchLoader
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import check_config
 from daskgpt.schedulers.connect import client_address, open_scheduler

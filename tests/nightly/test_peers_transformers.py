@@ -17,7 +17,7 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
 from daskgpt.config.model import GPT2Config
-from daskgpt.data import encodings
+from daskgpt.data import tokenizer as encodings
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 

@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
-from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
-from daskgpt.config.settings import Checked, count, documented, setting
-from daskgpt.data.corpus.documents import POLICIES, Reading
-from daskgpt.data.corpus.encoding import BlockEncoder, Encoded
-from daskgpt.data.corpus.folder import WHERE, FolderWriter
-from daskgpt.data.corpus.learning import LEARNT_BYTES, check_learnable, learn_vocabulary, sampled_texts
-from daskgpt.data.corpus.manifest import Manifest, digest_of, read_manifest
-from daskgpt.data.corpus.sources import BLOCK_BYTES, Block, blocks, list_sources
-from daskgpt.data.encodings import encoding_named, get_encoding, vocabulary_size
-from daskgpt.formats.llmc_tokens import LARGEST_COUNT
-from daskgpt.formats.vocabulary_file import know_vocabulary, learned_content, read_vocabulary, written_vocabulary
+from daskgpt.data.corpus.documents import BlockEncoder, Encoded, passages_of
+from daskgpt.data.corpus.folder import WHERE, FolderWriter, Manifest, digest_of, read_manifest
+from daskgpt.data.corpus.sources import BLOCK_BYTES, Block, PrepareConfig, blocks, list_sources
+from daskgpt.data.tokenizer import check_learnable, encoding_named, get_encoding, learn_encoding, vocabulary_size
+from daskgpt.formats.vocabulary import is_learned, learned_vocabulary, read_vocabulary
 
+LEARNED_BYTES = 100_000_000  # of text that a vocabulary is learned from, spread over the corpus
 # Calls a function on each of some items, in tasks, and another one on each result here, in their order.
 Each = Callable[[str, Callable[[Block], Encoded], Iterator[Block], Callable[[Encoded], None]], None]
-
-
-@documented
-@dataclass(frozen=True)
-class PrepareConfig(Checked):
-    """What tokens are made of a corpus."""
-
-    out: str = setting("", "folder to write; one that this command has begun is gone on with")
-    encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
-    learn_vocabulary: int = setting(
-        0, "learn a vocabulary of so many ids from the corpus; 0 = none", unit="ids", least=0
-    )
-    shard_tokens: int = setting(100_000_000, "tokens in a file, such as 100M", unit="tokens", least=1, parse=count)
-    validation_fraction: float = setting(
-        0.1, "share of the documents, by their hash, that is held out; of a text file whole passages", above=0, below=1
-    )
-    field: str = setting("text", "name of the text in JSONL's objects and Parquet's columns")
-    separator: str = setting("", "between the documents of a text file, such as <|endoftext|>; empty = one a file")
-    undecodable: str = setting("refuse", "what happens to a document that is no UTF-8", choices=POLICIES)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rule, advice = "the tokens need a folder", "Add --out FOLDER."
-        require(bool(self.out), WHERE, rule, {"out": "none"}, advice)
-        rule, got = "a vocabulary is learned or given", {"learn_vocabulary": self.learn_vocabulary}
-        either = not (self.learn_vocabulary and self.encoding)
-        require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
-        rule = f"shard_tokens must be at most {LARGEST_COUNT}"
-        require(self.shard_tokens <= LARGEST_COUNT, WHERE, rule, {"shard_tokens": self.shard_tokens}, "Try 100M.")
 
 
 class Preparation:
@@ -66,9 +32,10 @@ class Preparation:
         if self.encoding:
             get_encoding(self.encoding)
         else:
-            check_learnable(config.learn_vocabulary)
-        self.reading = Reading(config.field, config.separator.encode(), config.undecodable, config.validation_fraction)
-        self.settings = _settings(config, self.encoding)
+            check_learnable(config.learn_vocabulary, WHERE)
+        # What decides the tokens, with the inputs.
+        known = {name: value for name, value in asdict(config).items() if name != "out"}
+        self.settings = known | {"encoding": self.encoding, "block_bytes": BLOCK_BYTES}
 
     def run(self, each: Each, tell: Callable[[int], None]) -> Manifest:
         """Make the folder, or go on with making it; the same bytes whoever does it, and however often it was stopped.
@@ -84,7 +51,8 @@ class Preparation:
             if folder.finished:
                 return read_manifest(folder.folder, WHERE)
             name = self.encoding or self._learned(folder)
-            if (content := learned_content(name)) and not folder.vocabulary.is_file():
+            content = learned_vocabulary(name).content if is_learned(name) else ""
+            if content and not folder.vocabulary.is_file():
                 with replacing(folder.vocabulary, WHERE) as file:
                     file.write(content.encode())
             tell(sum(part.bytes for part in folder.parts))
@@ -94,20 +62,21 @@ class Preparation:
                 tell(sum(block.sizes))
 
             left = islice(self._blocks(), folder.blocks, None)
-            each("encode", BlockEncoder(name, content, self.reading), left, take)
+            each("encode", BlockEncoder(name, content, self.config), left, take)
             folder.close_shards()
             return self._finish(folder, name)
 
     def _blocks(self) -> Iterator[Block]:
-        return blocks(self.sources, self.reading.field, self.reading.separator)
+        return blocks(self.sources, self.config)
 
     def _learned(self, folder: FolderWriter) -> str:
         """The name of the corpus's own vocabulary: learned, or found where an earlier process has learned it."""
         if folder.vocabulary.is_file():
             return read_vocabulary(folder.vocabulary)
-        every = max(1, -(-sum(source.size for source in self.sources) // LEARNT_BYTES))
-        ranks = learn_vocabulary(sampled_texts(self._blocks(), self.reading, every), self.config.learn_vocabulary)
-        return know_vocabulary(written_vocabulary(ranks), str(folder.vocabulary))
+        every = max(1, -(-sum(source.size for source in self.sources) // LEARNED_BYTES))
+        sampled = (passages_of(block, self.config) for block in islice(self._blocks(), 0, None, every))
+        texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
+        return learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
 
     def _finish(self, folder: FolderWriter, name: str) -> Manifest:
         """The manifest, written: with it the folder is whole.
@@ -124,9 +93,3 @@ class Preparation:
         manifest = Manifest(name, vocabulary_size(name), self.settings, inputs, training, validation, folder.skipped)
         manifest.write(folder.folder)
         return manifest
-
-
-def _settings(config: PrepareConfig, encoding: str) -> dict[str, Any]:
-    """What decides the tokens besides the inputs."""
-    known = {name: value for name, value in asdict(config).items() if name != "out"}
-    return known | {"encoding": encoding, "block_bytes": BLOCK_BYTES}

@@ -7,27 +7,32 @@ shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import fields
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.model.parameters import Tensor
 
-DESCRIPTION = (
-    "Hugging Face's GPT-2: names without a prefix; matrices of the blocks are (in, out), the transpose of what "
-    "activations are multiplied with; wte.weight has the rows of the vocabulary, and its padding only if that is not 0"
-)
 # The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PIECE_BYTES = 2**24
-# llm.c's program for graphics cards wants a multiple of it.
-PADDED_TO = 128
 
 
-def padded(vocabulary: int) -> int:
-    """Rows of llm.c's embedding table for so many token ids (50,257 -> 50,304)."""
-    return -(-vocabulary // PADDED_TO) * PADDED_TO
+def require_default_settings(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
+    """Check that all settings but those a format has a place for are GPT-2's: a reader would take others for them.
+
+    known    settings that the file holds
+    file     what would hold them, for error messages
+
+    Errors   ValueError
+    """
+    for f in fields(config):
+        value = getattr(config, f.name)
+        rule, advice = f"{file} has no {f.name}, which must be {f.default}", "Write a .safetensors file, which has all."
+        require(f.name in known or value == f.default, where, rule, {f.name: value}, advice)
 
 
 def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
@@ -49,17 +54,6 @@ def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.n
         return values.T
     rows = published_shapes(config, tensor)[0][0]
     return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
-
-
-def view_published(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
-    """The tensor as this program holds it: the bits that to_published was given.
-
-    dtype    of the values, one of READABLE
-
-    Shapes   one of published_shapes -> tensor.shape
-    Cost     none where nothing has to be changed: a view of the file, which need not be contiguous
-    """
-    return held(tensor, values.T if tensor.row.is_conv1d else values, dtype)
 
 
 def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
@@ -99,27 +93,3 @@ def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
     rows = max(1, most * len(values) // values.nbytes)
     for first in range(0, len(values), rows):
         yield np.ascontiguousarray(values[first : first + rows])
-
-
-def same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays of one shape and dtype hold the same bits."""
-    return all(one.tobytes() == other.tobytes() for one, other in zip(pieces(first), pieces(second), strict=True))
-
-
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper 16 bits of float32 values, rounded to the nearest, ties to even; a NaN stays one.
-
-    Shapes   one axis or more -> the same
-    Dtype    float32 -> uint16
-    Source   IEEE 754, roundTiesToEven; float32 bit patterns order as integers do, so a carry may enter the exponent
-    """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += bits
-    rounded += 0x7FFF
-    rounded >>= 16
-    nan = np.isnan(values)
-    # The carry could turn a NaN into an infinity or a zero; its quiet bit keeps it a NaN.
-    rounded[nan] = bits[nan] >> 16 | 0x40
-    return rounded.astype(np.uint16)
