@@ -15,7 +15,7 @@ import daskgpt
 from daskgpt import convert, generate, train, verify
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import read_debug_state, write_model
-from daskgpt.kernels.bfloat16 import to_bfloat16
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import initial_parameters
 
 NAMES = {"huggingface": "folder", "llmc": "model.bin", "llmc-bfloat16": "model_bf16.bin", "daskgpt": "m.safetensors"}

@@ -17,7 +17,7 @@ from daskgpt.formats.run_model import open_run_model
 from daskgpt.formats.safetensors import NamedTensor, write_tensor_files
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.formats.vocabulary import merges_of, tokenizer_files
-from daskgpt.kernels.bfloat16 import to_bfloat16
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 
 CONFIG = GPT2Config(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
 PARAMETERS = random_parameters(CONFIG, np.random.default_rng(2))

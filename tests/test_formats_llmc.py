@@ -22,7 +22,7 @@ from llmc_samples import (
 
 from daskgpt.formats.layouts import held
 from daskgpt.formats.llmc import read_debug_state, write_model
-from daskgpt.kernels.bfloat16 import to_bfloat16
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import PARAMETERS, Tensor, parameter_shapes
 
 # Round trips

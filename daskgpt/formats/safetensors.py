@@ -24,6 +24,7 @@ from daskgpt.config.files import replacing, write_hashed
 from daskgpt.formats.checks import read_json, require_file, short
 from daskgpt.formats.layouts import pieces
 
+LONGEST_NAME = 255  # bytes of a name that file systems take
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 # NumPy has no bfloat16: its bits as uint16.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
@@ -172,8 +173,15 @@ class TensorFiles(dict[str, StoredTensor]):
         names = sorted({str(name) for name in files.values()}) if isinstance(files, dict) else []
         # The index is a foreign file: nothing outside of the folder is opened.
         beside = (name == Path(name).name and name.endswith(ENDING) and name.isprintable() for name in names)
+        short_names = all(len(os.fsencode(name)) <= LONGEST_NAME for name in names)
         rule, got = "weight_map must name .safetensors files beside the index", {"path": self.path}
-        require(bool(names) and all(beside), self.where, rule, got | {"weight_map": short(files)}, COPY_AGAIN)
+        require(
+            bool(names) and all(beside) and short_names,
+            self.where,
+            rule,
+            got | {"weight_map": short(files)},
+            COPY_AGAIN,
+        )
         return [self.path.with_name(name) for name in names]
 
     def _open(self, path: Path) -> dict[str, str]:
