@@ -144,7 +144,8 @@ def test_runs_that_fail_are_told_and_repetitions_end_with_the_time(tmp_path, mon
 
 def test_the_default_grid_asks_five_questions():
     points = default_grid(STUDY, 2)
-    assert len(points) == len(set(points)) == 21
+    assert len(points) == len(set(points)) == 22
+    assert [p.engine for p in points if p.scheduler == "local"] == ["ranks", "tasks"]
     assert Point(2, "threads", "step", 2, 64, "block") == BASE
     assert {(p.threads, p.barrier) for p in points if p.scheduler == "threads"} >= set(product((1, 2), BARRIERS))
     assert {(4, 64), (4, 16), (2, 32), (1, 64), (1, 32)} <= {(p.batch_chunk, p.sequence_chunk) for p in points}
@@ -256,6 +257,7 @@ def test_grains_overlap_and_schedulers_are_told_and_drawn(report):
         found = {"tasks": tasks, "kernel_share": share, "scheduling_share": 0.125}
         rows += [row(replace(BASE, grain=grain), n, ms, **found) for n in (0, 1)]
     rows += [row(replace(BASE, barrier="none"), n, 8.0, overlap=0.5, steps_overlap=0.375) for n in (0, 1)]
+    rows += [row(replace(BASE, scheduler="local", engine="tasks"), n, 80.0, peak_gb=3) for n in (0, 1)]
     text = report(rows)
     for words in (
         "Of the grains, fastest and slowest: **a step takes 3.00 times as long with grain kernel as with grain block**",
@@ -265,6 +267,7 @@ def test_grains_overlap_and_schedulers_are_told_and_drawn(report):
         "| none | 50.0% | 37.5% | 8.00 (8.00 .. 8.00) | 4.00 (4.00 .. 4.00) | 50% | 25.0% | 25.0% | 25.0% |",
         "**a step takes 4.00 times as long with sync (1 thread) as with threads (2 threads)**",
         "| sync (1 thread) | 40.00 (40.00 .. 40.00) | 2.00 |",
+        "| local, engine tasks (2 workers) | 80.00 (80.00 .. 80.00) | 3.00 |",
     ):
         assert words in text
     drawn = figures(Rows(rows))
@@ -276,7 +279,7 @@ def test_grains_overlap_and_schedulers_are_told_and_drawn(report):
     assert heights(drawn["grains"].axes[1])[:2] == [50, 75]
     assert heights(drawn["overlap"].axes[0]) == [25, 50]
     assert heights(drawn["overlap"].axes[1]) == [10, 8, 5, 4]
-    assert heights(drawn["schedulers"].axes[0]) == [40, 10]
+    assert heights(drawn["schedulers"].axes[0]) == [40, 10, 80]
 
 
 def test_medians_quartiles_and_ratios():

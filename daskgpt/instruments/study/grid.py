@@ -21,6 +21,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "scheduler": ("sync", "threads", "local"),
     "barrier": tuple(BARRIERS),
     "grain": ("kernel", "segment", "block", "chunk", "auto"),
+    "engine": ("ranks", "tasks"),
 }
 TOKEN_PARTS = (1, 2, 4, 8)
 MOST_CHUNKS = 8
@@ -57,18 +58,20 @@ class Point:
     batch_chunk: int
     sequence_chunk: int
     grain: str
+    engine: str = "ranks"
 
     def runnable(self) -> Point:
-        """Return the point without contradictions: one thread with the synchronous scheduler, and with fork-join, which
-        waits after each layer, tasks of one kernel.
+        """Return the point without contradictions: one thread with the synchronous scheduler, an engine on clusters
+        only, and with fork-join, which waits after each layer, tasks of one kernel.
         """
         point = replace(self, threads=1) if self.scheduler == "sync" else self
+        point = point if self.scheduler == "local" else replace(point, engine="ranks")
         return replace(point, grain="kernel") if self.barrier == "layer" else point
 
     def __str__(self) -> str:
         return (
             f"{self.threads} x {self.scheduler}, barrier {self.barrier}, chunks of {self.batch_chunk} x "
-            f"{self.sequence_chunk}, grain {self.grain}"
+            f"{self.sequence_chunk}, grain {self.grain}{', engine tasks' * (self.engine == 'tasks')}"
         )
 
 
@@ -94,6 +97,7 @@ def default_grid(study: StudyConfig, cores: int) -> list[Point]:
     points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in slicings(study)]
     points += [replace(base, grain=grain) for grain in ("kernel", "segment", "block", "chunk")]
     points += [replace(base, scheduler=scheduler) for scheduler in ORDER["scheduler"]]
+    points += [replace(base, scheduler="local", engine="tasks")]
     return distinct(points)
 
 

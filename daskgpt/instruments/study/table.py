@@ -13,7 +13,7 @@ from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import PRESETS, GPT2Config
 from daskgpt.instruments.records import PACKAGES, Figure, Record, command_line, this_machine
 from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.study.grid import DIALS, Point, StudyConfig, sort_key
+from daskgpt.instruments.study.grid import DIALS, ORDER, Point, StudyConfig, sort_key
 from daskgpt.model.parameters import parameter_count
 
 MODEL = tuple(f.name for f in fields(GPT2Config))
@@ -147,13 +147,13 @@ class Rows:
         return {sequences: times for sequences, times in series.items() if times}
 
     def schedulers(self) -> dict[str, list[Row]]:
-        """Return `threads (2 threads)` -> its rows."""
+        """Return `threads (2 threads)` -> its rows; on a cluster by both engines."""
         found = {}
         for scheduler in sorted({row["scheduler"] for row in self.all}, key=lambda own: sort_key("scheduler", own)):
-            for threads, rows in self.along("threads", scheduler=scheduler).items():
-                found[f"{scheduler} ({count(threads, 'thread' if scheduler in ('sync', 'threads') else 'worker')})"] = (
-                    rows
-                )
+            for engine in ORDER["engine"]:
+                for threads, rows in self.along("threads", scheduler=scheduler, engine=engine).items():
+                    own = count(threads, "thread" if scheduler in ("sync", "threads") else "worker")
+                    found[f"{scheduler}{', engine tasks' * (engine == 'tasks')} ({own})"] = rows
         return found
 
     def records(self, arguments: Sequence[str]) -> list[Record]:
