@@ -69,10 +69,9 @@ class Point:
         return replace(point, grain="kernel") if self.barrier == "layer" else point
 
     def __str__(self) -> str:
-        return (
-            f"{self.threads} x {self.scheduler}, barrier {self.barrier}, chunks of {self.batch_chunk} x "
-            f"{self.sequence_chunk}, grain {self.grain}{', engine tasks' * (self.engine == 'tasks')}"
-        )
+        chunks = f"chunks of {self.batch_chunk} x {self.sequence_chunk}"
+        engine = ", engine tasks" * (self.engine == "tasks")
+        return f"{self.threads} x {self.scheduler}, barrier {self.barrier}, {chunks}, grain {self.grain}{engine}"
 
 
 DIALS = tuple(field.name for field in fields(Point))
