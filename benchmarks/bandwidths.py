@@ -20,21 +20,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compare.pipes import Place, TorchOptions
+from compare.processes import TorchSide
+from compare.programs import check_losses, warm_up
 from machines import Machines
 from namespaces import Hosts
 from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig, LocalConfig
-from daskgpt.instruments.compare.messages import TorchOptions
-from daskgpt.instruments.compare.torch_process import Place, TorchSide, check_losses
-from daskgpt.instruments.compare.turns import Turn, take_turns, warm_up
-from daskgpt.instruments.measure import Steps
-from daskgpt.instruments.random_tokens import BenchConfig, job_of, random_batch
+from daskgpt.instruments.measure import BenchConfig, Steps, Turn, job_of, random_batch, take_turns
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import RandomParameters
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.rank_steps import RankSteps
@@ -73,12 +72,6 @@ class Rounds:
     def cpu(self) -> Mapping[tuple[str, int], float]:
         """None: its processes are those that synchronous steps count."""
         return {}
-
-    def reset_peak(self) -> None:
-        """As these count memory."""
-
-    def peak(self) -> int:
-        return 0
 
 
 def measured(machines: Machines, hosts: Hosts, name: str, turns: int) -> tuple[list[Turn], int]:

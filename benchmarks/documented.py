@@ -33,7 +33,6 @@ NOT_RUN = {
     r"(mpirun |kill %1)": "needs MPI: cluster/README.md says when it was tried",
     r"python (tests|benchmarks)/(\w+)\.py": "a tool, for minutes or hours: tests of its own run it, shorter",
     r"python -m daskgpt\.train --steps 8 .*--sample-tokens 0": "a test of its own runs it as it stands",
-    r"python -m daskgpt\.\w+ .*--against torch\b": "needs PyTorch: tests of bench run it where that is installed",
 }
 
 TEXT = "--data my-text.txt"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from daskgpt.instruments.drawing.batch_sums import batch_sums
-from daskgpt.instruments.drawing.block_grains import block_grains
-from daskgpt.instruments.drawing.step_tasks import step_tasks
+from drawing.batch_sums import batch_sums
+from drawing.block_grains import block_grains
+from drawing.step_tasks import step_tasks
 
 FOLDER = Path(__file__).parent.parent / "docs" / "drawings"
 DRAWINGS = {"block_grains.svg": block_grains, "step_tasks.svg": step_tasks, "batch_sums.svg": batch_sums}

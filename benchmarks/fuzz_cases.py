@@ -17,15 +17,13 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from llmc_samples import SMALL, small_debug_state, small_parameters
+from llmc_samples import SMALL, small_debug_state, small_parameters, write_debug_state, write_tokens
 
 import daskgpt
 from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.llmc import read_debug_state, write_debug_state, write_model
-from daskgpt.formats.llmc_tokens import read_tokens, write_tokens
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.published import held
-from daskgpt.formats.run_model import StoredModel, write_run_models
+from daskgpt.formats.llmc import read_debug_state, read_tokens, write_model
+from daskgpt.formats.run_model import write_run_models
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.training.checkpoint import Checkpoint, write_checkpoint
 
 STEP = "step-00000003"
@@ -67,7 +65,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 def _write_folder(folder: Path, shard_bytes: int) -> None:
     parameters = _parameters()
-    model = OpenedModel(SMALL, [], "", "", lambda tensor: held(tensor, parameters[tensor.name]), "bytes", 4)
+    model = StoredModel(SMALL, parameters, "bytes", 4)
     write_huggingface(folder / "hf", model, {}, shard_bytes=shard_bytes)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import DebugState
+from daskgpt.formats.llmc import DEBUG_STATE as DEBUG_STATE_MAGIC
+from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
@@ -31,6 +32,26 @@ def small_debug_state() -> DebugState:
     tokens, targets = random.integers(0, SMALL.vocabulary, (2, 3, 4), dtype=np.int32)
     logits = random.standard_normal((3, 4, SMALL.vocabulary), np.float32)
     return DebugState(tokens, targets, logits, loss=1.5, gradients=small_parameters(2))
+
+
+def read_model(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Read the configuration and the parameters of a model file of llm.c's."""
+    model = open_model(path).loaded()
+    return model.config, dict(model.parameters)
+
+
+def write_debug_state(path: str | Path, config: GPT2Config, state: DebugState) -> None:
+    """Write a debug state of llm.c's, version 2."""
+    gradients = (state.gradients[name] for name in parameter_shapes(config))
+    with open(path, "wb") as file:
+        file.write(header_of(DEBUG_STATE_MAGIC, 2, *state.tokens.shape))
+        for values in (state.tokens, state.targets, state.logits, np.float32(state.loss), *gradients):
+            file.write(np.ascontiguousarray(values).tobytes())
+
+
+def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
+    """Write a token file of llm.c's."""
+    Path(path).write_bytes(header_of(TOKENS, 1, tokens.size) + tokens.astype("<u2").tobytes())
 
 
 def assert_same_bits(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:

@@ -37,11 +37,6 @@ def records(file: str) -> list[Record]:
     return read_records(DATA / f"{file}.jsonl")
 
 
-def found_as(file: str, what: str) -> Record:
-    """The latest record of a file that says it is of this."""
-    return [one for one in records(file) if one.settings["what"] == what][-1]
-
-
 def number(value: float, digits: int | None = None) -> str:
     """With so many decimals, or with three significant digits; what is large has no decimals and loses no digit."""
     if digits is not None:
@@ -86,31 +81,6 @@ def steps() -> list[str]:
         return model(one), one.settings["precision"], *times, spread(one.figures["ratio"], digits=2)
 
     return table("model, batch | precision | daskgpt, ms a step | PyTorch | ratio", map(row, records("steps")))
-
-
-def steps_earlier() -> list[str]:
-    def row(one: Record) -> tuple[str, ...]:
-        known = one.figures
-        ratios = ", ".join(spread(known[name], digits=2) for name in ("ratio", "ratio_before"))
-        peaks = " / ".join(spread(known[name]) for name in ("ours_peak", "theirs_peak"))
-        who = f"{model(one)}{', PyTorch compiled' if 'compiled' in one.against else ''}"
-        return who, one.settings["precision"], spread(known["ours"]), spread(known["theirs"]), ratios, f"{peaks} GB"
-
-    head = "model, batch | precision | daskgpt, ms a step | PyTorch | ratio, and an hour before | peak memory of both"
-    return table(head, map(row, records("steps_earlier")))
-
-
-def one_order_of_sums() -> list[str]:
-    def row(one: Record) -> tuple[str, ...]:
-        known = one.figures
-        pairs = f"{known['ratio'].n}" + (f" of {own} steps" if (own := one.settings.get("window_steps")) else "")
-        times = (spread(known[name]) for name in ("before", "after"))
-        return model(one), one.settings["precision"], *times, spread(known["ratio"], digits=2), pairs
-
-    return table(
-        "model, batch | precision | before, ms a step | after | ratio of a pair | pairs",
-        map(row, records("one_order_of_sums")),
-    )
 
 
 def torch_ddp() -> list[str]:
@@ -204,9 +174,9 @@ def local_steps() -> list[str]:
 
 
 def facts(file: str) -> list[str]:
-    """A row a record: what was measured, every figure by name, and what a reader must know besides.
+    """A row a record: what was measured, every figure by name, and remarks.
 
-    Of its processor a row tells where most records have another one.
+    A row names its processor where most records have another one.
     """
     found = records(file)
     ((usual, _),) = Counter(one.machine["processor"] for one in found).most_common(1)
@@ -219,10 +189,10 @@ def facts(file: str) -> list[str]:
         figures = "; ".join(told(name, figure) for name, figure in one.figures.items())
         processor = one.machine["processor"]
         notes = processor != usual and f"{processor}.", one.against and f"Beside {one.against}.", one.note
-        besides = " ".join(note for note in notes if note)
-        return str(one.settings["what"]), figures, f"`{one.command}`", one.date[:10], besides
+        remarks = " ".join(note for note in notes if note)
+        return str(one.settings["what"]), figures, f"`{one.command}`", one.date[:10], remarks
 
-    lines = table("what | found | command | date | besides", map(row, found))
+    lines = table("what | measured | command | date | remarks", map(row, found))
     for one in dict.fromkeys(map(_machine, found)):
         lines += ["", f"{one}."]
     return lines
@@ -274,8 +244,6 @@ def default_run() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "steps": steps,
-    "steps earlier": steps_earlier,
-    "one order of sums": one_order_of_sums,
     "torch-ddp": torch_ddp,
     "generation": generation,
     "generation compared": generation_compared,

@@ -26,14 +26,14 @@ from pathlib import Path
 
 from tool_records import add_record_flag, check_record, record
 
-from daskgpt.config.amounts import count
-from daskgpt.data.corpus.manifest import MANIFEST
+from daskgpt.config.settings import count
+from daskgpt.data.corpus.folder import MANIFEST
 from daskgpt.instruments.records import Figure
 from daskgpt.instruments.statistics import Spread
 
 TIKTOKEN = """
 import json, sys, time
-from daskgpt.data.encodings import get_encoding
+from daskgpt.data.tokenizer import get_encoding
 path, encoding, threads = sys.argv[1], get_encoding(sys.argv[2]), int(sys.argv[3])
 seconds, tokens = 0.0, 0
 with open(path, encoding="utf-8", newline="") as file:

@@ -4,7 +4,7 @@
 `executed/NAME.html`.
 
 A puzzle is two cells that follow each other: `puzzle-NAME` assigns None to the reader's answer, `check-NAME` says with
-`daskgpt.puzzle` what the answer is worth. `tests/solutions/NOTEBOOK.toml` has a table for each NAME: `right` is what
+`puzzles.puzzle` what the answer is worth. `tests/solutions/NOTEBOOK.toml` has a table for each NAME: `right` is what
 `puzzle-NAME` may say instead, `wrong` a list of what it may not.
 """
 
@@ -101,7 +101,7 @@ def execute(notebook, folder: Path):
 
     Errors   nbclient.exceptions.CellExecutionError for a cell that raises
     """
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "notebooks"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "IPYTHONDIR": str(folder / "ipython"),

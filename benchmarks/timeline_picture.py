@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from daskgpt.instruments.study.dials import BARRIERS
+from daskgpt.instruments.study.grid import BARRIERS
 from daskgpt.instruments.timeline import Event, Timeline, Window
 from daskgpt.instruments.timeline.events import TaskGraph
 from daskgpt.instruments.timeline.strips import svg_one_under_the_other
@@ -51,7 +51,7 @@ def timeline(found: dict[str, Any]) -> Timeline:
 def picture() -> str:
     """The SVG."""
     found = json.loads(KEPT.read_text())["timelines"]
-    return svg_one_under_the_other({f"barrier {BARRIERS[name].label}": timeline(own) for name, own in found.items()})
+    return svg_one_under_the_other({f"barrier {BARRIERS[name]}": timeline(own) for name, own in found.items()})
 
 
 def main() -> None:

@@ -39,11 +39,10 @@ _PUBLIC = {
     "load": "training.run_folder",
     "loss_and_gradients": "training.inference",
     "measure": "instruments.execution",
-    "open_scheduler": "schedulers.addresses",
+    "open_scheduler": "schedulers.connect",
     "plan": "instruments.plan",
     "preset": "config.model",
-    "puzzle": "instruments.puzzle",
-    "sample": "generation.sampling",
+    "sample": "generation.sampler",
     "save": "formats.models",
 }
 
@@ -62,7 +61,6 @@ __all__ += [
     "open_scheduler",
     "plan",
     "preset",
-    "puzzle",
 ]
 __all__ += ["sample", "save"]
 

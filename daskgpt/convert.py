@@ -1,27 +1,5 @@
-"""Turn a model into another program's files, or theirs into this one's: `python -m daskgpt.convert IN OUT`."""
+"""Turn a model into another program's files, or theirs into this one's.
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-
-from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, run_command
-from daskgpt.data.encodings import encoding_of, ranks_of, specials_of, vocabulary_size
-from daskgpt.formats.gpt2_tokenizer import tokenizer_files
-from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, stream_model
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.published import padded
-from daskgpt.formats.run_model import stream_run_model
-from daskgpt.model.layers import require_own_layers
-from daskgpt.model.parameters import parameter_count, tensors
-from daskgpt.training.run_folder import open_model_of
-
-FORMATS = ("huggingface", "llmc", "llmc-bfloat16", "daskgpt")
-
-LINES = """\
 IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llm.c (.bin, float32 or bfloat16), or a
 folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, OUT says by its name what to write:
 .safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, a name without an ending a folder for Hugging Face.
@@ -54,17 +32,32 @@ form, as GPT-2's, which moves logits by some thousandths:
     json.dump(config, open("NEW_FOLDER/config.json", "w"))
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from daskgpt.config.errors import require
+from daskgpt.config.flags import Parser, run_command
+from daskgpt.data.tokenizer import encoding_of, specials_of, vocabulary_of, vocabulary_size
+from daskgpt.formats.huggingface import write_huggingface
+from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
+from daskgpt.formats.run_model import write_run_model
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.vocabulary import tokenizer_files
+from daskgpt.model.gpt2 import require_own_layers
+from daskgpt.model.parameters import parameter_count, tensors
+from daskgpt.training.run_folder import open_model_of
+
 
 def main(arguments: list[str]) -> int:
     """Convert, and say what was read and written."""
-    flags = Parser(
-        prog="daskgpt.convert",
-        description="Turn a model into another program's files, or theirs into this one's.",
-        epilog=LINES,
-    )
+    flags = Parser(prog="daskgpt.convert", description=__doc__)
     flags.add_argument("source", metavar="IN", help="run folder, checkpoint, model file, or Hugging Face's folder")
     flags.add_argument("target", metavar="OUT", type=Path, help="what to write: a file, or a folder for Hugging Face")
-    flags.add_argument("--to", choices=FORMATS, help="format to write (default: what the name of OUT says)")
+    flags.add_argument("--to", choices=WRITERS, help="format to write (default: what the name of OUT says)")
     values = flags.parse_args(arguments)
     target: Path = values.target
     kind = values.to or guessed(target)
@@ -74,10 +67,8 @@ def main(arguments: list[str]) -> int:
     model = open_model_of(values.source)
     if kind != "daskgpt":
         require_own_layers("convert")
-    for line in _read(model):
-        print(line, flush=True)
-    for line in WRITERS[kind](target, model):
-        print(line)
+    print("\n".join(_read(model)), flush=True)
+    print("\n".join(WRITERS[kind](target, model)))
     return 0
 
 
@@ -90,19 +81,18 @@ def guessed(target: Path) -> str:
         return "llmc-bfloat16" if target.stem.endswith("bf16") else "llmc"
     means = {".safetensors": "daskgpt", "": "huggingface"}
     rule = "the name must say the format (.safetensors, .bin, or no ending for a folder)"
-    require(target.suffix in means, "convert", rule, {"path": target}, f"Add --to {' or '.join(FORMATS)}.")
+    require(target.suffix in means, "convert", rule, {"path": target}, f"Add --to {' or '.join(WRITERS)}.")
     return means[target.suffix]
 
 
-def _to_huggingface(target: Path, model: OpenedModel) -> list[str]:
+def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
     encoding = model.encoding or encoding_of(model.config.vocabulary)
     files, end, note = {}, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
     spare = model.config.vocabulary - vocabulary_size(encoding)  # a model may have more ids than its own encoding
     if spare == 0 or (model.encoding and spare > 0):
-        specials = specials_of(encoding)
-        end = next(iter(specials.values()))
+        end = next(iter(specials_of(encoding).values()))
         try:
-            files, note = tokenizer_files(ranks_of(encoding), model.config.positions, specials), ""
+            files, note = tokenizer_files(vocabulary_of(encoding), model.config.positions), ""
         except FileNotFoundError as error:  # the model is of use without
             note = f"no tokenizer: {error}"
     write_huggingface(target, model, files, end_of_text=end)
@@ -111,45 +101,36 @@ def _to_huggingface(target: Path, model: OpenedModel) -> list[str]:
     return notes + [f"note   {left_out} rows of padding of wte.weight left out"] * (left_out > 0)
 
 
-def _to_llmc(target: Path, model: OpenedModel, version: int = FLOAT32_VERSION) -> list[str]:
-    rows = padded(model.config.padded_vocabulary)
-    stream_model(target, replace(model.config, padded_vocabulary=rows), model.read, version)
+def _to_llmc(target: Path, model: StoredModel, version: int = FLOAT32_VERSION) -> list[str]:
+    # llm.c's program for graphics cards wants a multiple of 128 (50,257 -> 50,304).
+    rows = -(-model.config.padded_vocabulary // 128) * 128
+    write_model(target, replace(model.config, padded_vocabulary=rows), model.parameters, version)
     added = rows - model.config.padded_vocabulary
     lines = _listed(target, "llm.c, " + ("float32" if version == FLOAT32_VERSION else "bfloat16, nearest even"))
     return lines + [f"note   {added} rows of 0 added to wte.weight, to {rows:,}, as llm.c has them"] * (added > 0)
 
 
-def _to_bfloat16(target: Path, model: OpenedModel) -> list[str]:
-    return _to_llmc(target, model, BFLOAT16_VERSION)
-
-
-def _to_daskgpt(target: Path, model: OpenedModel) -> list[str]:
-    stream_run_model(target, model)
+def _to_daskgpt(target: Path, model: StoredModel) -> list[str]:
+    write_run_model(target, model)
     return _listed(target, "daskgpt, float32")
 
 
-WRITERS: dict[str, Callable[[Path, OpenedModel], list[str]]] = {
+WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
     "huggingface": _to_huggingface,
     "llmc": _to_llmc,
-    "llmc-bfloat16": _to_bfloat16,
+    "llmc-bfloat16": partial(_to_llmc, version=BFLOAT16_VERSION),
     "daskgpt": _to_daskgpt,
 }
 
 
-def _read(model: OpenedModel) -> list[str]:
-    config, one = model.config, len(model.files) == 1
-    where = model.files[0] if one else f"{model.files[0].parent}/"
-    sizes = (
-        f"{config.blocks} blocks, {config.heads} heads, {config.channels:,} channels, {config.positions:,} positions"
-    )
+def _read(model: StoredModel) -> list[str]:
+    config = model.config
+    where = model.files[0] if len(model.files) == 1 else f"{model.files[0].parent}/"
+    sizes = f"{config.blocks} blocks, {config.heads} heads, {config.channels:,} channels"
     count = f"{parameter_count(config):,} parameters in {len(tensors(config))} tensors"
     ids = f"{config.vocabulary:,} token ids ({model.encoding or 'encoding not said'})"
-    return [
-        f"read   {model.kind}, {model.dtype}: {where}",
-        *_files(model.files),
-        f"       {sizes}",
-        f"       {ids}, {count}",
-    ]
+    lines = [f"read   {model.kind}, {model.dtype}: {where}", *_files(model.files)]
+    return [*lines, f"       {sizes}, {config.positions:,} positions", f"       {ids}, {count}"]
 
 
 def _listed(target: Path, kind: str) -> list[str]:
@@ -157,13 +138,10 @@ def _listed(target: Path, kind: str) -> list[str]:
     return [f"wrote  {kind}: {target}", *_files(files)]
 
 
-def _files(files: list[Path]) -> list[str]:
-    return [f"       {path.name:34} {_size(path):>12}" for path in files]
-
-
-def _size(path: Path) -> str:
-    size = path.stat().st_size
-    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+def _files(files: Sequence[Path]) -> list[str]:
+    sizes = {path.name: path.stat().st_size for path in files}
+    texts = {n: f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB" for n, size in sizes.items()}
+    return [f"       {name:34} {text:>12}" for name, text in texts.items()]
 
 
 if __name__ == "__main__":

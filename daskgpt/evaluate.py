@@ -1,4 +1,16 @@
-"""How good a model is on a text or at multiple choice: `python -m daskgpt.evaluate MODEL --data FILE`."""
+"""How good a model is on a text, or at multiple choice.
+
+A text (a file, a folder, a glob), or token files (.bin; llm.c's or nanoGPT's):
+loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
+              the tokens before it in its sequence; documents begin with end-of-text
+perplexity    e to the loss
+bits a byte   all nats / ln 2 / bytes of text that was predicted (end-of-text has none): what models with different
+              encodings are compared by
+
+Multiple choice, from llm.c's evaluation files (.bin, version 20240522) or HellaSwag's own (.jsonl):
+accuracy      how often the right completion has the least loss of all its tokens together
+normalised    how often it has the least loss a token: what llm.c prints, and the usual figure of HellaSwag
+"""
 
 from __future__ import annotations
 
@@ -12,33 +24,18 @@ from tiktoken import Encoding
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import matching_files
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.paths import matching_files
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.dataset import check_tokens, is_token_source, whole_source
-from daskgpt.data.encodings import get_encoding, sizes_of
 from daskgpt.data.hellaswag import ENDING, read_hellaswag
-from daskgpt.formats.llmc_questions import Question, is_question_file, read_questions
+from daskgpt.data.tokenizer import get_encoding, sizes_of
+from daskgpt.formats.llmc import Question, is_question_file, read_questions
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
-from daskgpt.generation.sampling import PRECISIONS
+from daskgpt.generation.sampler import PRECISIONS
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.run_folder import encoding_and_length, open_model_of
-
-DESCRIPTION = """\
-How good a model is on a text, or at multiple choice.
-
-A text (a file, a folder, a glob), or token files (.bin; llm.c's or nanoGPT's):
-loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
-              the tokens before it in its sequence; documents begin with end-of-text
-perplexity    e to the loss
-bits a byte   all nats / ln 2 / bytes of text that was predicted (end-of-text has none): what models with different
-              encodings are compared by
-
-Multiple choice, from llm.c's evaluation files (.bin, version 20240522) or HellaSwag's own (.jsonl):
-accuracy      how often the right completion has the least loss of all its tokens together
-normalised    how often it has the least loss a token: what llm.c prints, and the usual figure of HellaSwag
-"""
 
 
 @documented
@@ -56,7 +53,7 @@ class EvaluateConfig(Checked):
 
 def main(arguments: list[str]) -> int:
     """Print loss, perplexity and bits a byte, or accuracies."""
-    flags = Parser(prog="daskgpt.evaluate", description=DESCRIPTION)
+    flags = Parser(prog="daskgpt.evaluate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
     add_flags(flags, EvaluateConfig)
@@ -66,7 +63,7 @@ def main(arguments: list[str]) -> int:
     model = open_model_of(values.model)
     encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)
-    weights = Weights(model.config, model.parameters(), options.precision)
+    weights = Weights(model.config, model.loaded().parameters, options.precision)
     if questions := questions_of(options.data, encoding):
         found = multiple_choice(weights, questions[: options.limit or None], options.threads)
     else:
@@ -96,8 +93,8 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
     for question in questions:
         check_tokens(np.concatenate([question.context, *question.completions]), config.vocabulary)
     compile_kernels()
-    asked = answers(weights, questions, config.positions, threads)
-    found = list(tqdm(asked, total=len(questions), unit="question", disable=None, leave=False))
+    coming = answers(weights, questions, config.positions, threads)
+    found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
     count, right = len(found), sum(answer.right for answer in found)
     normalised = sum(answer.right_normalised for answer in found)
     return {
@@ -137,24 +134,23 @@ def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, 
 
 
 def describe(facts: dict[str, str], found: dict[str, Any]) -> str:
-    """The numbers for a person."""
-    lines = [("model", facts["model"])]
+    """Return the numbers for a person."""
     if "questions" in found:
         count = found["questions"]
-        lines += [("data", f"{facts['data']}: {count:,} questions of {found['completions']:g} completions")]
-        for name, right in (("accuracy", found["right"]), ("normalised", found["right_normalised"])):
-            share = right / count
-            error = math.sqrt(share * (1 - share) / count)
-            lines.append((name, f"{share:.4f}   {right:,} right, standard error {error:.4f}"))
+        data = f"{count:,} questions of {found['completions']:g} completions"
+        lines = {"accuracy": _share(found["right"], count), "normalised": _share(found["right_normalised"], count)}
     else:
-        told = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
-        lines += [
-            ("data", f"{facts['data']}: {told}"),
-            ("loss", f"{found['loss']:.4f} nats a token"),
-            ("perplexity", f"{found['perplexity']:,.2f}"),
-            ("bits a byte", "no text" if found["bits_a_byte"] is None else f"{found['bits_a_byte']:.4f}"),
-        ]
-    return "\n".join(f"{name:12} {text}" for name, text in lines)
+        data = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
+        bits = found["bits_a_byte"]
+        lines = {"loss": f"{found['loss']:.4f} nats a token", "perplexity": f"{found['perplexity']:,.2f}"}
+        lines["bits a byte"] = "no text" if bits is None else f"{bits:.4f}"
+    lines = {"model": facts["model"], "data": f"{facts['data']}: {data}"} | lines
+    return "\n".join(f"{name:12} {text}" for name, text in lines.items())
+
+
+def _share(right: int, count: int) -> str:
+    share = right / count
+    return f"{share:.4f}   {right:,} right, standard error {math.sqrt(share * (1 - share) / count):.4f}"
 
 
 if __name__ == "__main__":

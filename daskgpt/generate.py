@@ -1,28 +1,4 @@
-"""Write text with a trained model: `python -m daskgpt.generate RUN_FOLDER`."""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-
-from tiktoken import Encoding
-
-from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.encodings import encode, get_encoding
-from daskgpt.generation.choosing import Choice
-from daskgpt.generation.decoder import Weights
-from daskgpt.generation.ending import end_of_text, shown
-from daskgpt.generation.readable import readable
-from daskgpt.generation.sampling import PRECISIONS, Rate, Texts, check_prompt
-from daskgpt.schedulers.machine import copy_rate
-from daskgpt.training.job import compile_kernels
-from daskgpt.training.run_folder import encoding_and_length, open_model_of
-
-DESCRIPTION = """\
-Write text with a trained model.
+"""Write text with a trained model.
 
 Keys and values of the tokens so far are kept, so that a token reads every weight once. A text that outgrows the
 model's context is read again from its newer half. The last line, on standard error, says how fast tokens came, how many
@@ -30,9 +6,28 @@ bytes of weights, keys and values were read for that, and which share this is of
 copy memory (bytes read and written): more than 100 % where the model stays in the processor's caches.
 
 -i chats: what is typed is a line of the text, which the model goes on with until end of text, --until, or --tokens.
-An empty line lets it go on. Ctrl-C ends what it says, Ctrl-D the chat. A line of text is not a question to a model that
+An empty line lets it go on. Ctrl-C ends its answer, Ctrl-D the chat. A line of text is not a question to a model that
 has never seen one answered: --until "\\n" has it write a line.
 """
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tiktoken import Encoding
+
+from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.generation.decoder import Weights
+from daskgpt.generation.sampler import PRECISIONS, Choice, Rate, Texts, check_prompt
+from daskgpt.generation.sanitize import end_of_text, readable, shown
+from daskgpt.schedulers.machine import copy_rate
+from daskgpt.training.job import compile_kernels
+from daskgpt.training.run_folder import encoding_and_length, open_model_of
 
 
 @documented
@@ -54,7 +49,12 @@ class GenerateConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Choice(self.temperature, self.top_k, self.top_p)
+        _ = self.choice
+
+    @property
+    def choice(self) -> Choice:
+        """Errors   ValueError for numbers out of their bounds"""
+        return Choice(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass
@@ -65,32 +65,32 @@ class Writer:
     weights: Weights
     encoding: Encoding
     context: int
-    choice: Choice = field(init=False)
-    end: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        options = self.options
-        self.choice = Choice(options.temperature, options.top_k, options.top_p)
-        self.end = end_of_text(self.encoding) if options.end == "stop" else None
+        self.end = end_of_text(self.encoding) if self.options.end == "stop" else None
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = encode(self.encoding, text).tolist()
+        return found
 
     def texts(self, prompts: list[list[int]], longest: int = 0) -> Texts:
         return Texts(self.weights, prompts, self.context, longest, self.options.threads)
 
     def write(self, texts: Texts) -> Iterator[list[int | None]]:
-        return texts.write(self.options.tokens, self.choice, self.options.seed, self.end)
+        return texts.write(self.options.tokens, self.options.choice, self.options.seed, self.end)
 
-    def shown(self, tokens: Iterator[int | None]) -> Iterator[str]:
-        """The text of tokens, as they come."""
-        return readable(self.encoding, shown(self.encoding, tokens, self.end, self.options.until))
+    def print(self, tokens: Iterator[int | None]) -> None:
+        """Print the text of tokens, as they come."""
+        for text in readable(self.encoding, shown(self.encoding, tokens, self.end, self.options.until)):
+            print(text, end="", flush=True)
 
 
 def main(arguments: list[str]) -> int:
     """Print the prompt and what follows it, a token at a time."""
-    flags = Parser(prog="daskgpt.generate", description=DESCRIPTION)
+    flags = Parser(prog="daskgpt.generate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
-    flags.add_argument(
-        "--prompt", action="append", help="text to go on from (default: a new line); several are several texts"
-    )
+    help_text = "text to go on from (default: a new line); several are several texts"
+    flags.add_argument("--prompt", action="append", help=help_text)
     flags.add_argument("-i", "--interactive", action="store_true", help="chat with the model in the terminal")
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)
@@ -102,25 +102,23 @@ def main(arguments: list[str]) -> int:
     for prompt in prompts:
         check_prompt(model.config, encode(encoding, prompt).tolist())
     compile_kernels()
-    writer = Writer(options, Weights(model.config, model.parameters(), options.precision), encoding, context)
-    texts = (
-        chat(writer)
-        if values.interactive
-        else write_all(writer, [each for each in prompts for _ in range(options.samples)])
-    )
+    weights = Weights(model.config, model.loaded().parameters, options.precision)
+    writer = Writer(options, weights, encoding, context)
+    texts = chat(writer) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
-        print(told(texts.rate, texts.decoder.threads, options.precision), file=sys.stderr)
+        print(describe_rate(texts.rate, texts.decoder.threads, options.precision), file=sys.stderr)
     return 0
 
 
 def write_all(writer: Writer, prompts: list[str]) -> Texts:
     """Print each prompt and what follows: of the first one as it comes, of the others when all are written."""
-    ids = [encode(writer.encoding, prompt).tolist() for prompt in prompts]
+    prompts = [prompt for prompt in prompts for _ in range(writer.options.samples)]
+    ids = [writer.ids(prompt) for prompt in prompts]
     texts = writer.texts(ids, max(map(len, ids)) + writer.options.tokens)
     found: list[list[int | None]] = [[] for _ in ids]
 
     def first() -> Iterator[int | None]:
-        """The first text's tokens, all that are shown of them; the others' are put aside."""
+        """The first text's tokens; the others' are put aside."""
         for tokens in writer.write(texts):
             for own, token in zip(found, tokens, strict=True):
                 own.append(token)
@@ -131,44 +129,37 @@ def write_all(writer: Writer, prompts: list[str]) -> Texts:
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
         print(prompt, end="", flush=True)
-        for text in writer.shown(iter(found[number]) if number else coming):
-            print(text, end="", flush=True)
+        writer.print(iter(found[number]) if number else coming)
         if number == 0 and len(prompts) > 1:
-            for _ in coming:  # the others may be longer than the first one
-                pass
+            list(coming)  # the others may be longer than the first one
         print(flush=True)
     return texts
 
 
 def chat(writer: Writer) -> Texts | None:
-    """Let a person and the model write in turns; the text, None where nobody said anything."""
+    """Let a person and the model write in turns; return the text, None where nothing was typed."""
     with suppress(ImportError):
         import readline  # noqa: F401  # lines can be edited and come back
     texts: Texts | None = None
-    asks = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = input(asks)
+            line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             print()
             return texts
-        said = encode(writer.encoding, line + "\n").tolist() if line or texts is None else []
         if texts is None:
-            texts = writer.texts([said])
-        else:
-            texts.tokens[0] += said
-        try:
-            for text in writer.shown(tokens[0] for tokens in writer.write(texts)):
-                print(text, end="", flush=True)
-        except KeyboardInterrupt:
-            pass  # ends the answer, not the chat
+            texts = writer.texts([writer.ids(line + "\n")])
+        elif line:
+            texts.tokens[0] += writer.ids(line + "\n")
+        with suppress(KeyboardInterrupt):  # which ends the answer, not the chat
+            writer.print(tokens[0] for tokens in writer.write(texts))
         print(flush=True)
 
 
-def told(rate: Rate, threads: int, precision: str) -> str:
-    """How fast tokens came, for a person."""
-    copied = copy_rate(threads)
-    read, per = rate.read / rate.seconds, "1 thread" if threads == 1 else f"{threads} threads"
+def describe_rate(rate: Rate, threads: int, precision: str) -> str:
+    """Return how fast tokens came, for a person."""
+    copied, read = copy_rate(threads), rate.read / rate.seconds
+    per = f"{threads} thread{'s' * (threads != 1)}"
     return (
         f"{rate.tokens / rate.seconds:,.1f} tokens/s ({rate.tokens:,} in {rate.seconds:.1f} s; {precision}, {per}); "
         f"{read / 1e9:.1f} GB/s read, {read / copied:.0%} of a copy's {copied / 1e9:.1f}"

@@ -1,4 +1,9 @@
-"""Turn text into folders of tokens: `python -m daskgpt.prepare INPUT... --out FOLDER`."""
+"""Turn text into folders of tokens that training reads.
+
+INPUT is a file, a folder (all below it that is not hidden) or a glob: text, JSONL (.jsonl, .ndjson, .json.gz),
+either of them in gzip (.gz) or zstd (.zst), or Parquet (.parquet). The tokens are a pure function of the inputs and the
+flags, whatever the scheduler; a command that was stopped, however, goes on where it was when it is given again.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,10 @@ from tqdm import tqdm
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.corpus.manifest import Manifest, Part
-from daskgpt.data.corpus.preparing import Preparation, PrepareConfig
-from daskgpt.schedulers.addresses import open_scheduler
-
-LINES = """\
-INPUT is a file, a folder (all below it that is not hidden) or a glob: text, JSONL (.jsonl, .ndjson, .json.gz),
-either of them in gzip (.gz) or zstd (.zst), or Parquet (.parquet). The tokens are a pure function of the inputs and the
-flags, whatever the scheduler; a command that was stopped, however, goes on where it was when it is given again.
-"""
+from daskgpt.data.corpus.folder import Manifest, Part
+from daskgpt.data.corpus.preparation import Preparation
+from daskgpt.data.corpus.sources import PrepareConfig
+from daskgpt.schedulers.connect import open_scheduler
 
 
 @documented
@@ -37,9 +37,7 @@ class WorkersConfig(Checked):
 def main(arguments: list[str]) -> int:
     """Prepare, and say what there is."""
     begin = time.perf_counter()
-    flags = Parser(
-        prog="daskgpt.prepare", description="Turn text into folders of tokens that training reads.", epilog=LINES
-    )
+    flags = Parser(prog="daskgpt.prepare", description=__doc__)
     flags.add_argument("inputs", metavar="INPUT", nargs="+", help="file, folder or glob")
     add_flags(flags, PrepareConfig)
     add_flags(flags, WorkersConfig)

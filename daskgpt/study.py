@@ -6,36 +6,33 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.instruments.records import append_records, check_records
-from daskgpt.instruments.study.dials import DIALS
+from daskgpt.instruments.study import runs
 from daskgpt.instruments.study.grid import (
+    DIALS,
+    ORDER,
     StudyConfig,
     chosen_grid,
     default_grid,
     job_of_point,
     quick_grid,
 )
-from daskgpt.instruments.study.measured_points import records_of
-from daskgpt.instruments.study.runs import run_all
-from daskgpt.instruments.study.table import Table
-from daskgpt.instruments.study.timelines import write_timelines
+from daskgpt.instruments.study.table import Rows, Table
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
 
 DESCRIPTION = """\
 Run training steps on random tokens under many settings of the dataflow, each run in a fresh process on as many cores as
-it has threads, and write a folder: results.csv (a row a run), figures, and report.html (and .md), which says what came
-of it.
+it has threads, and write a folder: results.csv (a row a run), figures, and report.md, which says what came of it.
 
 Without any of the lists below, a study goes out from one point (all cores, barrier step, grain block, half of the
-sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler. With lists, every combination of
+sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every combination of
 their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
 A study that was stopped goes on with --out FOLDER; what is in its table is not run again.
 --record FILE adds what was measured to a file when the study is done: a line of JSON a point, with command, date,
@@ -58,9 +55,11 @@ def parser() -> Parser:
     )
     flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
     lists = flags.add_argument_group("Values to combine, with commas between them")
-    for name, dial in DIALS.items():
+    for name in DIALS:
         flag = f"--{name.replace('_', '-')}"
-        lists.add_argument(flag, type=_list_of(dial.kind), metavar="LIST", help=f"values of daskgpt.train's {flag}")
+        lists.add_argument(
+            flag, type=_list_of(str if name in ORDER else int), metavar="LIST", help=f"values of daskgpt.train's {flag}"
+        )
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     add_flags(flags, StudyConfig)
     return flags
@@ -82,16 +81,22 @@ def main(arguments: list[str]) -> int:
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     if values.timelines:
         compile_kernels()
-        write_timelines(model, study, folder)
+        runs.write_timelines(model, study, folder)
         return 0
-    require_extra()
+    from daskgpt.instruments.study.report import write_report  # refuses to be imported without matplotlib
+
     table = Table(folder / "results.csv", model, study)
+
+    def report() -> None:
+        if table.rows:
+            write_report(folder, table.rows, values.quick)
+
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failed = run_all(model, study, grid, table, lambda: write(folder, table, values.quick))
+    failed = runs.run_all(model, study, grid, table, report)
     if values.record:
-        append_records(values.record, records_of(table.rows, arguments))
-    print(f"study written to {folder / 'report.html'} and report.md")
+        append_records(values.record, Rows(table.rows).records(arguments))
+    print(f"study written to {folder / 'report.md'}")
     return 1 if failed else 0
 
 
@@ -104,25 +109,6 @@ def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
     small = {name: value for name, value in QUICK_STUDY.items() if getattr(study, name) == getattr(defaults, name)}
     repetitions = 1 if study.repetitions == defaults.repetitions else study.repetitions
     return preset("tiny", **QUICK_MODEL | given), replace(study, **small, repetitions=repetitions)
-
-
-def require_extra() -> None:
-    """Find out that figures cannot be drawn, or no page written, before anything runs.
-
-    Errors   RuntimeError where matplotlib or markdown-it-py is not installed
-    """
-    missing = [name for name in ("matplotlib", "markdown_it") if find_spec(name) is None]
-    if missing:
-        rule, got = "matplotlib and markdown-it-py must be installed", {"missing": ", ".join(missing)}
-        raise refusal(RuntimeError, "study", rule, got, "Install them with pip install 'daskgpt[study]'.")
-
-
-def write(folder: Path, table: Table, quick: bool) -> None:
-    """Figures and report of what is there."""
-    from daskgpt.instruments.study.report import write_report  # needs what an extra brings
-
-    if table.rows:
-        write_report(folder, table.rows, quick)
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

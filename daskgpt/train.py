@@ -9,19 +9,18 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
-from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
-from daskgpt.config.recipes import RECIPES
-from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
-from daskgpt.data.encodings import get_encoding
 from daskgpt.data.text import STANDARD_LIBRARY
-from daskgpt.generation.readable import readable
-from daskgpt.generation.sampling import sampled
+from daskgpt.data.tokenizer import get_encoding
+from daskgpt.generation.sampler import sampled
+from daskgpt.generation.sanitize import readable
 from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
-from daskgpt.instruments.memory import check_workers, planned
+from daskgpt.instruments.plan import check_workers, predict
 from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
-from daskgpt.instruments.timeline.watcher import require_shared_steps
+from daskgpt.instruments.timeline.recorder import require_shared_steps
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.horizon import one_horizon
@@ -53,39 +52,21 @@ EPILOG = (
 
 def parser() -> Parser:
     """All flags of a run."""
-    flags = Parser(
-        prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG, allow_abbrev=False
-    )
-    recipes = "; ".join(f"{name} ({recipe.about})" for name, recipe in RECIPES.items())
+    flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG)
+    recipe = "speedrun (tiny to 1.88 nats a character of tinyshakespeare)"
     sizes = ", ".join(PRESETS)
-    flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipes}")
+    flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipe}")
     flags.add_argument(
         "--resume",
         metavar="RUN",
         help="go on with a run, from its newest good checkpoint and in its folder; everything is as it was, but for "
         f"{', '.join(changeable())}",
     )
-    flags.add_argument(
-        "--plan",
-        action="store_true",
-        help="print tasks and memory of a step and whether they fit here, and run nothing",
-    )
-    flags.add_argument(
-        "--workers",
-        type=int,
-        help="with --plan: of a step that so many workers share, what each sends, and what one runs and holds",
-    )
+    add_plan_flags(flags)
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
-    for config in (
-        DataConfig,
-        OptimizerConfig,
-        LocalConfig,
-        DataflowConfig,
-        RunConfig,
-        TimelineConfig,
-        DaskReportConfig,
-    ):
-        add_flags(flags, config)
+    for config in (*SECTIONS.values(), TimelineConfig, DaskReportConfig):
+        if config is not GPT2Config:
+            add_flags(flags, config)
     return flags
 
 
@@ -93,8 +74,9 @@ def parsed(arguments: list[str]) -> Namespace:
     """The values of a command line, with the flags of a recipe that it names."""
     values = parser().parse_args(arguments)
     if not values.resume and (recipe := RECIPES.get(values.preset)):
-        values = parser().parse_args([*recipe.arguments, *arguments])
-        values.preset = recipe.preset
+        own = shlex.split(recipe)
+        values = parser().parse_args([*own, *arguments])
+        values.preset = own[1]
     return values
 
 
@@ -104,9 +86,11 @@ def main(arguments: list[str]) -> int:
     values = parsed(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
-    resumed = resume(values) if values.resume else None
-    start = None
-    if resumed:
+    start, resumed = None, None
+    if values.resume:
+        if values.preset:
+            raise may_not_change(values.resume, "preset", values.preset)
+        resumed = Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
         job, folder = resumed.job, resumed.folder
     else:
         one_horizon(given_flags(RunConfig, values))
@@ -119,7 +103,7 @@ def main(arguments: list[str]) -> int:
         require_shared_steps(job)
     check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(planned(job, values.workers))
+        print(predict(job, values.workers or 0))
         return 0
     require_memory(job)
     first = resumed.initial if resumed else ResumeState(start_values(job, start))
@@ -131,21 +115,17 @@ def main(arguments: list[str]) -> int:
     return STOPPED if result.stopped else 0
 
 
-def resume(values: Namespace) -> Resumed:
-    """The run that --resume names, with the flags that may change."""
-    if values.preset:
-        raise may_not_change(values.resume, "preset", values.preset)
-    return Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
-
-
 def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
-    """The checked job that the flags mean, from random values or from a model."""
+    """Return the checked job of the flags, from random values or from a model."""
     optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
     numbers = given_flags(GPT2Config, values)
     if start is None:
-        data = from_flags(DataConfig, values)
-        dataset = open_dataset(data, preset(values.preset or DEFAULT, **numbers).vocabulary)
-        config = model_config(values.preset or DEFAULT, numbers, data, dataset.vocabulary)
+        data, name = from_flags(DataConfig, values), values.preset or DEFAULT
+        dataset = open_dataset(data, preset(name, **numbers).vocabulary)
+        # The encoding decides the vocabulary; tiny is as long as its sequences.
+        fitting = {} if preset(name).vocabulary == dataset.vocabulary else {"vocabulary": dataset.vocabulary}
+        fitting |= {"positions": data.sequence_length} if name == DEFAULT else {}
+        config = preset(name, **fitting | numbers)
     else:
         if values.preset:
             size = preset(values.preset)
@@ -156,16 +136,8 @@ def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
     return Job(config, data, optimizer, dataflow, run, dataset, from_flags(LocalConfig, values))
 
 
-def model_config(name: str, numbers: dict[str, int], data: DataConfig, vocabulary: int) -> GPT2Config:
-    """The preset with the user's numbers and the encoding's vocabulary; tiny is as long as its sequences."""
-    fitting = {} if preset(name).vocabulary == vocabulary else {"vocabulary": vocabulary}
-    if name == DEFAULT:
-        fitting["positions"] = data.sequence_length
-    return preset(name, **fitting | numbers)
-
-
 def report(job: Job, result: Result, seconds: float) -> None:
-    """The time, the losses and where the run was written."""
+    """Print the losses, the time and where the run was written."""
     first, last = result.losses[0], result.losses[-1]
     validation = "" if math.isnan(result.validation_loss) else f", validation {result.validation_loss:.3f}"
     print(f"loss {first:.3f} -> {last:.3f}{validation} nats a token")

@@ -14,7 +14,7 @@ from daskgpt.config.run import DataflowConfig, check_chunks
 from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.inference import Inference
 from daskgpt.training.run_folder import load
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig) -> list[Comparison]:
-    """Largest difference of each tensor, computed in the given chunks by the given scheduler."""
+    """Return the largest difference of each tensor, computed in the given chunks by the given scheduler."""
     config, parameters = load(model)
     name = dataflow.precision
     rule, advice = "the precision must be given", nearest(name, list(TOLERANCE))
@@ -64,32 +64,26 @@ def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig
         chunk = ChunkChoice(config, shape, dataflow, precision, scheduler.threads).first
         inference = Inference(config, shape, chunk, weights.layout, wanted, precision, groups=groups_of_batch(*shape))
         found = inference(scheduler, weights, state.tokens, state.targets)
-    rows = [
-        _comparison("logits", found["logits"][..., : config.vocabulary], state.logits),
-        _comparison("loss", found["loss"], np.array(state.loss)),
-    ]
+    logits = found["logits"][..., : config.vocabulary]
+    pairs = [("logits", logits, state.logits), ("loss", found["loss"], np.array(state.loss))]
+    for name, tensor in tensors(config).items():
+        pairs.append((tensor.row.name.replace("{block}", "*"), found[name], state.gradients[name]))
     # One row a tensor of the table: the worst of the blocks, each against its own magnitude.
     worst: dict[str, Comparison] = {}
-    for name, tensor in tensors(config).items():
-        shown = tensor.row.name.replace("{block}", "*")
-        own = _comparison(shown, found[name], state.gradients[name])
-        worst[shown] = max(worst.get(shown, own), own, key=lambda c: c.difference)
-    return [*rows, *worst.values()]
-
-
-def _comparison(name: str, found: np.ndarray, reference: np.ndarray) -> Comparison:
-    magnitude = float(np.abs(reference).max())
-    difference = float(np.abs(found - reference.astype(np.float64)).max())
-    return Comparison(name, magnitude, difference / magnitude if np.isfinite(difference) else np.inf)
+    for name, values, reference in pairs:
+        magnitude = float(np.abs(reference).max())
+        difference = float(np.abs(values - reference.astype(np.float64)).max())
+        own = Comparison(name, magnitude, difference / magnitude if np.isfinite(difference) else np.inf)
+        worst[name] = max(worst.get(name, own), own, key=lambda c: c.difference)
+    return list(worst.values())
 
 
 def print_table(comparisons: list[Comparison], tolerance: float) -> int:
-    """The table, and the exit code."""
+    """Print the table; return the exit code."""
     print(f"{'tensor':28} {'largest':>10} {'difference':>11}   of the largest, at most {tolerance:g}")
     for c in comparisons:
-        print(
-            f"{c.name:28} {c.magnitude:10.3e} {c.difference:11.1e}   {'ok' if c.difference <= tolerance else 'DIFFERS'}"
-        )
+        verdict = "ok" if c.difference <= tolerance else "DIFFERS"
+        print(f"{c.name:28} {c.magnitude:10.3e} {c.difference:11.1e}   {verdict}")
     failed = sum(c.difference > tolerance for c in comparisons)
     print("all agree" if not failed else f"{failed} of {len(comparisons)} tensors differ")
     return int(failed > 0)

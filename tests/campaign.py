@@ -25,7 +25,7 @@ from tolerances import TOLERANCES
 from daskgpt.config.model import GPT2Config
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 

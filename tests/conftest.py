@@ -6,12 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_lines import write_text
+from llmc_samples import read_model
 from machines import Machines
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import read_debug_state, read_model
+from daskgpt.formats.llmc import read_debug_state
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
+from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.training.inference import Inference
+from daskgpt.training.step import State
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = GPT2Config(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)
@@ -73,3 +77,11 @@ def random_parameters(config: GPT2Config, random: np.random.Generator, dtype: st
 
 def random_batch(config: GPT2Config, random: np.random.Generator, shape: tuple[int, int] = (4, 12)):
     return tuple(random.integers(0, config.vocabulary, shape).astype(np.int32) for _ in range(2))
+
+
+def whole_logits(config, parameters, tokens):
+    """Scores after each token of a text, from the layers that training has, which keep nothing."""
+    state, shape = State.of_weights(config, parameters), (1, len(tokens))
+    inference = Inference(config, shape, shape, state.layout, ("logits",))
+    with open_scheduler("sync", 1) as scheduler:
+        return inference(scheduler, state, np.array([tokens], np.int32))["logits"][0, :, : config.vocabulary]

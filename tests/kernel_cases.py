@@ -84,7 +84,7 @@ def _losses(a: Arrays) -> np.ndarray:
 
 
 def _attention_backward(dy: np.ndarray, a: Arrays) -> np.ndarray:
-    return attention.backward(dy, a["qkv"], *attention.forward(a["qkv"], HEADS), HEADS)
+    return attention.backward(dy, a["qkv"], *attention.forward(a["qkv"], heads=HEADS), heads=HEADS)
 
 
 def _dlogits(a: Arrays) -> np.ndarray:
@@ -138,7 +138,7 @@ CASES = (
     Case(
         "unembedding",
         {"x": (B, T, C), "wte": (PADDED, C)},
-        lambda a: linear.forward_without_bias(a["x"], a["wte"]),
+        lambda a: linear.forward(a["x"], a["wte"]),
         lambda a: a["x"] @ a["wte"].T,
         {
             "x": lambda dy, a: linear.backward_x(dy, a["wte"]),
@@ -152,7 +152,7 @@ CASES = (
     Case(
         "attention",
         {"qkv": (B, T, 3 * C)},
-        lambda a: attention.forward(a["qkv"], HEADS)[0],
+        lambda a: attention.forward(a["qkv"], heads=HEADS)[0],
         lambda a: softmax_attention(a["qkv"], HEADS)[0],
         {"qkv": _attention_backward},
     ),

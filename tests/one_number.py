@@ -17,11 +17,11 @@ import numpy as np
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.kernels.float32 import sgemm
+from daskgpt.kernels.float32 import gemm
 from daskgpt.kernels.float32.blas import gemm_address
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import Outcome, TrainingStep
 
 SEED = "DASKGPT_TEST_SEED"
@@ -123,7 +123,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
 
 def own_product() -> bool:
     """Whether float32 products are this project's own: a library's sums have an order that depends on the shapes."""
-    return sgemm.has_fma() and gemm_address(np.dtype("f4")) == sgemm.address()
+    return gemm.has_fma() and gemm_address(np.dtype("f4")) == gemm.address()
 
 
 def divisors(number: int) -> list[int]:

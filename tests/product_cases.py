@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from tolerances import TOLERANCES
 
-from daskgpt.kernels.bfloat16 import Unit, unit, works
-from daskgpt.kernels.bfloat16.units import VARIABLE
+from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, unit, works
 
 UNITS = [each.name.lower() for each in Unit]
 T = TypeVar("T")

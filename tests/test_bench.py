@@ -1,9 +1,7 @@
-"""Tests of `bench`: what is printed and recorded, what a step will take, and the same step in other programs."""
+"""Tests of `bench`: what is printed and recorded, and what a step will take."""
 
-import json
 import os
 import re
-import sys
 import tracemalloc
 from dataclasses import replace
 
@@ -13,26 +11,15 @@ from conftest import SMALL
 
 from daskgpt import bench
 from daskgpt.config.model import GPT2Config, preset
-from daskgpt.config.run import DataflowConfig, OptimizerConfig
+from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.instruments import machine
-from daskgpt.instruments.compare.llmc_program import compare_llmc, run_program
-from daskgpt.instruments.compare.torch_process import check_losses
-from daskgpt.instruments.compare.turns import (
-    Pair,
-    PairedTurns,
-    alternate,
-    require_published_model,
-    steps_of_a_turn,
-    undisturbed,
-)
-from daskgpt.instruments.measure import Steps, measure
-from daskgpt.instruments.memory import describe_prediction, fits, predict
-from daskgpt.instruments.random_tokens import random_batch
-from daskgpt.model.parameters import parameter_count
-from daskgpt.model.step_operations import step_operations
+from daskgpt.instruments.measure import Steps, measure, random_batch
+from daskgpt.instruments.plan import fits, predict
+from daskgpt.instruments.records import Record
+from daskgpt.model.parameters import parameter_count, step_operations
 from daskgpt.schedulers import machine as machine_memory
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep
 
 SIZE = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]
@@ -51,21 +38,21 @@ def printed(capsys, *arguments):
 
 @pytest.mark.parametrize("flags", [["--grain", "auto"], ["--scheduler", "sync"]], ids=str)
 def test_the_record_of_a_measurement(capsys, flags):
-    found = json.loads(printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json"))
-    assert 0 < found["step_ms_min"] <= found["step_ms"] <= found["step_ms_max"]
-    assert min(found["forward_ms"], found["backward_ms"], found["update_ms"]) > 0
-    assert found["tokens_per_s"] == pytest.approx(4 * 32 / found["step_ms"] * 1e3, rel=1e-3)
-    config = GPT2Config(blocks=2, heads=2, channels=32)
-    assert found["gflops"] == pytest.approx(step_operations(config, 4, 32) / found["step_ms"] / 1e6, rel=1e-2)
-    assert found["matmul_share"] == pytest.approx(found["gflops"] / found["matmul_gflops"], rel=2e-2)
+    record = Record.of_line(printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json").encode())
+    found, settings = {name: figure.median for name, figure in record.figures.items()}, record.settings
+    step, config = record.figures["step"], GPT2Config(blocks=2, heads=2, channels=32)
+    assert 0 < step.least <= step.median <= step.largest
+    assert min(found["forward"], found["backward"], found["update"]) > 0
+    assert found["tokens"] == pytest.approx(4 * 32 / step.median * 1e3, rel=1e-3)
+    assert found["rate"] == pytest.approx(step_operations(config, 4, 32) / step.median / 1e6, rel=1e-2)
     assert 0 <= found["overhead"] < 1
-    assert found["peak_gb"] > 0.03
-    assert found["threads"] == (1 if "sync" in flags else len(os.sched_getaffinity(0)))
-    assert (found["batch_size"], found["sequence_length"], found["sequence_chunk"]) == (4, 32, 16)
-    chunk, grain = (found["batch_chunk"], 16), found["grain"]  # what the machine chose
+    assert found["peak"] > 0.03
+    assert settings["threads"] == (1 if "sync" in flags else len(os.sched_getaffinity(0)))
+    assert (settings["batch_size"], settings["sequence_length"], settings["sequence_chunk"]) == (4, 32, 16)
+    chunk, grain = (settings["batch_chunk"], 16), settings["grain"]  # what the machine chose
     step = TrainingStep(config, (4, 32), chunk, job_of().optimizer, grain=grain, in_place=True)
-    assert found["tasks"] == sum(not is_leaf(node) for node in step.runnable.graph.values())
-    assert found["versions"]["numpy"] == np.__version__
+    assert settings["tasks"] == sum(not is_leaf(node) for node in step.runnable.graph.values())
+    assert record.versions["numpy"] == np.__version__
 
 
 def test_kernels_of_workers_are_counted(cluster):
@@ -74,7 +61,7 @@ def test_kernels_of_workers_are_counted(cluster):
         steps = Steps(job_of(scheduler=cluster.address), scheduler, 0)
         found = measure(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
-    assert (found.threads, min(found.busy.values()) > 0, 0 < found.idle < 1) == (1, True, True)
+    assert (found.settings["threads"], min(found.busy.values()) > 0, 0 < found.idle < 1) == (1, True, True)
     assert found.peak > machine.resident_memory()  # this process, and the worker
 
 
@@ -175,8 +162,8 @@ def test_the_table_of_a_plan(capsys):
         assert words in " ".join(out.split())
     job = job_of(grain="chunk", batch_chunk=2)
     found = predict(job)
-    assert f"{found.peak / 1e6:,.1f} MB" in describe_prediction(job, found)
-    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in describe_prediction(job, found)
+    assert f"{found.peak / 1e6:,.1f} MB" in str(found)
+    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in str(found)
 
 
 GRAINS = [({}, "block", "assumed"), ({"barrier": "layer"}, "kernel", "layer")]
@@ -188,7 +175,7 @@ def test_a_plan_says_which_grain_it_counts_with(flags, grain, word):
     job = job_of(**flags)
     found = predict(job)
     assert (found.grain, found.tasks) == (grain, predict(job_of(grain=grain, **flags)).tasks)
-    (line,) = [line for line in describe_prediction(job, found).splitlines() if line.startswith("grain")]
+    (line,) = [line for line in str(found).splitlines() if line.startswith("grain")]
     assert {grain, word} <= set(re.findall(r"\w+", line))
 
 
@@ -241,100 +228,13 @@ def test_memory_that_is_free_now_is_what_machine_and_container_leave(tmp_path, m
     assert machine_memory.available_memory() == left
 
 
-# The same step in other programs.
-
-
-class Numbers:
-    """A side that takes what it is told to take, one step after another."""
-
-    def __init__(self, seconds, order):
-        self.seconds, self.order, self.losses = list(seconds), order, []
-
-    def run(self, count):
-        self.order.append(self)
-        return [self.seconds.pop(0) for _ in range(count)]
-
-    def cpu(self):
-        return {}
-
-
-def test_turns_alternate_and_are_compared_in_pairs(monkeypatch):
-    monkeypatch.setattr("daskgpt.instruments.compare.turns.DISTURBED", float("inf"))
-    order = []
-    ours, theirs = Numbers([1, 3, 4, 4, 9, 9], order), Numbers([4, 4, 1, 1, 9, 9], order)
-    pairs = alternate(ours, theirs, 3, 2)
-    assert order == [ours, theirs, theirs, ours, ours, theirs]
-    assert [(pair.ours, pair.theirs) for pair in pairs] == [(2, 4), (4, 1), (9, 9)]
-    found = PairedTurns("other", pairs, 2, 4, (3 * 10**9, 10**9), (5.5, 5.25), 2)
-    assert (found.ratio.median, found.ratio.least, found.ratio.largest) == (1, 0.5, 4)
-    record = {name: value for name, value in found.record().items() if not name.endswith(("_min", "_max"))}
-    assert list(record.values()) == ["other", 3, 2, 0, 1, 4000, 4000, 1, 3, 1, 5.5, 5.25, 2]
-    rows = found.describe().splitlines()
-    assert rows[0] == "3 turns of 2 steps each, 2 threads; 1 more left out, in which other programs ran"
-    assert rows[2].split() == ["daskgpt", "4,000.0", "2,000.0", "9,000.0", "3.00", "5.50000"]
-    assert rows[-1].split()[-3:] == ["1.000", "0.500", "4.000"]
-    expected = {"ours": 4000, "theirs": 4000, "ratio": 1, "ours_peak": 3, "theirs_peak": 1}
-    assert {name: figure.median for name, figure in found.figures().items()} == expected
-
-
-def test_turns_in_which_other_programs_run_are_left_out(monkeypatch):
-    calm, disturbed = Pair(1, 2, 0.1), Pair(1, 20, 0.9)
-    assert undisturbed([calm, disturbed, calm], 2) == [calm, calm]
-    assert undisturbed([disturbed, disturbed, calm], 3) == [disturbed, disturbed, calm]
-    found = PairedTurns("other", [disturbed, calm], 1, 2, (0, 0), (1, 1), 2)
-    assert "WARNING: other programs ran in 1 of" in found.describe()
-    monkeypatch.setattr("daskgpt.instruments.compare.turns.DISTURBED", -float("inf"))
-    assert len(alternate(Numbers([1] * 9, []), Numbers([1] * 9, []), 3, 1)) == 9
-    steps = {(0.01, 0.02): 50, (0.4, 0.4): 2, (0.01, 0.5): 10, (3.0, 9.0): 1}  # of a turn, by seconds of a step
-    assert {pair: steps_of_a_turn(*pair) for pair in steps} == steps
-
-
-def llmc_program(tmp_path, blocks=2, steps=1000):
-    path = tmp_path / "train_gpt2"
-    path.write_text(
-        f"#!{sys.executable}\n"
-        "import os, time\n"
-        f"print('[GPT-2]\\nmax_seq_len: 16\\nnum_layers: {blocks}\\nnum_heads: 2\\nchannels: 16\\nval loss 3.4')\n"
-        "open('threads', 'w').write(os.environ['OMP_NUM_THREADS'])\n"
-        f"for step in range({steps}):\n"
-        "    took = 900 if step == 0 else 100 + step\n"
-        "    print(f'step {step}: train loss 3.{step:06d} (took {took}.250000 ms)', flush=True)\n"
-        "    time.sleep(0.01)\n"
-    )
-    path.chmod(0o755)
-    return path
-
-
-def test_llmc_is_read_stopped_and_compared(tmp_path):
-    with pytest.raises(ValueError, match="blocks=2, llm.c's blocks=5"):
-        run_program(llmc_program(tmp_path, blocks=5), 1, SMALL, 2)
-    with pytest.raises(RuntimeError, match="must print 4 steps; got steps=2"):
-        run_program(llmc_program(tmp_path, steps=2), 1, SMALL, 4)
-    lines, peak = run_program(llmc_program(tmp_path), 3, SMALL, 4)
-    assert lines == [(3.0, 0.90025), (3.000001, 0.10125), (3.000002, 0.10225), (3.000003, 0.10325)]
-    assert peak > 1e6
-    assert (tmp_path / "threads").read_text() == "3"
-    with open_scheduler("sync") as scheduler:
-        found = compare_llmc(Steps(job_of(scheduler="sync"), scheduler, 0), llmc_program(tmp_path), 1, 3)
-    assert (found.theirs.median, len(found.pairs)) == (0.10225, 2)
-    assert found.first_losses == (pytest.approx(np.log(29), abs=0.1), 3.0)
-
-
 REFUSED = [
-    ("--against tinygrad", "against=tinygrad"),
-    ("--against llm.c", "path of its program"),
-    ("--against llm.c nowhere", "path=nowhere"),
-    ("--against torch", "torch=not installed"),
-    ("--against torch-ddp", "torch=not installed"),
-    ("--torch-bf16", "--against torch"),
-    ("--apart", "--against torch-ddp"),
     ("--plan --record x", "without --plan"),
     ("--record .", "--record must name a file"),
     ("--record none/new", "--record must name a file"),
     ("--scaling --plan", "plan=True"),
     ("--scaling --scheduler sync", "scheduler=sync"),
     ("--generation --plan", "plan=True"),
-    ("--generation --against torch", "against=torch"),
     ("--generation --positions 20", "positions=20"),
     ("--workers 2", "--plan"),
     ("--plan --workers 0", "workers=0"),
@@ -343,31 +243,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "keyword"), REFUSED)
-def test_bad_input_is_refused_before_anything_runs(flags, keyword, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)  # how Python marks a module that cannot be imported
+def test_bad_input_is_refused_before_anything_runs(flags, keyword):
     with pytest.raises((ValueError, FileNotFoundError, RuntimeError), match=keyword):
         bench.main(flags.split())
-
-
-def test_first_losses_must_agree():
-    check_losses((5.0, 5.0009), "float32")
-    check_losses((5.0, 5.04), "bfloat16")
-    for theirs in (5.002, 4.998, float("nan")):
-        with pytest.raises(RuntimeError, match="first loss"):
-            check_losses((5.0, theirs), "float32")
-
-
-def test_others_are_compared_with_what_they_train_too():
-    require_published_model(job_of())
-    other = replace(job_of(), optimizer=OptimizerConfig(optimizer="momentum")), job_of(replace(SMALL, norm="rmsnorm"))
-    for job, keyword in zip(other, ("optimizer=momentum", "norm=rmsnorm")):
-        with pytest.raises(ValueError, match=keyword):
-            require_published_model(job)
-
-
-def test_a_cluster_of_this_machine_is_the_choice_beside_ddp():
-    asked = {"auto": "local", "local": "local", "tcp://127.0.0.1:8786": "tcp://127.0.0.1:8786"}
-    found = {name: bench.dataflow_of(DataflowConfig(scheduler=name), "torch-ddp") for name in asked}
-    assert {name: own.scheduler for name, own in found.items()} == asked
-    assert bench.dataflow_of(DataflowConfig(threads=3), "torch-ddp").threads == 3
-    assert bench.dataflow_of(DataflowConfig(), "torch") == DataflowConfig()

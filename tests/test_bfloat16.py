@@ -9,10 +9,10 @@ from tolerances import TOLERANCES
 
 from daskgpt import verify
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.kernels.bfloat16 import outruns_float32, pack_weight, unit
-from daskgpt.kernels.bfloat16.rounded_layers import TrainedWeight
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
+from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
 from daskgpt.model.precision import BFLOAT16, FLOAT32, settle
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep
 
 

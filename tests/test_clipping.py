@@ -15,11 +15,10 @@ from small_runs import OPTIMIZER, fit, losses_of, stopping_at, tensors_of
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.kernels.adamw import adamw, adamw_inplace
-from daskgpt.kernels.norm import UNIT_ROWS, guard, squares
+from daskgpt.kernels.optimizers import UNIT_ROWS, adamw, adamw_inplace, guard, squares
 from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 from daskgpt.training.safeguards import LEAST, WINDOW, Outliers
 from daskgpt.training.step import NO_LIMITS, Outcome, TrainingStep

@@ -9,13 +9,13 @@ import pytest
 from command_lines import SMALL as FLAGS
 from conftest import GOLDEN, SMALL, random_parameters
 from full_disk import full_disk
-from llmc_samples import MODEL, peak_bytes
+from llmc_samples import MODEL, peak_bytes, read_model, write_debug_state
 
 import daskgpt
 from daskgpt import convert, generate, train, verify
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.llmc import read_debug_state, read_model, write_debug_state, write_model
-from daskgpt.formats.published import to_bfloat16
+from daskgpt.formats.llmc import read_debug_state, write_model
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import initial_parameters
 
 NAMES = {"huggingface": "folder", "llmc": "model.bin", "llmc-bfloat16": "model_bf16.bin", "daskgpt": "m.safetensors"}

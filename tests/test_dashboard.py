@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from daskgpt.instruments.dashboard.collected import Call, Collected, column, idle_share, overlap_share
-from daskgpt.instruments.dashboard.dashboard_page import WAITING, _Page
+from daskgpt.instruments.dashboard import WAITING, Call, Collected, Page, column, idle_share, overlap_share
+from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.events import TOPIC
-from daskgpt.schedulers.worker_metrics import KERNEL, METRIC
+from daskgpt.schedulers.worker_metrics import METRIC
 
 CALLS = [
     Call("a", "linear.forward", 0.0, 2.0),
@@ -29,7 +29,7 @@ def test_what_is_collected_is_shown():
     kernel = ("execute", "prefix", f"{KERNEL}linear.forward", "seconds")
     scheduler = SimpleNamespace(workers=workers, total_nthreads=2, plugins={})
     scheduler.cumulative_worker_metrics = {kernel: 2.0, (*kernel[:1], "other", *kernel[2:]): 1.0, "else": 9.0}
-    found, page, other = Collected(scheduler), _Page(scheduler), _Page(scheduler)
+    found, page, other = Collected(scheduler), Page(scheduler), Page(scheduler)
     other.update()
     assert "--preload" in other.numbers.text
     scheduler.plugins = {Collected.name: found}

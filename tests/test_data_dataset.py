@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmc_samples import write_tokens
 
-from daskgpt.data.dataset import batch, check_tokens, load_dataset, validation_batches
-from daskgpt.formats.llmc_tokens import write_tokens
+from daskgpt.data.dataset import batch, check_tokens, load_dataset, validation_batches, whole_source
 
 END = 256
 
@@ -36,23 +36,21 @@ def test_parts_of_a_text_share_no_line(book: Path):
 
 
 def test_documents_begin_with_end_of_text(tmp_path: Path):
-    for name, text in (("1.txt", "one"), ("2.txt", "two"), ("held.txt", "held out")):
+    for name, text in (("1.txt", "one"), ("2.txt", "two")):
         (tmp_path / name).write_text(text)
-    dataset = load_dataset(str(tmp_path / "?.txt"), validation_source=str(tmp_path / "held.txt"))
-    assert dataset.training.tolist() == [END, *b"one", END, *b"two"]
-    assert dataset.validation.tolist() == [END, *b"held out"]
-    assert "?.txt (2 files), validation" in dataset.description
-    assert "(1 file): 8 training and 9 validation tokens (bytes)" in dataset.description
+    assert whole_source(str(tmp_path / "?.txt"), "bytes").tolist() == [END, *b"one", END, *b"two"]
+    (tmp_path / "2.txt").write_text("two" * 9)
+    described = load_dataset(str(tmp_path / "?.txt"), validation_fraction=0.1).description
+    assert "?.txt (2 files): 30 training and 4 validation tokens (bytes)" in described
 
 
 def test_token_files_are_taken_for_gpt2s(tmp_path: Path):
     write_tokens(tmp_path / "train.bin", np.arange(50257))
-    write_tokens(tmp_path / "val.bin", np.arange(100))
-    dataset = load_dataset(str(tmp_path / "train.bin"), validation_source=str(tmp_path / "val.bin"))
+    dataset = load_dataset(str(tmp_path / "train.bin"))
     assert (dataset.vocabulary, dataset.encoding_name) == (50257, "gpt2")
-    assert isinstance(dataset.training.base, np.memmap)
-    np.testing.assert_array_equal(dataset.training, np.arange(50257))
-    np.testing.assert_array_equal(dataset.validation, np.arange(100))
+    found = whole_source(str(tmp_path / "train.bin"), "gpt2")
+    assert isinstance(found.base, np.memmap)
+    np.testing.assert_array_equal(found, np.arange(50257))
 
 
 def test_one_token_file_is_split_into_spans(tmp_path: Path):
@@ -67,14 +65,6 @@ def test_one_token_file_is_split_into_spans(tmp_path: Path):
     assert load_dataset(str(tmp_path / "all.bin"), "bytes").training.tolist()[:3] == [END, *b"01"]
 
 
-def test_token_files_with_a_text_for_validation(tmp_path: Path):
-    write_tokens(tmp_path / "train.bin", np.array(list(b"training")))
-    (tmp_path / "val.txt").write_text("validation")
-    dataset = load_dataset(str(tmp_path / "train.bin"), "bytes", validation_source=str(tmp_path / "val.txt"))
-    assert bytes(dataset.training.tolist()) == b"training"
-    assert dataset.validation.tolist() == [END, *b"validation"]
-
-
 REFUSED = [
     ({"encoding": "byte"}, "Did you mean bytes"),
     *[({"validation_fraction": fraction}, "must lie between 0 and 1") for fraction in (0.0, 1.0, -1.0)],
@@ -82,8 +72,8 @@ REFUSED = [
     ({"encoding": "learn:12"}, "must lie between 258"),
     ({"source": "tokens.bin", "encoding": "learn:300"}, "learned from text"),
     ({"source": "tokens.bin", "encoding": "bytes"}, "id=257, position=1, vocabulary=257"),
-    ({"source": "63", "validation_source": "64", "sequence_length": 64}, "training part.*tokens=64"),
-    ({"source": "64", "validation_source": "63", "sequence_length": 64}, "validation part.*tokens=64"),
+    ({"source": "63", "sequence_length": 64}, "training part.*tokens="),
+    ({"source": "630", "sequence_length": 64}, "validation part.*tokens=64"),
 ]
 
 
@@ -91,7 +81,7 @@ REFUSED = [
 def test_what_is_refused(settings, keyword, book, monkeypatch):
     monkeypatch.chdir(book.parent)
     write_tokens("tokens.bin", np.array([1, 257, 300]))
-    for size in (63, 64):
+    for size in (63, 630):
         Path(str(size)).write_text("a" * size)
     with pytest.raises(ValueError, match=keyword):
         load_dataset(**{"source": str(book), **settings})
@@ -102,9 +92,9 @@ def test_ids_and_texts_that_just_suffice(tmp_path: Path):
     with pytest.raises(ValueError, match="id=-1, position=1"):
         check_tokens(np.array([0, -1]), 257)
     source = tmp_path / "training"
-    source.write_text("a" * 64)
-    dataset = load_dataset(str(source), validation_source=str(source), sequence_length=64)
-    tokens, targets = batch(dataset.training, batch_size=1, sequence_length=64, seed=0, step=0)
+    source.write_text("a" * 640)
+    dataset = load_dataset(str(source), sequence_length=64)
+    tokens, targets = batch(dataset.validation, batch_size=1, sequence_length=64, seed=0, step=0)
     assert (tokens.tolist(), targets.tolist()) == ([[END] + [97] * 63], [[97] * 64])
 
 

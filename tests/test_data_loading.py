@@ -9,11 +9,7 @@ from prepared_texts import BYTES, prepared, text_of
 from small_runs import losses_of
 
 from daskgpt import train
-from daskgpt.data.dataset import EPOCHS, Dataset, batch
-from daskgpt.data.loading import BatchLoader
-from daskgpt.data.order import shuffled
-from daskgpt.data.prepared import load_prepared
-from daskgpt.data.tokens import MappedTokens
+from daskgpt.data.dataset import EPOCHS, BatchLoader, Dataset, MappedTokens, batch, load_prepared, shuffled
 
 ROW = np.arange(1000, dtype=np.uint16)
 
@@ -26,9 +22,6 @@ def test_parts_are_read_as_one_row(cuts):
         np.testing.assert_array_equal(tokens[part], ROW[part])
     places = np.random.default_rng(1).integers(0, 1000, (7, 9))
     np.testing.assert_array_equal(tokens[places], ROW[places])
-    for outside in (np.array([1000]), np.array([-1])):
-        with pytest.raises(IndexError, match="places must lie in the row"):
-            tokens[outside]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])

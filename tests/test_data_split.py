@@ -5,8 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from daskgpt.data.split import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
-from daskgpt.data.text import Document
+from daskgpt.data.text import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.75])
@@ -25,13 +24,13 @@ def test_every_tenth_span_is_held_out_nothing_of_zero_and_everything_next_to_one
     assert held_out == [Run(400, 500, True), Run(1400, 1500, True), Run(2400, 2500, True)]
     assert runs(1000, 10, 1 - 1e-9) == [Run(0, 1000, True)]
     assert runs(1000, 10, 0.0) == [Run(0, 1000, False)]
-    assert split_text([Document("a", "text"), Document("b", "more")], 0.0) == (["text", "more"], [])
+    assert split_text(["text", "more"], 0.0) == (["text", "more"], [])
 
 
 @pytest.mark.parametrize("files", [1, 3, 500])
 def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
     lines = [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(20_000)]
-    documents = [Document(str(n), "".join(lines[n::files])) for n in range(files)]
+    documents = ["".join(lines[n::files]) for n in range(files)]
     training, validation = split_text(documents, 0.1)
     found = [line for piece in training + validation for line in piece.splitlines(keepends=True)]
     assert sorted(found) == sorted(lines)
@@ -39,7 +38,7 @@ def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
     assert len(validation) >= 5
     # Pieces of one document stand in its order.
     text = "".join(lines)
-    training, validation = split_text([Document("a", text)], 0.1)
+    training, validation = split_text([text], 0.1)
     assert "".join(sorted(training + validation, key=text.index)) == text
     # A piece goes on as long as its part does: training pieces are nine spans long.
     assert max(map(len, training)) > 8 * SPAN_CHARACTERS
@@ -48,7 +47,7 @@ def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
 
 def test_text_without_lines_is_cut_where_the_span_ends():
     text = "ä" * (20 * SPAN_CHARACTERS)
-    training, validation = split_text([Document("a", text)], 0.1)
+    training, validation = split_text([text], 0.1)
     assert [len(piece) for piece in validation] == [SPAN_CHARACTERS] * 2
     assert [len(piece) // SPAN_CHARACTERS for piece in training] == [4, 9, 5]
 
@@ -56,12 +55,12 @@ def test_text_without_lines_is_cut_where_the_span_ends():
 def test_short_texts_lose_nothing_and_a_line_end_far_ahead_does_not_swallow_a_piece():
     for length in range(1, 60):
         text = "".join("\n" if n % 7 == 6 else chr(65 + n) for n in range(length))
-        training, validation = split_text([Document("a", text[:9]), Document("b", text[9:])], 0.1)
+        training, validation = split_text([text[:9], text[9:]], 0.1)
         assert sorted("".join(training + validation)) == sorted(text)
         assert bool(validation) == (length >= 5)
     # Spans of 100 characters, one line end in all: right behind the held-out span.
     text = "a" * 510 + "\n" + "b" * 489
-    training, validation = split_text([Document("a", text)], 0.1)
+    training, validation = split_text([text], 0.1)
     assert (training, validation) == (["a" * 400, "b" * 489], ["a" * 110 + "\n"])
 
 
@@ -78,7 +77,7 @@ def test_the_end_is_held_out_to_the_character():
     """As others cut the plays: 1,115,394 characters at 0.9 of them."""
     assert runs(1_115_394, SPAN_CHARACTERS, 0.1, END) == [Run(0, 1_003_854, False), Run(1_003_854, 1_115_394, True)]
     words = "first line\nsecond line\n" * 50
-    documents = [Document("a", words[:700]), Document("b", words[700:])]
+    documents = [words[:700], words[700:]]
     training, validation = split_text(documents, 0.5, END)
     assert "".join(training) + "".join(validation) == words
     assert len("".join(validation)) == len(words) // 2

@@ -4,18 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from full_disk import full_disk
+from llmc_samples import write_tokens
 
 from daskgpt.data.text import read_text
-from daskgpt.formats.llmc_tokens import read_tokens, write_tokens
+from daskgpt.formats.llmc import read_tokens
 
 TOKENS = np.array([50256, 0, 65535, 7], np.int64)
 
 
 def test_round_trip_layout_and_mapping(tmp_path: Path):
     path = tmp_path / "a.bin"
-    write_tokens(path, np.array([1]))
-    write_tokens(path, TOKENS)  # replaces the file
+    write_tokens(path, TOKENS)
     content = path.read_bytes()
     assert np.frombuffer(content[:1024], "<i4").tolist() == [20240520, 1, 4] + [0] * 253
     assert content[1024:] == b"\x50\xc4\x00\x00\xff\xff\x07\x00"
@@ -24,9 +23,6 @@ def test_round_trip_layout_and_mapping(tmp_path: Path):
     assert isinstance(tokens.base, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
-    write_tokens(path, TOKENS[::2])
-    assert read_tokens(path).tolist() == [50256, 65535]
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_nanogpts_ids_without_a_header(tmp_path: Path):
@@ -49,34 +45,11 @@ def test_ids_of_a_vocabulary_that_is_pickled(tmp_path: Path):
     assert read_tokens(tmp_path / "own.bin").size == TOKENS.size
 
 
-def test_glob_puts_files_in_a_row_and_failed_writing_leaves_nothing_behind(tmp_path: Path):
+def test_glob_puts_files_in_a_row(tmp_path: Path):
     for name in ("part_000002.bin", "part_000001.bin", "other.bin"):
         write_tokens(tmp_path / name, np.array([len(name), int("2" in name)]))
     tokens = read_tokens(str(tmp_path / "part_*.bin"))
     assert (tokens.tolist(), tokens.flags.writeable) == ([15, 0, 15, 1], False)
-    with full_disk(2000), pytest.raises(OSError, match="File too large"):
-        write_tokens(tmp_path / "a.bin", np.zeros(5000, int))
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-NOT_WRITTEN = [
-    ("a.bin", np.zeros((2, 3), int), ValueError, "one row"),
-    ("a.bin", np.zeros(0, int), ValueError, "at least one token"),
-    ("a.bin", np.zeros(2), TypeError, "integers"),
-    ("a.bin", np.array([3, -1]), ValueError, "id=-1"),
-    ("a.bin", np.array([65536]), ValueError, "id=65536"),
-    # One value seen 2³¹ times, so that the test needs no memory.
-    ("a.bin", np.broadcast_to(np.uint16(7), 2**31), ValueError, "count must fit"),
-    ("none/a.bin", TOKENS, FileNotFoundError, "folder must exist"),
-    (".", TOKENS, ValueError, "path must name a file"),
-]
-
-
-@pytest.mark.parametrize(("name", "tokens", "kind", "keyword"), NOT_WRITTEN)
-def test_what_cannot_be_written(tmp_path: Path, name: str, tokens: np.ndarray, kind: type[Exception], keyword: str):
-    with pytest.raises(kind, match=keyword):
-        write_tokens(tmp_path / name, tokens)
-    assert not list(tmp_path.iterdir())
 
 
 def header(*numbers: int) -> bytes:
@@ -94,7 +67,7 @@ NOT_WHOLE = [
     (header(20240520, 2, 1) + b"ab", "version=2"),
     (header(20240520, 1, 0), "count=0"),
     (header(20240520, 1, 3) + b"abcde", "1030 bytes.*bytes=1029.*truncated"),
-    (header(20240520, 1, 3) + b"abcdefg", "1030 bytes.*bytes=1031.*follows"),
+    (header(20240520, 1, 3) + b"abcdefg", "1030 bytes.*bytes=1031.*follow"),
 ]
 
 

@@ -5,21 +5,19 @@ import math
 
 import numpy as np
 import pytest
-from conftest import random_parameters
+from conftest import random_parameters, whole_logits
+from llmc_samples import write_tokens
 from numpy.testing import assert_allclose
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import evaluate
-from daskgpt.data.encodings import get_encoding
 from daskgpt.data.hellaswag import read_hellaswag
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.evaluate import sizes_of
-from daskgpt.formats.llmc_questions import Question, read_questions
-from daskgpt.formats.llmc_tokens import write_tokens
+from daskgpt.formats.llmc import Question, read_questions
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
-from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
 QUESTIONS = [([1, 2, 3], [[4], [5, 6], [7, 8, 9], [10]], 2), ([9] * 60, [[7, 7], [8]], 0), ([5], [[1, 2], [3] * 20], 1)]
@@ -50,10 +48,7 @@ def evaluated(model, capsys):
 
 def nats_of(parameters, tokens):
     """Of all tokens but the first, in float64, by the scores of training's layers for the whole text."""
-    state, shape = State.of_weights(CONFIG, parameters), (1, len(tokens) - 1)
-    inference = Inference(CONFIG, shape, shape, state.layout, ("logits",))
-    with daskgpt.open_scheduler("sync") as scheduler:
-        logits = inference(scheduler, state, np.array([tokens[:-1]], np.int32))["logits"][0].astype(np.float64)
+    logits = whole_logits(CONFIG, parameters, tokens[:-1]).astype(np.float64)
     likely = logits[np.arange(len(tokens) - 1), tokens[1:]]
     return np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - likely
 
@@ -153,32 +148,31 @@ def changed(place, value):
 
 
 DAMAGED = {
-    "the version must be 1": changed(4, 7),
-    "the file must hold questions": changed(8, 0),
-    "the file must hold all of its questions": changed(8, 4),
-    "the file must hold all": lambda data: data[:-2],
-    "the questions must be 2-byte numbers": lambda data: data + b"x",
-    "nothing must follow the last question": lambda data: data + b"xx",
-    "the file must begin with a header": lambda data: data[:1000],
-    "a question must begin with its mark": changed(1024, 0),
-    "contexts and completions must be whole": changed(1026, 12),
-    "the label must be one of the completions": changed(1030, 9),
-    "a question must be as long as it says": changed(1032, 3),
+    "the version must be 1": [changed(4, 7)],
+    "the file must hold questions": [changed(8, 0), lambda data: data + b"x"],
+    "nothing must follow the last question": [lambda data: data + b"xx"],
+    "the file must begin with a header": [lambda data: data[:1000]],
+    "every question must be whole": [
+        lambda data: data[:-2],
+        *[changed(at, to) for at, to in ((8, 4), (1024, 0), (1026, 12), (1030, 9), (1032, 3), (1032, 1))],
+    ],
 }
 
 
 @pytest.mark.parametrize("message", DAMAGED)
 def test_a_damaged_question_file_is_refused(tmp_path, message):
     path = question_file(tmp_path / "questions.bin", QUESTIONS)
-    path.write_bytes(DAMAGED[message](path.read_bytes()))
-    with pytest.raises(ValueError, match=f"^read_questions: {message}.*; got path="):
-        read_questions(path)
+    whole = path.read_bytes()
+    for damage in DAMAGED[message]:
+        path.write_bytes(damage(whole))
+        with pytest.raises(ValueError, match=f"^read_questions: {message}.*; got path="):
+            read_questions(path)
 
 
 GOOD = b'{"ctx": "a", "endings": ["b", "c"], "label": 0}\n'
-REFUSED = [("bad.jsonl", GOOD + b'{"ctx": "a"}\n', "line=2, found=no endings")]
+REFUSED = [("bad.jsonl", GOOD + b'{"ctx": "a"}\n', "line=2, found=KeyError: 'endings'")]
 REFUSED += [("label.jsonl", GOOD.replace(b"0", b"2"), "label"), ("ids.bin", [([1], [[2], [300]], 0)], "id=300")]
-REFUSED += [("latin.jsonl", b'{"ctx": "\xe9"}', "UTF-8"), ("empty.jsonl", b"\n", "must hold questions")]
+REFUSED += [("latin.jsonl", b'{"ctx": "\xe9"}', "utf-8"), ("empty.jsonl", b"\n", "must hold questions")]
 REFUSED += [("long.bin", [([1], [[2], [3] * 40], 0)], "tokens=40, context=40"), ("missing.txt", None, "missing.txt")]
 REFUSED += [("missing.jsonl", None, "missing.jsonl")]
 

@@ -14,15 +14,14 @@ from test_model import check_gradient_in_a_random_direction
 
 import daskgpt
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.instruments.measure import Steps, measure
-from daskgpt.instruments.memory import predict
-from daskgpt.instruments.random_tokens import BenchConfig, job_of
+from daskgpt.instruments.measure import BenchConfig, Steps, job_of, measure
+from daskgpt.instruments.plan import predict
 from daskgpt.instruments.timeline import summarise
 from daskgpt.model import layers
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.optimizer import OPTIMIZERS, Optimizer
 from daskgpt.model.parameters import tensors
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 
 
 def squared_relu(x):
@@ -136,3 +135,14 @@ def test_it_is_planned_measured_and_drawn(config, optimizer, grain, moments, ker
         steps = Steps(made, scheduler, 0)
         assert min(measure(steps, warmup=1, timed=1, recorded=1).busy.values()) > 0
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
+
+
+@pytest.mark.usefixtures("extended")
+def test_workers_that_would_train_another_model_are_refused(cluster, small_text):
+    cluster.have(2)
+    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
+    config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
+    with pytest.raises(
+        ValueError, match=r"must have the client's layers; got client=GELU=.*squared_relu, worker=GPT-2"
+    ):
+        daskgpt.fit(config, data, dataflow={"scheduler": cluster.address}, run={"steps": 2}, quiet=True)

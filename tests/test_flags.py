@@ -7,9 +7,8 @@ from contextlib import suppress
 import pytest
 
 from daskgpt.bench import parser as bench_parser
-from daskgpt.config.flags import run_command
+from daskgpt.config.flags import MISSING, SYNONYMS, run_command
 from daskgpt.config.stopping import STOPPED, CanGoOn
-from daskgpt.config.synonyms import MISSING, SYNONYMS
 from daskgpt.study import parser as study_parser
 from daskgpt.train import parser as train_parser
 

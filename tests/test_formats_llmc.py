@@ -8,11 +8,21 @@ import llmc_samples
 import numpy as np
 import pytest
 from full_disk import full_disk
-from llmc_samples import CONFIG, DEBUG_STATE, MODEL, SMALL, assert_same_bits, small_debug_state, small_parameters
-from product_cases import check_rounding
+from llmc_samples import (
+    CONFIG,
+    DEBUG_STATE,
+    MODEL,
+    SMALL,
+    assert_same_bits,
+    read_model,
+    small_debug_state,
+    small_parameters,
+    write_debug_state,
+)
 
-from daskgpt.formats.llmc import read_debug_state, read_model, write_debug_state, write_model
-from daskgpt.formats.published import held, to_bfloat16
+from daskgpt.formats.layouts import held
+from daskgpt.formats.llmc import read_debug_state, write_model
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import PARAMETERS, Tensor, parameter_shapes
 
 # Round trips
@@ -78,10 +88,6 @@ def test_version_5_rounds_to_the_nearest_and_reads_back_the_same(tmp_path):
     assert (tmp_path / "second.bin").read_bytes() == (tmp_path / "first.bin").read_bytes()
 
 
-def test_rounding_to_bfloat16():
-    check_rounding(to_bfloat16)
-
-
 def test_every_bfloat16_widens_exactly_and_comes_back():
     bits = np.arange(2**16, dtype=np.uint16)
     row = next(row for row in PARAMETERS if row.name == "wpe.weight")
@@ -118,10 +124,10 @@ MOST = 2**31 - 1
 
 
 REFUSED = [
-    ("model", {0: 20240327}, None, "debug state: read it with read_debug_state"),
+    ("model", {0: 20240327}, None, "It is an llm.c debug state"),
     ("model", {0: 20240520}, None, "token file"),
     ("model", {0: 7}, None, "no llm.c file"),
-    ("state", {0: 20240326}, None, "read it with read_model"),
+    ("state", {0: 20240326}, None, "It is an llm.c model"),
     *[(kind, {}, size, "header of 1024 bytes") for kind in READERS for size in (0, 3, 1023)],
     *[("model", {1: version}, None, "version must be 3") for version in (0, 2, 4, 6, -3)],
     *[("state", {1: version}, None, "version must be 2") for version in (1, 3)],
@@ -163,31 +169,11 @@ def test_no_such_file_and_a_debug_state_of_another_model(tmp_path):
         read_debug_state(DEBUG_STATE, replace(CONFIG, channels=128))
 
 
-def batch_of(B, T):
-    tokens = np.zeros((B, T), np.int32)
-    return {"tokens": tokens, "targets": tokens, "logits": np.zeros((B, T, SMALL.vocabulary), np.float32)}
-
-
 WRONG_PARAMETERS = [
     ({"ln_f.bias": None}, ValueError, "missing"),
     ({"ln_f.bias": np.zeros(5, np.float32)}, ValueError, "must have shape"),
     ({"wpe.weight": np.zeros((6, 4))}, TypeError, "float32"),
 ]
-WRONG_STATES = [
-    ({"targets": np.zeros((3, 4), np.int64)}, TypeError, "int32"),
-    ({"logits": np.zeros((3, 4, 5), np.float16)}, TypeError, "float32"),
-    ({"tokens": np.zeros(12, np.int32)}, ValueError, "tokens.shape"),
-    ({"targets": np.zeros((3, 5), np.int32)}, ValueError, "targets.shape"),
-    ({"logits": np.zeros((3, 4, 8), np.float32)}, ValueError, "logits.shape"),
-    *[(batch_of(B, T), ValueError, f"B={B}, T={T}") for B, T in ((0, 4), (3, 0), (1, 7))],
-]
-
-
-@pytest.mark.parametrize(("change", "error", "keyword"), WRONG_STATES)
-def test_states_that_are_not_written(tmp_path, change, error, keyword):
-    with pytest.raises(error, match=keyword):
-        write_debug_state(tmp_path / "file.bin", SMALL, replace(small_debug_state(), **change))
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(("change", "error", "keyword"), WRONG_PARAMETERS)
@@ -195,8 +181,6 @@ def test_parameters_that_are_not_written(tmp_path, change, error, keyword):
     parameters = {name: values for name, values in (small_parameters() | change).items() if values is not None}
     with pytest.raises(error, match=keyword):
         write_model(tmp_path / "file.bin", SMALL, parameters)
-    with pytest.raises(error, match=keyword):
-        write_debug_state(tmp_path / "file.bin", SMALL, replace(small_debug_state(), gradients=parameters))
     assert os.listdir(tmp_path) == []
 
 

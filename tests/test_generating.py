@@ -1,13 +1,13 @@
 """Tests of `bench --generation`: what it measures and says."""
 
-import json
-
 import pytest
 
 from daskgpt.bench import main
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.decoder import Weights
 from daskgpt.instruments.generating import EARLY, TOKENS, Generation, Row, Writing
+from daskgpt.instruments.measure import Turn
+from daskgpt.instruments.records import Record
 from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
 
@@ -16,30 +16,31 @@ FLAGS = "--generation --blocks 1 --heads 2 --channels 16 --vocabulary 300 --posi
 
 def test_the_record_of_a_measurement(capsys, monkeypatch):
     monkeypatch.setattr("daskgpt.instruments.generating.copy_rate", lambda threads: 1e9)
-    monkeypatch.setattr("daskgpt.instruments.compare.turns.DISTURBED", float("inf"))  # one turn
+    monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    rows, points = record["rows"], [(1, 10), (1, 24), (8, 10)]
-    assert [(row["texts"], row["position"]) for row in rows] == points * 2
-    assert [row["precision"] for row in rows] == ["float32"] * 3 + ["bfloat16"] * 3
+    record = Record.of_line(capsys.readouterr().out.encode())
+    found = {name: figure.median for name, figure in record.figures.items()}
+    rows = [f"{precision}_{row}" for precision in ("float32", "bfloat16") for row in ("1_10", "1_24", "8_10")]
+    assert [name.removesuffix("_step") for name in found if name.endswith("_step")] == rows
     for row in rows:
-        assert row["tokens_per_s"] == pytest.approx(row["texts"] / row["step_ms"] * 1e3, rel=1e-2)
-        assert row["bandwidth_share"] == pytest.approx(row["read_mb"] / row["step_ms"], abs=0.1 / row["step_ms"])
-    assert record["flat_float32"] == pytest.approx(rows[1]["step_ms"] / rows[0]["step_ms"], rel=5e-2)
-    assert record["batch_bfloat16"] == pytest.approx(8 * rows[3]["step_ms"] / rows[5]["step_ms"], rel=5e-2)
-    assert record["threads"] == 2
+        texts, step = int(row.split("_")[1]), found[f"{row}_step"]
+        assert found[f"{row}_tokens"] == pytest.approx(texts / step * 1e3, rel=1e-2)
+        assert found[f"{row}_share"] == pytest.approx(found[f"{row}_read"] / step, rel=1e-2)
+    assert found["flat_float32"] == pytest.approx(found["float32_1_24_step"] / found["float32_1_10_step"], rel=5e-2)
+    eight = 8 * found["bfloat16_1_10_step"] / found["bfloat16_8_10_step"]
+    assert found["batch_bfloat16"] == pytest.approx(eight, rel=5e-2)
+    assert record.settings["threads"] == 2
 
 
 def test_a_measurement_in_words_and_figures():
     row = Row("float32", 8, 10, Spread((0.5, 0.25, 1.0)), 3_000_000, Spread((0.25,)))
-    ratios = {name: Spread((2.0,)) for name in ("flat_float32", "batch_float32", "rate_float32")}
-    theirs = "transformers 5", Spread((0.125,))
-    found = Generation(GPT2Config(), 2, Spread((3e9,)), (row,), ratios, theirs, 3, 1)
+    ratios = {name: Spread((2.0,)) for name in ("flat_float32", "batch_float32")}
+    turns = [Turn(((1,),), others) for others in (0.0, 0.0, 1.0)]
+    found = Generation(GPT2Config(), 2, Spread((3e9,)), (row,), ratios, turns)
     lines = " ".join(found.describe().split())
     for words in ("3.0 (3.0 .. 3.0) GB/s", "ran in 1 of these", "float32 8 10 500.0 (250.0 .. 1,000.0) 16.0 3 0.25 ("):
         assert words in lines
-    assert "transformers 5: 125.0 (125.0 .. 125.0) ms a token" in lines
-    expected = {"copy": 3, "theirs": 125, "float32_8_10_step": 500, "float32_8_10_share": 0.25}
+    expected = {"copy": 3, "float32_8_10_step": 500, "float32_8_10_share": 0.25}
     expected |= {"float32_8_10_tokens": 16, "float32_8_10_read": 3} | dict.fromkeys(ratios, 2)
     assert {name: figure.median for name, figure in found.figures().items()} == expected
 

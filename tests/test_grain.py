@@ -24,9 +24,9 @@ from daskgpt.graph.accumulating import MicroBatches, MicroSum
 from daskgpt.graph.grain import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
-from daskgpt.instruments.memory import predict
+from daskgpt.instruments.plan import predict
 from daskgpt.model.parameters import tensors
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep

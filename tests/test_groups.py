@@ -14,7 +14,7 @@ from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import apply
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
-from daskgpt.instruments.memory import predict
+from daskgpt.instruments.plan import predict
 from daskgpt.kernels import embedding, linear
 from daskgpt.kernels.totals import additions, level
 from daskgpt.model.parameters import parameter_shapes

@@ -13,8 +13,8 @@ from reference_dropout import factors
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import attention
-from daskgpt.kernels.bfloat16 import rounded_attention
-from daskgpt.kernels.philox import streams
+from daskgpt.kernels.bfloat16 import attention as bf16_attention
+from daskgpt.kernels.dropout import streams
 
 # Around bands of 32 and 64 queries; heads of 6, 16, 8, 80 and 3 numbers.
 SHAPES = [(tokens, *heads) for tokens in (1, 5, 31, 32, 33, 64, 130) for heads in ((6, 1), (48, 3))]
@@ -49,17 +49,14 @@ def kind(request):
         yield Kind(attention, request.param, lambda x: x.astype("f8"), False)
     else:
         with using(request.param):
-            yield Kind(rounded_attention, "float32", exact, True)
+            yield Kind(bf16_attention, "float32", exact, True)
 
 
 def run(kernels, qkv, dy, heads, rate=0.0):
     """Output, log-sum-exp and gradient; place 7 of step 4 with seed 3."""
-    if not rate:
-        y, logsumexp = kernels.forward(qkv, heads)
-        return y, logsumexp, kernels.backward(dy, qkv, y, logsumexp, heads)
-    keys = streams(3, 4, len(qkv))
-    y, logsumexp = kernels.forward_dropped(qkv, keys, heads, 7, rate)
-    return y, logsumexp, kernels.backward_dropped(dy, qkv, y, logsumexp, keys, heads, 7, rate)
+    keys, options = streams(3, 4, len(qkv)) if rate else None, {"heads": heads, "place": 7, "rate": rate}
+    y, logsumexp = kernels.forward(qkv, keys, **options)
+    return y, logsumexp, kernels.backward(dy, qkv, y, logsumexp, keys, **options)
 
 
 @pytest.mark.parametrize("rate", [0, 0.3])
@@ -114,7 +111,7 @@ def test_no_token_sees_a_later_one(kind, tokens):
     for cut in (1, 31, tokens - 1):
         changed = qkv.copy()
         changed[:, cut:] = 1e6
-        again, logsumexp_again = kind.kernels.forward(changed, 3)
+        again, logsumexp_again = kind.kernels.forward(changed, heads=3)
         np.testing.assert_array_equal(again[:, :cut], y[:, :cut])
         np.testing.assert_array_equal(logsumexp_again[..., :cut], logsumexp[..., :cut])
     assert not gradient[:, 20:].any()

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from product_cases import UNITS, arrays, assert_all_same, assert_product, check_rounding, round_one_by_one, using
 
-from daskgpt.kernels import bfloat16
-from daskgpt.kernels.adamw import adamw_inplace
-from daskgpt.kernels.bfloat16 import Unit, unit, units, works
-from daskgpt.kernels.bfloat16.rounded_layers import TrainedWeight
+from daskgpt.kernels.bfloat16 import gemm, isa
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight
+from daskgpt.kernels.bfloat16.isa import Unit, outruns_float32, unit, works
+from daskgpt.kernels.bfloat16.rounding import from_bfloat16, rounded, to_bfloat16
+from daskgpt.kernels.bfloat16.update import linear_update
+from daskgpt.kernels.optimizers import adamw_inplace
 from daskgpt.model.precision import read_rows, write_rows
 
 ALL = np.arange(1 << 16, dtype=np.uint16)
@@ -35,9 +37,9 @@ def tiles(request):
         yield request.param
 
 
-def gradient_of(dy, x, outputs, rows=None):
-    total = np.full((outputs, x.shape[-1]), np.nan, "f4")
-    assert bfloat16.backward_weight(dy, x, total=total, accumulate=False, rows=rows) is total
+def gradient_of(dy, x, rows, first_row=0):
+    total = np.full((rows, x.shape[-1]), np.nan, "f4")
+    assert gemm.backward_weight(dy, x, total=total, accumulate=False, first_row=first_row) is total
     return total
 
 
@@ -47,61 +49,61 @@ def state(seed, outputs, channels):
 
 
 def test_every_bfloat16_number_survives():
-    widened = bfloat16.from_bfloat16(ALL)
+    widened = from_bfloat16(ALL)
     assert widened.dtype == np.float32
     np.testing.assert_array_equal(widened.view(np.uint32), ALL.astype(np.uint32) << 16)
-    check_rounding(bfloat16.to_bfloat16)
+    check_rounding(to_bfloat16)
 
 
 @pytest.mark.parametrize("size", [1, 7, 15, 16, 17, 33, 1000])
 def test_rounds_to_nearest_even(size):
     x = np.random.default_rng(1).integers(0, 1 << 32, size, dtype=np.uint32).view(np.float32)
     x = np.where(np.isnan(x), np.float32(1), x)
-    np.testing.assert_array_equal(bfloat16.to_bfloat16(x), round_one_by_one(x))
+    np.testing.assert_array_equal(to_bfloat16(x), round_one_by_one(x))
 
 
 def test_rounding_takes_any_strides_and_read_only_arrays(random):
     columns = random.normal(size=(3, 4, 10)).astype(np.float32)[:, ::2, 1::3]
     columns.flags.writeable = False
-    rounded_bits = bfloat16.to_bfloat16(columns)
+    rounded_bits = to_bfloat16(columns)
     np.testing.assert_array_equal(rounded_bits, round_one_by_one(np.ascontiguousarray(columns)))
-    assert bfloat16.from_bfloat16(rounded_bits[..., ::2]).shape == (3, 2, 2)
+    assert from_bfloat16(rounded_bits[..., ::2]).shape == (3, 2, 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward_x(name, shape):
     rows, channels, outputs = shape
     x, weight, bias, dy = arrays(1, (rows, channels), (outputs, channels), (outputs,), (rows, outputs))
-    packed = bfloat16.pack_weight(weight)
-    y, dx = bfloat16.forward(x, packed, bias), bfloat16.backward_x(dy, packed)
+    packed = gemm.pack_weight(weight)
+    y, dx = gemm.forward(x, packed, bias), gemm.backward_x(dy, packed)
     assert y.dtype == np.float32
     assert_product(y, x, weight.T, bias)
-    assert_product(bfloat16.forward(x, packed), x, weight.T)
+    assert_product(gemm.forward(x, packed), x, weight.T)
     assert_product(dx, dy, weight)
-    x, dy = bfloat16.rounded(x), bfloat16.rounded(dy)
-    assert_all_same((bfloat16.forward(x, packed, bias), bfloat16.backward_x(dy, packed)), (y, dx))
+    x, dy = rounded(x), rounded(dy)
+    assert_all_same((gemm.forward(x, packed, bias), gemm.backward_x(dy, packed)), (y, dx))
 
 
 def test_a_row_does_not_depend_on_the_others(tiles):
     x, weight, bias, dy = arrays(6, (300, 70), (45, 70), (45,), (300, 45))
-    packed = bfloat16.pack_weight(weight)
-    y, dx = bfloat16.forward(x, packed, bias), bfloat16.backward_x(dy, packed)
+    packed = gemm.pack_weight(weight)
+    y, dx = gemm.forward(x, packed, bias), gemm.backward_x(dy, packed)
     for rows in (slice(0, 1), slice(3, 40), slice(77, 300)):
-        parts = bfloat16.forward(x[rows], packed, bias), bfloat16.backward_x(dy[rows], packed)
+        parts = gemm.forward(x[rows], packed, bias), gemm.backward_x(dy[rows], packed)
         assert_all_same(parts, (y[rows], dx[rows]))
 
 
 def test_inputs_are_only_read_wherever_they_lie(name):
     x, weight, bias = arrays(8, (37, 65), (41, 65), (41,))
-    packed = bfloat16.pack_weight(weight)
-    expected = bfloat16.forward(x, packed, bias)
+    packed = gemm.pack_weight(weight)
+    expected = gemm.forward(x, packed, bias)
     memory = np.empty(x.nbytes + 64, np.uint8)
     for offset in (4, 20, 36):
         moved = memory[offset : offset + x.nbytes].view(np.float32).reshape(x.shape)
         moved[...] = x
         moved.flags.writeable = False
-        assert_all_same((bfloat16.forward(moved, packed, bias), moved), (expected, x))
-    assert_all_same([bfloat16.forward(np.repeat(x, 2, axis=1)[:, ::2], packed, bias)], [expected])
+        assert_all_same((gemm.forward(moved, packed, bias), moved), (expected, x))
+    assert_all_same([gemm.forward(np.repeat(x, 2, axis=1)[:, ::2], packed, bias)], [expected])
 
 
 def test_what_is_sent_of_a_weight_gives_the_bits_that_its_owner_packed(name):
@@ -111,9 +113,9 @@ def test_what_is_sent_of_a_weight_gives_the_bits_that_its_owner_packed(name):
         sent = read_rows(trained, rows, rounded=True)
         assert sent.nbytes == weight[rows].nbytes / 2
         write_rows(other, rows, sent)
-    expected = bfloat16.forward(x, trained.packed), bfloat16.backward_x(dy, trained.packed)
+    expected = gemm.forward(x, trained.packed), gemm.backward_x(dy, trained.packed)
     for packed in (other.packed, pickle.loads(pickle.dumps(trained.packed))):
-        assert_all_same((bfloat16.forward(x, packed), bfloat16.backward_x(dy, packed)), expected)
+        assert_all_same((gemm.forward(x, packed), gemm.backward_x(dy, packed)), expected)
 
 
 def test_memory_that_both_directions_share_is_counted_once(name):
@@ -124,25 +126,25 @@ def test_memory_that_both_directions_share_is_counted_once(name):
 
 def test_rows_of_a_weight_can_be_packed_apart(name):
     old, new = arrays(10, (100, 70), (100, 70))
-    packed, expected = bfloat16.pack_weight(old), bfloat16.pack_weight(new)
+    packed, expected = gemm.pack_weight(old), gemm.pack_weight(new)
     for first, last in ((32, 64), (64, 100), (0, 32)):
-        assert bfloat16.pack_weight(new[first:last], packed, first=first) is packed
+        assert gemm.pack_weight(new[first:last], packed, first=first) is packed
     assert_all_same((packed.forward, packed.backward), (expected.forward, expected.backward))
 
 
 def test_without_rows_or_tokens_nothing_is_added(name):
-    packed = bfloat16.pack_weight(arrays(11, (45, 70))[0])
-    assert bfloat16.forward(np.empty((0, 70), "f4"), packed).shape == (0, 45)
-    assert bfloat16.backward_x(np.empty((2, 0, 45), "f4"), packed).shape == (2, 0, 70)
+    packed = gemm.pack_weight(arrays(11, (45, 70))[0])
+    assert gemm.forward(np.empty((0, 70), "f4"), packed).shape == (0, 45)
+    assert gemm.backward_x(np.empty((2, 0, 45), "f4"), packed).shape == (2, 0, 70)
     dy, x, total = np.empty((0, 5), "f4"), np.empty((0, 3), "f4"), np.ones((5, 3), "f4")
-    np.testing.assert_array_equal(bfloat16.backward_weight(dy, x, total=total, accumulate=True), np.ones((5, 3)))
+    np.testing.assert_array_equal(gemm.backward_weight(dy, x, total=total, accumulate=True), np.ones((5, 3)))
     np.testing.assert_array_equal(gradient_of(dy, x, 5), np.zeros((5, 3)))
 
 
 def test_nan_and_infinity_reach_the_result(name):
     x, weight = arrays(12, (40, 70), (45, 70))
     x[3, 5], x[20, 7] = np.nan, np.inf
-    y = bfloat16.forward(x, bfloat16.pack_weight(np.abs(weight) + 1))
+    y = gemm.forward(x, gemm.pack_weight(np.abs(weight) + 1))
     assert np.isnan(y[3]).all()
     assert np.isposinf(y[20]).all()
     assert np.isfinite(np.delete(y, (3, 20), axis=0)).all()
@@ -154,15 +156,15 @@ def test_backward_weight(name, shape):
     dy, x, start = arrays(1, (tokens, outputs), (tokens, channels), (outputs, channels))
     total = gradient_of(dy, x, outputs)
     assert_product(total, dy.T, x)
-    assert_all_same([gradient_of(bfloat16.rounded(dy), bfloat16.rounded(x), outputs)], [total])
-    assert_product(bfloat16.backward_weight(dy, x, total=start.copy(), accumulate=True), dy.T, x, start)
+    assert_all_same([gradient_of(rounded(dy), rounded(x), outputs)], [total])
+    assert_product(gemm.backward_weight(dy, x, total=start.copy(), accumulate=True), dy.T, x, start)
     first, last = outputs // 3, outputs // 3 + (outputs + 1) // 2
-    assert_product(gradient_of(dy, x, last - first, (first, last)), dy[:, first:last].T, x)
+    assert_product(gradient_of(dy, x, last - first, first), dy[:, first:last].T, x)
 
 
 def test_rows_can_be_shared_out(tiles):
     dy, x = arrays(2, (2, 50, 130), (2, 50, 70))
-    parts = [gradient_of(dy, x, last - first, (first, last)) for first, last in ((0, 33), (33, 34), (34, 130))]
+    parts = [gradient_of(dy, x, last - first, first) for first, last in ((0, 33), (33, 34), (34, 130))]
     assert_all_same([np.concatenate(parts)], [gradient_of(dy, x, 130)])
 
 
@@ -190,25 +192,25 @@ def test_an_update_in_one_pass_has_the_bits_of_products_additions_and_adamw(
     sums[0] = gradient if given else 0
     for number, (dy, x, group) in enumerate(zip(dys, xs, groups)):
         begun = groups[number - 1] == group if number else given
-        bfloat16.backward_weight(dy, x, total=sums[group], accumulate=begun)
+        gemm.backward_weight(dy, x, total=sums[group], accumulate=begun)
     while len(sums) > 1:
         sums = sums[::2] + sums[1::2]
     adamw_inplace(expected[0], sums[0], *expected[1:], HYPER, **OPTIONS)
-    packed, start = bfloat16.pack_weight(weight), gradient if given else None
-    bfloat16.update_weight(dys, xs, weight, m, v, packed, HYPER, groups=groups, gradient=start, **OPTIONS)
-    fresh = bfloat16.pack_weight(weight)
+    packed, start = gemm.pack_weight(weight), gradient if given else None
+    trained = TrainedWeight(weight, packed), m, v, HYPER
+    linear_update(list(zip(dys, xs)), groups, start, trained, 0, outputs, **OPTIONS)
+    fresh = gemm.pack_weight(weight)
     found = weight, m, v, packed.forward, packed.backward
     assert_all_same(found, (*expected, fresh.forward, fresh.backward))
 
 
 def test_updates_of_rows_make_the_whole(tiles):
     dy, x = arrays(9, (2, 50, 100), (2, 50, 70))
-    one, two = (state(10, 100, 70) for _ in range(2))
-    packed = [bfloat16.pack_weight(one[0]) for _ in range(2)]
-    bfloat16.update_weight([bfloat16.rounded(dy)], [x], *one, packed[0], HYPER, **OPTIONS)
+    one, two = ((TrainedWeight.of(weight), m, v, HYPER) for weight, m, v in (state(10, 100, 70) for _ in range(2)))
+    linear_update([(rounded(dy), x)], [0], None, one, 0, 100, **OPTIONS)
     for rows in ((32, 96), (0, 32), (96, 100)):
-        bfloat16.update_weight([dy], [bfloat16.rounded(x)], *two, packed[1], HYPER, rows=rows, **OPTIONS)
-    assert_all_same((*two, bfloat16.forward(x, packed[1])), (*one, bfloat16.forward(x, packed[0])))
+        linear_update([(dy, rounded(x))], [0], None, two, *rows, **OPTIONS)
+    assert_all_same(*([weight.values, m, v, gemm.forward(x, weight)] for weight, m, v, _ in (two, one)))
 
 
 @pytest.fixture
@@ -216,8 +218,8 @@ def named(monkeypatch):
     """What `unit` answers where the variable names a unit, with this function in the place of `works`."""
 
     def answer(name, works=works):
-        monkeypatch.setattr(units, "works", works)
-        monkeypatch.setenv(units.VARIABLE, name)
+        monkeypatch.setattr(isa, "works", works)
+        monkeypatch.setenv(isa.VARIABLE, name)
         unit.cache_clear()
         return unit()
 
@@ -244,13 +246,13 @@ THE_FASTEST_UNIT_THAT_OUTRUNS_FLOAT32_IS_PICKED = [
 @pytest.mark.parametrize(("processor", "fast", "available", "picked"), THE_FASTEST_UNIT_THAT_OUTRUNS_FLOAT32_IS_PICKED)
 def test_the_fastest_unit_that_outruns_float32_is_picked(monkeypatch, named, processor, fast, available, picked):
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: processor)
-    assert {each for each in Unit if bfloat16.outruns_float32(each)} == fast
+    assert {each for each in Unit if outruns_float32(each)} == fast
     assert named("", lambda unit: unit in available) is picked
 
 
 def test_what_a_processor_has_decides_for_which_units_is_compiled(monkeypatch):
     some = {Unit.PORTABLE}, {Unit.PORTABLE, Unit.AVX512}
     for has, tiles, compiled in ((True, "tile bf16", {*Unit}), (True, "tile", some[1]), (False, "tile bf16", some[0])):
-        monkeypatch.setattr(units, "has_avx512_bfloat16", lambda has=has: has)
-        monkeypatch.setattr(units, "features", lambda tiles=tiles: frozenset(f"amx-{each}" for each in tiles.split()))
-        assert {each for each in Unit if units.compiles(each)} == compiled
+        monkeypatch.setattr(isa, "has_avx512_bfloat16", lambda has=has: has)
+        monkeypatch.setattr(isa, "features", lambda tiles=tiles: frozenset(f"amx-{each}" for each in tiles.split()))
+        assert {each for each in Unit if isa.compiles(each)} == compiled

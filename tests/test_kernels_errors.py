@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from product_cases import using
 
-from daskgpt.kernels import add, attention, bfloat16, crossentropy, embedding, gelu, layernorm, linear, rmsnorm
-from daskgpt.kernels.adamw import adamw, adamw_inplace
-from daskgpt.kernels.bfloat16 import rounded_attention
-from daskgpt.kernels.dropout import dropped
+from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, rmsnorm
+from daskgpt.kernels.bfloat16 import attention as bf16_attention
+from daskgpt.kernels.bfloat16 import gemm as bfloat16
+from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
+from daskgpt.kernels.bfloat16.update import linear_update
+from daskgpt.kernels.dropout import dropped, streams
 from daskgpt.kernels.float32.blas import matmul
-from daskgpt.kernels.momentum import momentum
-from daskgpt.kernels.muon import muon, muon_inplace
-from daskgpt.kernels.philox import streams
+from daskgpt.kernels.optimizers import adamw, adamw_inplace, momentum, muon, muon_inplace
 
 X, DY, WEIGHT = np.ones((2, 5, 8)), np.ones((2, 5, 6)), np.ones(8)
 TOKENS, POSITIONS = np.zeros((2, 5), "i4"), np.zeros(5, "i4")
@@ -26,14 +26,15 @@ HYPER = np.ones(3)
 SMALL_X, SMALL_DY, NARROW, BIAS = (np.ones(shape, "f4") for shape in ((4, 6), (4, 64), (64, 6), (64,)))
 
 
-def update(dy=SMALL_DY, x=SMALL_X, weight=NARROW, m=NARROW, v=NARROW, rows=64, **options):
+def update(dy=SMALL_DY, x=SMALL_X, weight=NARROW, m=NARROW, v=NARROW, rows=64, groups=(0,), start=None):
     """One chunk's; nothing is written over that other tests need."""
-    packed, arrays = bfloat16.pack_weight(NARROW[:rows]), [weight.copy(), m.copy(), v.copy()]
-    bfloat16.update_weight([dy], [x], *arrays, packed, HYPER, **options, **ADAMW)
+    trained = bfloat16.TrainedWeight(weight.copy(), bfloat16.pack_weight(NARROW[:rows]))
+    linear_update([(dy, x)], groups, start, (trained, m.copy(), v.copy(), HYPER), 0, len(weight), **ADAMW)
 
 
-def product_of_rows(rows):
-    return total_last(partial(bfloat16.backward_weight, rows=rows))(SMALL_DY, SMALL_X, np.empty_like(NARROW))
+def product_of_rows(first, count):
+    total = np.empty((count, 6), "f4")
+    bfloat16.backward_weight(SMALL_DY, SMALL_X, total=total, accumulate=False, first_row=first)
 
 
 def repacked(rows, first):
@@ -56,7 +57,7 @@ FITTING = {
     "add": (add.forward, X, X),
     "gelu": (gelu.backward, X, X),
     "linear": (linear.forward, X, TABLE, np.ones(9)),
-    "linear without bias": (linear.forward_without_bias, X, TABLE),
+    "linear without bias": (linear.forward, X, TABLE),
     "linear x": (linear.backward_x, LOGITS, TABLE),
     "linear weight": (total_last(linear.backward_weight), DY, X, np.ones((6, 8))),
     "linear bias": (total_last(linear.backward_bias), DY, np.ones(6)),
@@ -86,10 +87,9 @@ FITTING |= {
     "bfloat16 update": (update, SMALL_DY, SMALL_X, NARROW, NARROW, NARROW),
     "bfloat16 repacked": (lambda weight: bfloat16.pack_weight(weight, bfloat16.pack_weight(NARROW)), NARROW),
 }
-for module, name in ((attention, "attention"), (rounded_attention, "rounded attention")):
-    FITTING[f"{name} backward"] = (lambda *given, module=module: module.backward(*given, 2), Y, QKV, Y, LOGSUMEXP)
-    forward = partial(module.forward_dropped, heads=2, place=1, rate=0.1)
-    FITTING[f"{name} dropped"] = (forward, QKV, streams(0, 0, 2))
+for module, name in ((attention, "attention"), (bf16_attention, "bfloat16 attention")):
+    FITTING[f"{name} backward"] = (partial(module.backward, heads=2), Y, QKV, Y, LOGSUMEXP)
+    FITTING[f"{name} dropped"] = (partial(module.forward, heads=2, place=1, rate=0.1), QKV, streams(0, 0, 2))
 
 REFUSED = [
     (lambda: crossentropy.forward(X, TABLE, TOKENS, 0), "vocabulary must be from 1 to the 9 rows"),
@@ -101,16 +101,16 @@ REFUSED = [
     (lambda: matmul(TABLE.astype("f4"), TABLE.T, np.empty((9, 9))), "a must have shape (9, 8) and dtype float64"),
     (lambda: matmul(np.ones((4, 3)).T, np.ones((4, 6)), np.empty((3, 6))), "the rows of a must be contiguous"),
     (lambda: matmul(TABLE[:, :1], TABLE[:1], read_only(np.ones((9, 8)))), "out must be writable"),
-    (lambda: attention.forward(QKV, 3), "qkv must have 3 * channels"),
-    (lambda: attention.forward(QKV, 0), "qkv must have 3 * channels"),
-    (lambda: rounded_attention.forward(QKV[..., 1:], 2), "qkv must have 3 * channels"),
+    (lambda: attention.forward(QKV, heads=3), "qkv must have 3 * channels"),
+    (lambda: attention.forward(QKV, heads=0), "qkv must have 3 * channels"),
+    (lambda: bf16_attention.forward(QKV[..., 1:], heads=2), "qkv must have 3 * channels"),
     (lambda: repacked(32, 16), "rows=(16, 48)"),
     (lambda: repacked(32, 64), "rows=(64, 96)"),
-    (lambda: product_of_rows((2, 65)), "rows must be (first, end) within 0..64"),
-    (lambda: product_of_rows((3, 3)), "rows must be (first, end) within 0..64"),
+    (lambda: product_of_rows(2, 63), "total must be some of the 64 rows; got first_row=2"),
+    (lambda: product_of_rows(-1, 3), "total must be some of the 64 rows; got first_row=-1"),
     (lambda: update(rows=32), "got packed=(32, 6)"),
-    (lambda: update(**{"groups": [1]}), "got groups=[1]"),
-    (lambda: bfloat16.update_weight([], [SMALL_X], *[NARROW] * 3, None, HYPER, **ADAMW), "got 0 and 1"),
+    (lambda: update(groups=[1]), "got groups=[1]"),
+    (lambda: linear_update([], [], None, (None,) * 4, 0, 64, **ADAMW), "got parts=0"),
 ]
 
 
@@ -153,7 +153,7 @@ def test_an_index_outside_of_its_table_is_refused(name, bad):
         calls[name]()
 
 
-@pytest.mark.parametrize("name", [name for name in FITTING if name.startswith(("bfloat16", "rounded"))])
+@pytest.mark.parametrize("name", [name for name in FITTING if name.startswith("bfloat16")])
 def test_float64_is_refused_where_operands_are_rounded(name):
     call, *arguments = FITTING[name]
     for position, array in enumerate(arguments):
@@ -165,10 +165,10 @@ def test_float64_is_refused_where_operands_are_rounded(name):
 WRONG_TYPES = [
     (lambda: embedding.forward(TOKENS.astype("i8"), TABLE, POSITIONS, TABLE), "got dtypes=int64"),
     (lambda: matmul(TOKENS[:, :2], TOKENS, np.empty((2, 5), "i4")), "arrays must be float32 or float64"),
-    (lambda: bfloat16.to_bfloat16(X), "to_bfloat16: x must be float32"),
-    (lambda: bfloat16.from_bfloat16(X.astype("f4")), "from_bfloat16: x must be bfloat16"),
+    (lambda: to_bfloat16(X), "to_bfloat16: x must be float32"),
+    (lambda: from_bfloat16(X.astype("f4")), "from_bfloat16: x must be bfloat16"),
     (lambda: bfloat16.pack_weight(TABLE), "pack_weight: weight must be float32"),
-    (lambda: update(gradient=np.zeros((64, 6))), "gradient must be float32"),
+    (lambda: update(start=np.zeros((64, 6))), "start must be float32"),
 ]
 
 

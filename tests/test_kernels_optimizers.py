@@ -7,12 +7,20 @@ import pytest
 from product_cases import UNITS, assert_all_same, using
 from tolerances import TOLERANCES
 
-from daskgpt.kernels.adamw import adamw, adamw_inplace
-from daskgpt.kernels.bfloat16 import rounded_muon
+from daskgpt.kernels.bfloat16 import layers as bf16
 from daskgpt.kernels.float32.blas import matmul, one_order
-from daskgpt.kernels.momentum import momentum, momentum_inplace
-from daskgpt.kernels.muon import muon, muon_inplace
-from daskgpt.kernels.orthogonal import A, iteration, orthogonalised, polynomial
+from daskgpt.kernels.optimizers import (
+    A,
+    adamw,
+    adamw_inplace,
+    iteration,
+    momentum,
+    momentum_inplace,
+    muon,
+    muon_inplace,
+    orthogonalised,
+    polynomial,
+)
 
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 MUON = {"beta": 0.95, "scale": 0.2, "weight_decay": 0.1, "maps": 1}
@@ -59,7 +67,7 @@ UPDATES = {
     "momentum": (momentum, momentum_inplace, MOMENTUM, 1),
     "muon": (muon, muon_inplace, MUON, 1),
     "muon of 3 maps": (muon, muon_inplace, MUON | {"maps": 3}, 1),
-    "muon in bfloat16": (rounded_muon.muon, rounded_muon.muon_inplace, MUON, 1),
+    "muon in bfloat16": (bf16.muon, bf16.muon_inplace, MUON, 1),
 }
 FORMULAS = {"adamw": adamw_formula, "momentum": momentum_formula, "muon": muon_formula}
 FORMULAS["muon of 3 maps"] = partial(muon_formula, maps=3)
@@ -129,7 +137,7 @@ def test_half_of_a_symmetric_product_is_all_of_it(shape, random):
 def test_singular_values_with_rounded_operands(unit, shape, random):
     x = random.normal(size=shape).astype(np.float32)
     with using(unit):
-        found = orthogonalised(x.copy(), rounded_muon.iteration)
+        found = orthogonalised(x.copy(), bf16.iteration)
     expected = by_singular_values(x)
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < TOLERANCES["orthogonalised bfloat16"]["of norm"]

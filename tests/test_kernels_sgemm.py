@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daskgpt.kernels.float32 import sgemm
+from daskgpt.kernels.float32 import gemm
 from daskgpt.kernels.float32.blas import VARIABLE, matmul
 
-pytestmark = pytest.mark.skipif(not sgemm.has_fma(), reason="the processor has no FMA")
+pytestmark = pytest.mark.skipif(not gemm.has_fma(), reason="the processor has no FMA")
 
 ODD = [1, 7, 17, 33, 65, 100, 129]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
@@ -30,7 +30,7 @@ def call(a, b, c, m, n, k, transposes=(False, False), beta=0.0):
     """cblas_sgemm through the address; the arrays' own row lengths."""
     whole, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     kinds = [*[ctypes.c_int32] * 3, *[whole] * 3, real, place, whole, place, whole, real, place, whole]
-    function = ctypes.CFUNCTYPE(None, *kinds)(sgemm.address())
+    function = ctypes.CFUNCTYPE(None, *kinds)(gemm.address())
     orders = [112 if transposed else 111 for transposed in transposes]
     operands = a.ctypes.data, a.strides[0] // 4, b.ctypes.data, b.strides[0] // 4
     function(101, *orders, m, n, k, 1.0, *operands, beta, c.ctypes.data, c.strides[0] // 4)

@@ -27,7 +27,7 @@ def test_the_check_looks_at_everything_within_bounds():
     assert TOLERANCES["numeric derivative"]["rel"] >= layer_check.GRADIENT_ERROR
     assert TOLERANCES["chunkings"]["rtol"] >= layer_check.CHUNK_ERROR
     values = layer_check.random_arguments(LINEAR, np.random.default_rng(1), "float32")
-    y, gradients = layer_check.run_layer(LINEAR, values, layer_check.direction_of)
+    y, gradients = layer_check.run_layer(LINEAR, values)
     dy = layer_check.direction_of(y)
     np.testing.assert_allclose(y, values["x"] @ values["weight"].T + values["bias"], **TOLERANCES["kernel float32"])
     np.testing.assert_allclose(gradients["bias"], dy.sum((0, 1)), **TOLERANCES["kernel float32"])

@@ -10,11 +10,11 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt.data.dataset import batch
-from daskgpt.kernels.nesterov import nesterov
+from daskgpt.kernels.optimizers import nesterov
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.train import main as train_command
 from daskgpt.training import diloco
 from daskgpt.training.diloco import LocalSteps

@@ -8,7 +8,7 @@ from small_runs import MODEL, STEPS, fit, metrics_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import daskgpt
-from daskgpt.model.step_operations import step_operations
+from daskgpt.model.parameters import step_operations
 from daskgpt.training import metrics as logs
 from daskgpt.training.metrics import SINKS, Logs, chosen_sinks, metrics_lines, tagged
 

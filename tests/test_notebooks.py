@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-import daskgpt
+from puzzles import puzzle
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
@@ -22,7 +21,7 @@ def test_a_notebook_is_stored_without_results(path):
     [(None, "Your turn.", ""), (2, "Right.", "two"), (3, "Not yet.", "count"), ("two", "Not yet.", "TypeError")],
 )
 def test_a_puzzle_says_what_an_answer_is_worth(answer, worth, more):
-    told = daskgpt.puzzle(answer, lambda x: x + 1 == 3, "count", "two")
+    told = puzzle(answer, lambda x: x + 1 == 3, "count", "two")
     assert bool(told) == (worth == "Right.")
     assert str(told).startswith(worth)
     assert more in str(told)

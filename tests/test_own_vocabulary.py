@@ -9,10 +9,9 @@ import pytest
 from command_lines import SMALL
 
 from daskgpt import generate, train
-from daskgpt.data.corpus.learning import learn_vocabulary
 from daskgpt.data.dataset import load_dataset
-from daskgpt.data.encodings import get_encoding, ranks_of
-from daskgpt.data.split import END
+from daskgpt.data.text import END
+from daskgpt.data.tokenizer import get_encoding, learn_vocabulary, vocabulary_of
 
 pytest.importorskip("tokenizers")
 
@@ -32,7 +31,7 @@ def test_a_vocabulary_is_learned_from_what_is_trained_on(text, monkeypatch):
     encoding = get_encoding(dataset.encoding_name)
     whole = text.read_text()
     cut = math.floor(len(whole) * 9 / 10)
-    assert ranks_of(dataset.encoding_name) == learn_vocabulary([whole[:cut]], 270)
+    assert vocabulary_of(dataset.encoding_name).ranks == learn_vocabulary([whole[:cut]], 270)
     assert (dataset.vocabulary, dataset.encoding_name.split("-")[1]) == (270, "270")
     for tokens, part in ((dataset.training, whole[:cut]), (dataset.validation, whole[cut:])):
         assert tokens[0] == encoding.eot_token
@@ -40,7 +39,7 @@ def test_a_vocabulary_is_learned_from_what_is_trained_on(text, monkeypatch):
     assert dataset.training.size < 0.7 * cut
     # A text of some pieces is learned from whole.
     whole = load_dataset(str(text), "learn:270").encoding_name
-    monkeypatch.setattr("daskgpt.data.own_vocabulary._PIECE", 50 * len(SEEN))
+    monkeypatch.setattr("daskgpt.data.tokenizer._PIECE", 50 * len(SEEN))
     assert load_dataset(str(text), "learn:270").encoding_name == whole
 
 

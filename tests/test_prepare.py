@@ -14,12 +14,11 @@ from full_disk import full_disk
 from prepared_texts import BYTES, files_of, prepared, text_of, tokens_of, write_corpus
 
 from daskgpt import generate, prepare, train
-from daskgpt.data.corpus.folder import FolderWriter
-from daskgpt.data.corpus.manifest import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, read_manifest
-from daskgpt.data.encodings import encode, get_encoding
-from daskgpt.data.prepared import load_prepared
-from daskgpt.formats import vocabulary_file
-from daskgpt.formats.vocabulary_file import read_vocabulary
+from daskgpt.data.corpus.folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, FolderWriter, read_manifest
+from daskgpt.data.dataset import load_prepared
+from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats import vocabulary
+from daskgpt.formats.vocabulary import read_vocabulary
 
 SHARDS = (*BYTES, "--shard-tokens", "2M")
 
@@ -41,8 +40,8 @@ def trained(*arguments: object) -> None:
 
 def forget_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be as a process that has read no learned vocabulary."""
-    for known in ("_known", "_contents"):
-        monkeypatch.setattr(vocabulary_file, known, {})
+    for name in list(vocabulary.KNOWN):
+        monkeypatch.delitem(vocabulary.KNOWN, name)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +203,7 @@ def test_a_preparation_that_is_stopped_goes_on_to_the_same_bytes(between, corpus
 def test_a_full_disk_is_one_error_and_room_lets_it_go_on(corpus, expected, tmp_path):
     with full_disk(500_000), pytest.raises(OSError, match="File too large"):
         prepared(tmp_path, corpus, *SHARDS)
-    assert not list((tmp_path / "out").glob("*.bin"))
+    assert not (tmp_path / "out" / MANIFEST).exists()
     assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
 
 
@@ -317,7 +316,7 @@ def test_two_at_once_do_not_write_one_folder(corpus, tmp_path):
 
 DAMAGES = [
     (MANIFEST, lambda content: content.replace(b'"ids": 257', b'"ids": 258'), "manifest must be as it was written"),
-    ("train_000000.bin", lambda content: content[:-2], "tokens must make"),
+    ("train_000000.bin", lambda content: content[:-2], "by its header"),
     ("val_000000.bin", None, "file must exist"),
 ]
 

@@ -5,13 +5,13 @@ from command_lines import write_text
 from small_runs import config_of
 
 from daskgpt import train
-from daskgpt.config.recipes import RECIPES
+from daskgpt.config.run import RECIPES
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_recipe_is_flags_that_are_known(name):
-    train.parser().parse_args(RECIPES[name].arguments)
-    assert train.parsed(["--preset", name]).preset == RECIPES[name].preset
+    size = train.parser().parse_args(RECIPES[name].split()).preset
+    assert train.parsed(["--preset", name]).preset == size
 
 
 def test_what_is_given_beside_a_recipe_comes_after_it(tmp_path):

@@ -81,43 +81,36 @@ def test_a_line_that_a_power_cut_left_is_no_record_and_is_written_over(path):
     assert path.read_bytes() == RECORD.line() * 2
 
 
-@pytest.mark.parametrize("fails", [0, 1, 40])
-def test_where_there_is_no_room_the_file_stays_as_it_was(path, monkeypatch, fails):
-    write = os.pwrite
+def test_where_there_is_no_room_the_file_stays_as_it_was(path, monkeypatch):
     append_records(path, [RECORD])
 
-    def full(descriptor, text, at):
-        write(descriptor, text[:fails], at)
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="all of the file must be written"):
         append_records(path, [RECORD])
     assert path.read_bytes() == RECORD.line()
 
 
-def test_several_add_whole_lines(path, monkeypatch):
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, text, at: write(descriptor, text[:30], at))
+def test_several_add_whole_lines(path):
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(lambda _: append_records(path, [RECORD]), range(30)))
     assert read_records(path) == [RECORD] * 30
 
 
 def test_the_command_is_what_somebody_types_to_measure_the_same():
-    words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--against", "llm.c", "my program"]
-    assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --against llm.c 'my program'"
+    words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--log", "my file"]
+    assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --log 'my file'"
     assert command_line("daskgpt.bench", ["--record=x", "--scaling"]) == "python -m daskgpt.bench --scaling"
 
 
 def test_bench_records_what_it_prints(path, capsys):
     flags = "--blocks 1 --heads 2 --channels 16 --batch-size 2 --sequence-length 16 --steps 3 --warmup 1 --recorded 1"
     assert bench.main([*flags.split(), "--json", "--record", str(path)]) == 0
-    (found,), shown = read_records(path), json.loads(capsys.readouterr().out)
+    (found,) = read_records(path)
+    assert capsys.readouterr().out.encode() == found.line() == path.read_bytes()
     assert found.command == f"python -m daskgpt.bench {flags}"
     assert len(found.figures["step"].turns) == 3
     assert (found.machine["cores"] >= 1, found.settings["batch_size"]) == (True, 2)
     assert set(found.versions) == {"python", "daskgpt", "numpy", "numba", "dask", "distributed"}
-    names = {"step": "step_ms", "forward": "forward_ms", "overhead": "overhead", "rate": "gflops", "peak": "peak_gb"}
-    for name, own in names.items():
-        assert found.figures[name].median == pytest.approx(shown[own], rel=1e-2, abs=1e-3)

@@ -5,12 +5,10 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from conftest import GOLDEN
 from small_runs import MODEL
 
 import daskgpt
 from daskgpt.config.rich import html_table, svg_curve
-from daskgpt.formats.models import open_model_file, read_model_file
 from daskgpt.instruments.timeline.strips import COLUMNS
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.training.result import Result
@@ -54,8 +52,6 @@ SHOWN = [
     (lambda _: daskgpt.plan(MODEL, DATA), ("A step of", "parameters", "at the peak", "nothing was run")),
     (lambda _: RESULT, ("Result of 4 steps", "loss 5.500 -> 3.500 nats a token", "validation 3.250")),
     (lambda timeline: timeline, ("attention", "linear", "critical path")),
-    (lambda _: read_model_file(GOLDEN / "gpt2_small.bin"), ("StoredModel of", "parameters", "h.0 .. 2.attn.c_attn.")),
-    (lambda _: open_model_file(GOLDEN / "gpt2_small.bin"), ("OpenedModel of", "parameters", "3 blocks")),
 ]
 
 
@@ -89,7 +85,7 @@ def test_what_is_not_the_default_stands_first():
 
 
 def test_a_plan_is_of_so_many_workers():
-    assert len(daskgpt.plan(MODEL, DATA | {"groups": 2}, dataflow={"batch_chunk": 2}, workers=2).found.loads) == 2
+    assert len(daskgpt.plan(MODEL, DATA | {"groups": 2}, dataflow={"batch_chunk": 2}, workers=2).loads) == 2
     with pytest.raises(ValueError, match="workers must come without local_steps"):
         daskgpt.plan(MODEL, DATA, local={"local_steps": 5}, workers=2)
 

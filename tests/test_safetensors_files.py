@@ -9,9 +9,11 @@ import pytest
 from llmc_samples import SMALL, assert_same_bits, small_parameters
 from safetensors import safe_open
 
-from daskgpt.formats import published
-from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
-from daskgpt.formats.safetensors_files import MOST_TEXT, NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
+from daskgpt.formats import layouts
+from daskgpt.formats.checks import MAX_JSON_BYTES
+from daskgpt.formats.run_model import open_run_model, write_run_models
+from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
+from daskgpt.formats.stored_model import StoredModel
 
 # Names, and values of every kind of layout.
 ARRAYS = {
@@ -33,10 +35,10 @@ def named(arrays):
 
 
 def assert_holds(files, arrays):
-    assert files.names == list(arrays)
+    assert list(files) == list(arrays)
     for name, array in arrays.items():
-        found = files.read(name)
-        assert (files.shape(name), files.dtype(name)) == (array.shape, KINDS[array.dtype.str])
+        found = files[name].read()
+        assert (files[name].shape, files[name].dtype) == (array.shape, KINDS[array.dtype.str])
         assert not found.flags.writeable
         np.testing.assert_array_equal(found, array, err_msg=name, strict=True)
 
@@ -77,7 +79,7 @@ def test_shards_and_their_index(tmp_path, most):
 
 
 def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(published.pieces, "__defaults__", (16,))
+    monkeypatch.setattr(layouts.pieces, "__defaults__", (16,))
     write_tensor_file(tmp_path / "a.safetensors", named(ARRAYS), {}, where="test")
     assert_holds(TensorFiles(tmp_path / "a.safetensors", "test"), ARRAYS)
 
@@ -85,7 +87,6 @@ def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
 NOT_WRITTEN = [
     ([NamedTensor("a", (3, 4), "F32", lambda: np.zeros((4, 3), "f4"))], "a.safetensors", TypeError, "have shape"),
     ([NamedTensor("a", (3, 4), "F32", lambda: np.zeros((3, 4)))], "a.safetensors", TypeError, "dtype float32"),
-    (named(ARRAYS) + named({"one": ARRAYS["one"]}), "a.safetensors", ValueError, "name of its own; got name=one"),
     (named(ARRAYS), "no/a.safetensors", FileNotFoundError, "folder must exist"),
 ]
 
@@ -110,9 +111,9 @@ def test_a_run_model_in_shards_is_the_model(tmp_path):
     parameters = small_parameters()
     written = write_run_models(tmp_path, StoredModel(SMALL, parameters, "bytes", 4), shard_bytes=500)
     assert len(written) > 3
-    found = read_run_model(tmp_path / "model.safetensors.index.json")
+    found = open_run_model(tmp_path / "model.safetensors.index.json")
     assert (found.config, found.encoding, found.sequence_length) == (SMALL, "bytes", 4)
-    assert_same_bits(parameters, found.parameters)
+    assert_same_bits(parameters, found.loaded().parameters)
 
 
 # What is refused
@@ -135,8 +136,8 @@ NO_INDEX = [
     (b"", "JSONDecodeError"),
     (b"[" * 100_000, "RecursionError"),
     (b"[1]", "kind=list"),
-    (b" " * (MOST_TEXT + 1), f"bytes={MOST_TEXT + 1}"),
-    *[(json.dumps({"weight_map": of}).encode(), "weight_map must say") for of in (None, 3, {}, {"one": 3}, ["a"])],
+    (b" " * (MAX_JSON_BYTES + 1), f"bytes={MAX_JSON_BYTES + 1}"),
+    *[(json.dumps({"weight_map": of}).encode(), "weight_map must name") for of in (None, 3, {}, {"one": 3}, ["a"])],
     *[(json.dumps({"weight_map": {"one": f}}).encode(), "files beside") for f in ("../s.safetensors", "a.bin", "a\nb")],
 ]
 
@@ -151,24 +152,8 @@ def test_an_index_and_files_that_do_not_fit(index, tmp_path):
     of = json.loads(index.read_text())["weight_map"]
     (tmp_path / "copy.safetensors").write_bytes((tmp_path / of["half"]).read_bytes())
     for changed, kind, keyword in (
-        ({name: file for name, file in of.items() if name != "half"}, ValueError, "tensor=half, file=model-0000"),
-        (of | {"more": of["half"]}, ValueError, "tensor=more, file=no file"),
-        (of | {"half": of["contiguous"]}, ValueError, "tensor=half"),
         (of | {"half": "absent.safetensors"}, FileNotFoundError, "absent"),
         (of | {"half": "copy.safetensors"}, ValueError, "must be in one file"),
     ):
         index.write_text(json.dumps({"weight_map": changed}))
         refused(index, keyword, kind)
-    index.write_text(json.dumps({"weight_map": of}))
-    # Files of two models.
-    arrays = {name: ARRAYS[name] for name, file in of.items() if file == of["half"]}
-    write_tensor_file(tmp_path / of["half"], named(arrays), {"for": "others"}, where="test")
-    refused(index, "same metadata.*entry=for")
-
-
-@pytest.mark.parametrize(("size", "keyword"), [(MOST_TEXT, "whole safetensors"), (MOST_TEXT + 1, "header must have")])
-def test_a_header_of_absurd_size(tmp_path, size, keyword):
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(size.to_bytes(8, "little") + b"{")
-    os.truncate(path, 8 + size)
-    refused(path, keyword)

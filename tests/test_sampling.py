@@ -5,19 +5,16 @@ import re
 
 import numpy as np
 import pytest
-from conftest import SMALL, random_parameters
+from conftest import SMALL, random_parameters, whole_logits
 from numpy.testing import assert_allclose
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import generate
-from daskgpt.data.encodings import get_encoding
-from daskgpt.generation.choosing import Choice
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.ending import end_of_text, shown
-from daskgpt.generation.sampling import Texts, window
-from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
+from daskgpt.generation.sampler import Choice, Texts, window
+from daskgpt.generation.sanitize import end_of_text, shown
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +37,6 @@ def test_one_likeliest_token_leaves_no_choice(parameters):
     assert list(daskgpt.sample(SMALL, parameters, [4], 0)) == []
 
 
-def logits_of(parameters, tokens, config=SMALL):
-    """Scores after the last token, from the layers that training has, which keep nothing."""
-    state, shape = State.of_weights(config, parameters), (1, len(tokens))
-    inference = Inference(config, shape, shape, state.layout, ("logits",))
-    with daskgpt.open_scheduler("sync") as scheduler:
-        found = inference(scheduler, state, np.array([tokens], np.int32))
-    return found["logits"][0, -1, : config.vocabulary]
-
-
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_scores_are_those_of_training(norm, random):
     rest = {"vocabulary": 37, "padded_vocabulary": 40, "positions": 90, "norm": norm}
@@ -57,7 +45,7 @@ def test_scores_are_those_of_training(norm, random):
         parameters = random_parameters(config, random)
         tokens = random.integers(0, 37, 80).tolist()
         (found,) = Texts(Weights(config, parameters, "float32"), [tokens]).scores([0])
-        expected = logits_of(parameters, tokens, config)
+        expected = whole_logits(config, parameters, tokens)[-1]
         assert_allclose(found / abs(expected).max(), expected / abs(expected).max(), **TOLERANCES["kept, float32"])
         (rounded,) = Texts(Weights(config, parameters, "bfloat16"), [tokens]).scores([0])
         assert_allclose(rounded / abs(expected).max(), expected / abs(expected).max(), **TOLERANCES["kept, bfloat16"])

@@ -9,7 +9,7 @@ from daskgpt import bench
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
 from daskgpt.instruments import scaling
-from daskgpt.instruments.random_tokens import BenchConfig
+from daskgpt.instruments.measure import BenchConfig
 from daskgpt.instruments.records import read_records
 from daskgpt.training.step_metrics import PARTS
 
@@ -21,14 +21,15 @@ def test_a_run_for_each_number_of_threads(capsys, monkeypatch, tmp_path):
     times = {1: 8.0, 2: 5.0, 3: 4.0}
     monkeypatch.setattr(scaling, "run_one", lambda order: ROW | {"step_ms": times[order.point.threads]})
     path = str(tmp_path / "records")
-    flags = ["--scaling", "--threads", "3", "--batch-size", "4", "--sequence-length", "64", "--record", path]
-    assert bench.main([*flags, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["scaling"]
-    found = [tuple(row[name] for name in ("threads", "step_ms", "speedup", "efficiency", "chunks")) for row in rows]
-    assert found == [(1, 8, 1, 1, 4), (2, 5, 1.6, 0.8, 4), (3, 4, 2, 0.6667, 4)]
-    figures = read_records(path)[0].figures
-    assert [figures[name].median for name in ("step_2", "speedup_2", "efficiency_2", "peak_2")] == [5, 1.6, 0.8, 0.5]
-    assert bench.main(flags[:-2]) == 0
+    flags = ["--scaling", "--threads", "3", "--batch-size", "4", "--sequence-length", "64"]
+    assert bench.main([*flags, "--json", "--record", path]) == 0
+    (found,) = read_records(path)
+    assert capsys.readouterr().out.encode() == found.line()
+    figures = {name: figure.median for name, figure in found.figures.items()}
+    assert [figures[f"speedup_{threads}"] for threads in times] == [1, 1.6, 2]
+    assert [figures[name] for name in ("step_2", "efficiency_2", "efficiency_3", "peak_2")] == [5, 0.8, 0.666667, 0.5]
+    assert found.settings["chosen_3"] == "4 of 2 x 32, block"
+    assert bench.main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3].split()[:6] == ["2", "5.0", "1.0", "..", "9.0", "1.60"]
     assert "same loss" in lines[-1]

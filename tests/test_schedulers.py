@@ -13,7 +13,7 @@ from machines import wait_until
 from small_runs import fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
-from daskgpt.schedulers import addresses, cluster, failures, machine, membership, security, worker_metrics
+from daskgpt.schedulers import connect, failures, machine, membership, worker_metrics
 from daskgpt.training import recovery
 from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery import RecoveryPoints
@@ -48,9 +48,9 @@ def client(threads):
 def test_what_address_is_meant(setting, address, resolved, tmp_path):
     (tmp_path / "scheduler.json").write_text('{"address": "tcp://10.0.0.1:5"}')
     address = f"file:{tmp_path / 'scheduler.json'}" if address == "file:" else address
-    addresses.check_address(address)
+    connect.check_address(address)
     with dask.config.set({"scheduler-address": setting}):
-        assert addresses.resolved_address(address) == resolved
+        assert connect.resolved_address(address) == resolved
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def test_what_address_is_meant(setting, address, resolved, tmp_path):
     ],
 )
 def test_addresses_at_which_no_scheduler_answers(address, kind, keyword, monkeypatch):
-    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT", 0.3)
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
     with pytest.raises(kind, match=keyword), daskgpt.open_scheduler(address):
         pass
 
 
 def test_clients_that_no_run_can_borrow(threads, small_text, monkeypatch):
-    monkeypatch.setattr(cluster, "WORKERS_TIMEOUT", 0.1)
+    monkeypatch.setattr(connect, "WORKERS_TIMEOUT", 0.1)
     with pytest.raises(TypeError, match="distributed.Client"):
         fit(small_text, client="tcp://127.0.0.1:8786")
 
     async def give():
         async with Client(threads.scheduler_address, asynchronous=True) as client:
-            cluster.client_address(client)
+            connect.client_address(client)
 
     with pytest.raises(TypeError, match="asynchronous"):
         asyncio.run(give())
@@ -101,7 +101,7 @@ def test_clients_that_no_run_can_borrow(threads, small_text, monkeypatch):
     ],
 )
 def test_why_a_scheduler_does_not_answer(said, reason, advice):
-    found = security.reason_and_advice(OSError(said))
+    found = connect.reason_and_advice(OSError(said))
     assert reason in found[0]
     assert "more" not in found[0]
     assert advice in found[1]
@@ -197,7 +197,7 @@ def test_a_worker_of_another_arithmetic_is_refused_or_ends(other, there, outcome
     assert "bfloat16 products" not in membership.identity(False)
     if other:
         monkeypatch.setattr(membership, "one_order", lambda dtype: expected["float32 products"] == "library")
-    plugin = membership.Admission("name", expected, True, ["tcp://a:1"] if there else [])
+    plugin = membership.VersionCheck("name", expected, True, ["tcp://a:1"] if there else [])
     if outcome == "refused":
         with pytest.raises(RuntimeError, match=r"worker=tcp://a:1, float32 products=\w+ \(the run: \w+\)\."):
             plugin.setup(worker)
@@ -229,17 +229,17 @@ def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, cli
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
 def test_a_local_cluster_is_of_this_machine_alone_and_looked_after_less_often(setting, monkeypatch):
-    (tick, profile, disk), asked = cluster.BETWEEN_TASKS, {}
+    (tick, profile, disk), asked = connect.BETWEEN_TASKS, {}
 
     def started(**options):
-        asked.update(options, heap=dask.config.get(cluster.SPAWN)["MALLOC_ARENA_MAX"])
-        asked.update({name: dask.config.get(name) for name in cluster.BETWEEN_TASKS})
+        asked.update(options, heap=dask.config.get(connect.SPAWN)["MALLOC_ARENA_MAX"])
+        asked.update({name: dask.config.get(name) for name in connect.BETWEEN_TASKS})
         return LocalCluster(**options | {"processes": False, "protocol": "tcp"})
 
-    monkeypatch.setattr(cluster, "LocalCluster", started)
+    monkeypatch.setattr(connect, "LocalCluster", started)
     with socket.socket() as taken, dask.config.set({tick: setting}):
         taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(cluster, "DASHBOARD_PORT", taken.getsockname()[1])
+        monkeypatch.setattr(connect, "DASHBOARD_PORT", taken.getsockname()[1])
         with daskgpt.open_scheduler("local", 1) as scheduler:
             assert scheduler.description.startswith("local cluster, 1 worker processes, dashboard http://127.0.0.1:")
         assert dask.config.get(tick) == setting, "of this process"
@@ -254,9 +254,9 @@ OWN = ["tcp://127.8.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "inproc://192.
 
 @pytest.mark.parametrize("host", REACHED + OWN)
 def test_what_other_machines_can_reach_without_tls_is_warned_of_once(host, monkeypatch, capsys):
-    monkeypatch.setattr(security, "_said", set())
+    monkeypatch.setattr(connect, "_said", set())
     for _ in range(2):
-        security.warn_of_open(["tcp://127.0.0.1:1", host])
+        connect.warn_of_open(["tcp://127.0.0.1:1", host])
     assert capsys.readouterr().err.count(f"no TLS: whoever reaches {host} ") == (host in REACHED)
 
 
@@ -288,7 +288,7 @@ def test_what_workers_did_is_told_between_looks_and_at_the_end():
     )
     assert later.since(before) == worker_metrics.Use(1.0, 6.0, 2, 20, 4, 300, 0, 7, 3.0)
     assert later.since(None) == later.since(worker_metrics.Use(2.0, 4.0, 2)) == later
-    assert before.and_then(later) == worker_metrics.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
+    assert before.plus(later) == worker_metrics.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
     assert worker_metrics.imbalance({"a": later, "b": before}) == pytest.approx(0.5 / 0.45 - 1)
     assert worker_metrics.imbalance({"a": worker_metrics.Use(1.0, 1.0, 1)}) == 0
     told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
@@ -312,7 +312,7 @@ def test_what_workers_did_is_told_between_looks_and_at_the_end():
 def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatch):
     monkeypatch.setattr(worker_metrics, "product_rate", lambda *_: 5.0)
     state, monitor = SimpleNamespace(nthreads=2, executed_count=3), SimpleNamespace(recent=lambda: {"memory": 11})
-    worker = SimpleNamespace(state=state, monitor=monitor, transfer_outgoing_bytes_total=50)
+    worker = type("Worker", (), {"state": state, "monitor": monitor, "transfer_outgoing_bytes_total": 50})()
     worker.transfer_incoming_log, sums = [{"total": 100}], {("execute", "a", "thread-cpu", "s"): 1.0}
     worker.digests_total, found = sums, []
     count = worker_metrics.Count(worker)

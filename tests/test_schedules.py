@@ -9,9 +9,9 @@ from conftest import GOLDEN
 from small_runs import OPTIMIZER, fit
 
 import daskgpt
-from daskgpt.config.amounts import count, count_or_share, part_of
 from daskgpt.config.run import OptimizerConfig, RunConfig
-from daskgpt.model.schedules import SCHEDULES, learning_rate
+from daskgpt.config.settings import count, count_or_share, part_of
+from daskgpt.model.optimizer import SCHEDULES, learning_rate
 from daskgpt.training.horizon import Horizon
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["schedules"]

@@ -9,7 +9,7 @@ import pytest
 
 import daskgpt
 from daskgpt.generate import GenerateConfig
-from daskgpt.instruments.random_tokens import BenchConfig
+from daskgpt.instruments.measure import BenchConfig
 from daskgpt.instruments.study.grid import StudyConfig
 from daskgpt.instruments.timeline import TimelineConfig
 

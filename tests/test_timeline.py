@@ -16,14 +16,12 @@ from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of, recorded_spans
-from daskgpt.instruments.timeline import StepRecorder, TimelineConfig, TimelineWatcher, writing
-from daskgpt.instruments.timeline.curves import layers_at_once, live_bytes
+from daskgpt.instruments.timeline import StepRecorder, TimelineConfig, TimelineWatcher, files
 from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, different_at_once
-from daskgpt.instruments.timeline.page import _means, lanes_of, time_axis
-from daskgpt.instruments.timeline.side_by_side import in_brief
+from daskgpt.instruments.timeline.page import _means, in_brief, lanes_of, time_axis
 from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
-from daskgpt.instruments.timeline.summary import describe_summary, summarise
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.instruments.timeline.summary import describe_summary, layers_at_once, live_bytes, summarise
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep
 
 LARGER = GPT2Config(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)
@@ -162,14 +160,14 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc"):
 
 def test_a_summary_worked_out_by_hand():
     found = summarise(hand_made())
-    assert (found.wall, found.tasks, found.inside, found.steps_overlap) == (10, 3, 0, 0)
+    assert (found.wall, found.tasks, found.inside_share, found.steps_overlap) == (10, 3, 0, 0)
     assert found.busy == {"thread 1": pytest.approx(0.6), "thread 2": pytest.approx(0.2)}
     assert found.kernel_share == pytest.approx(0.4)
     assert found.overlap == pytest.approx(0.1)  # b and c, from 4 to 5
     assert found.critical_path == pytest.approx(6)  # a and b
     assert found.critical == {("b", "forward"): 4, ("a", "forward"): 2}
-    assert found.scheduling == pytest.approx(2 / 20)  # a from 0 to 1, b from 3 to 4
-    assert found.waiting == pytest.approx(10 / 20)
+    assert found.scheduling_share == pytest.approx(2 / 20)  # a from 0 to 1, b from 3 to 4
+    assert found.waiting_share == pytest.approx(10 / 20)
     assert found.kernels["b", "forward"] == (4, 1)
     assert found.phases == {"forward": 8, "backward": 0, "update": 0}
     text = describe_summary(found)
@@ -215,7 +213,7 @@ def test_lanes_of_a_page():
     expected = [(1000, 3000, "2,000.000"), (4000, 8000, "4,000.000"), (3000, 5000, "2,000.000")]
     assert [(own["left"][0], own["right"][0], own["ms"][0]) for own in bars] == expected
     assert [own["lane"][0] for own in bars] == ["thread 1", "thread 1", "thread 2"]
-    assert [own["bytes"][0] for own in bars] == ["100 B", "1.0 kB", "10 B"]
+    assert [own["bytes"][0] for own in bars] == ["100B", "1.00kB", "10.0B"]
     assert bars[0]["bottom"][0] > 0.5 > bars[2]["top"][0], "the first lane is on top"
     (legend,) = plot.above
     assert sorted(item.label.value for item in legend.items) == ["a", "b", "c"]
@@ -235,7 +233,7 @@ def test_strips_of_colour():
 
 def test_names_of_the_files_and_what_is_refused(tmp_path):
     for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
-        assert writing.timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
+        assert files.timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
     with pytest.raises(ValueError, match="events=0"):
         summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset()), {}))
     with pytest.raises(ValueError, match="timeline_steps=0"):
@@ -244,15 +242,15 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     (tmp_path / "folder.html").mkdir()
     for path in (tmp_path, tmp_path / "file" / "x", tmp_path / "folder", tmp_path / "new" / "x"):
         with pytest.raises(ValueError, match="that of a file in a folder"):
-            writing.check_timeline_path(path)
-    writing.check_timeline_path(tmp_path / "x")
+            files.check_timeline_path(path)
+    files.check_timeline_path(tmp_path / "x")
     names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}
-    assert {path: writing.is_bare(path) for path in names} == names
+    assert {path: files.is_bare(path) for path in names} == names
 
 
 def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothing(tmp_path):
     timeline = hand_made()
-    trace, page = writing.write_timeline(timeline, tmp_path / "deep" / "run")
+    trace, page = files.write_timeline(timeline, tmp_path / "deep" / "run")
     found = json.loads(trace.read_text())["traceEvents"]
     own = [event for event in found if event["ph"] == "X"]
     times = [(event["tid"], event["ts"], event["dur"]) for event in own]
@@ -265,7 +263,7 @@ def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothi
     assert counters == {"memory of activations and gradients": 2, "layers at once": 5}
     assert in_brief(timeline).startswith("10,000.00 ms a step; kernels run 40% of the threads' time;")
     assert in_brief(timeline).endswith("at once 10%, steps 0%")
-    other = writing.write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
+    other = files.write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
     for path in (page, other):
         text = path.read_text()
         assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
-from daskgpt.data.encodings import encode, encoding_named, encoding_of_model, get_encoding, specials_of
+from daskgpt.data.tokenizer import encode, encoding_named, encoding_of_model, get_encoding, specials_of
 
 SHORT = "--steps 2 --batch-size 2 --sequence-length 16 --validation-batches 1 --sample-tokens 0 --warmup 1"
 TEXT = "the quick brown fox jumps over the lazy dog\n\n  and what's more, it's naïve: 12345 times!\n" * 40

@@ -10,8 +10,7 @@ from rank_threads import train
 
 from daskgpt import bench
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
-from daskgpt.instruments.memory import predict
-from daskgpt.instruments.traffic import KINDS, SHOWN, describe_loads, loads
+from daskgpt.instruments.plan import KINDS, SHOWN, describe_loads, loads, predict
 from daskgpt.model.precision import precision_of
 
 CONFIG = replace(SMALL, channels=32, blocks=2)

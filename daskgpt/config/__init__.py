@@ -1,1 +1,1 @@
-"""What a model and a run are made of, and how flags, files and errors look. Knows nothing else of the package."""
+"""Configurations of models and runs, and the form of flags, files and errors. Imports nothing else of the package."""

@@ -10,7 +10,7 @@ E = TypeVar("E", bound=Exception)
 
 
 def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, Any] | str, advice: str) -> E:
-    """An error in the one form that all share, `{where}: {rule}; got {name}={value}. {advice}`, to be raised.
+    """Return an error in the one form that all share, `{where}: {rule}; got {name}={value}. {advice}`, to be raised.
 
     kind   ValueError for input, TypeError for its type, RuntimeError for state, or what OSError says of files
     got    values by name, or what was found, in words
@@ -33,13 +33,13 @@ def require(
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`Did you mean x?` for a misspelt name, or the list of all names."""
+    """Return `Did you mean x?` for a misspelt name, or the list of all names."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(known)}."
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor nearest to what is wanted, the larger of two; 1 where none is near."""
+    """Return the divisor nearest to what is wanted, the larger of two; 1 where none is near."""
     # Both may come from a broken file and be huge: looked for outwards, and not for ever.
     for distance in range(min(wanted, 100_000)):
         for n in (wanted + distance, wanted - distance):

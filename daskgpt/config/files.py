@@ -1,6 +1,7 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and which ones a glob names."""
 
 import errno
+import glob
 import hashlib
 import os
 import secrets
@@ -16,9 +17,9 @@ from daskgpt.config.errors import refusal, require
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
-    """A file under a temporary name in the same folder, which takes the final name when all of it is on the disk.
+    """Yield a file under a temporary name in the same folder, which takes the final name when all of it is on the disk.
 
-    where    who asks, for error messages
+    where    opens error messages
 
     Errors   ValueError where path is a folder, FileNotFoundError where its folder is missing, OSError where the system
              refuses (no room, no permission), with the path and the reason
@@ -42,10 +43,10 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
 
 
 def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
-    """Write parts of a file one after another; the SHA-256 of all of them, in hexadecimal.
+    """Write parts of a file one after another; return the SHA-256 of all of them, in hexadecimal.
 
     Making and hashing a part takes as long as writing one, so the next one is made by another thread meanwhile. The
-    system is told to bring each to the disk at once: else it would begin when all are written.
+    system brings each to the disk at once: else it would begin when all are written.
     """
     digest, left, position = hashlib.sha256(), iter(parts), file.tell()
 
@@ -86,7 +87,7 @@ def open_no_link(path: Path, mode: str) -> BinaryIO:
 
 
 def set_aside(path: Path, what: str) -> None:
-    """Give what is where something new comes another name, such as `metrics.jsonl.damaged-1`: it is never deleted."""
+    """Rename what is in the way of something new, such as `metrics.jsonl.damaged-1`: it is never deleted."""
     number = 0
     while path.exists():
         number += 1
@@ -96,7 +97,7 @@ def set_aside(path: Path, what: str) -> None:
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Let the names in a folder be on the disk: what was renamed or removed there stays so if the power goes."""
+    """Bring the names in a folder to the disk: what was renamed or removed there stays so if the power goes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,16 +106,16 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 
 
 def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSError:
-    """The system's refusal with the path, which it does not tell where a disk is full."""
+    """Return the system's error with the path, which it lacks where a disk is full."""
     got, advice = f"path={path} ({error.strerror or error})", "Make room there, or name another place."
     return refusal(type(error), where, "all of the file must be written", got, advice)
 
 
 @contextmanager
 def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
-    """A folder under a temporary name beside it, which takes the final name when what was written in it is on the disk.
+    """Yield a folder under a temporary name, which takes the final name when what was written in it is on the disk.
 
-    where    who asks, for error messages
+    where    opens error messages
 
     Errors   ValueError where something is there already, FileNotFoundError where the folder to put it in is missing,
              OSError where the system refuses, with the path and the reason
@@ -138,3 +139,21 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename is not None:
             raise not_written(error, where, path) from error
         raise
+
+
+def matching_files(source: str, where: str) -> list[Path]:
+    """Return the file itself, or every file that the glob matches, sorted.
+
+    Errors   FileNotFoundError where there is no such file or the glob matches none; `where` opens the message
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    require(not path.is_dir(), where, "the source must name a file", {"source": source}, "Give a file or a glob.")
+    if not glob.has_magic(source):
+        raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
+    found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    if not found:
+        rule, advice = "the glob must match at least one file", "Check the path; ** spans folders."
+        raise refusal(FileNotFoundError, where, rule, {"source": source}, advice)
+    return found

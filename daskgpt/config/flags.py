@@ -1,4 +1,4 @@
-"""Command-line flags from the fields of frozen dataclasses."""
+"""Command-line flags from the fields of frozen dataclasses, and how commands start and end."""
 
 from __future__ import annotations
 
@@ -8,41 +8,83 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from io import TextIOWrapper
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest, refusal
 from daskgpt.config.settings import help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
-from daskgpt.config.synonyms import answer
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What nanoGPT, llm.c and transformers call flags of this program, without dashes and with - for _.
+_SYNONYMS = {
+    "learning-rate": "lr max-lr",
+    "final-learning-rate": "min-lr",
+    "warmup": "warmup-iters warmup-steps",
+    "batch-size": "b bs per-device-train-batch-size",
+    "sequence-length": "t block-size seq-len context-length n-ctx",
+    "blocks": "n-layer num-layers num-hidden-layers depth",
+    "heads": "n-head num-heads num-attention-heads",
+    "channels": "n-embd d-model hidden-size",
+    "vocabulary": "vocab-size",
+    "preset": "model",
+    "steps": "max-iters max-steps num-iterations iterations",
+    "init": "init-from pretrained checkpoint",
+    "out": "o out-dir output-dir",
+    "precision": "dtype bf16",
+    "threads": "workers num-workers",
+    "accumulate": "gradient-accumulation-steps",
+    "data": "i dataset input train-file",
+    "encoding": "tokenizer",
+    "validate-every": "eval-interval eval-steps val-loss-every",
+    "validation-batches": "eval-iters val-max-steps",
+    "clip": "grad-clip max-grad-norm",
+    "dropout": "attn-pdrop resid-pdrop embd-pdrop",
+    "sample-tokens": "max-new-tokens",
+    "save-every": "save-steps checkpoint-every",
+}
+SYNONYMS = {synonym: name for name, synonyms in _SYNONYMS.items() for synonym in synonyms.split()}
+MISSING = {
+    "device": "Everything runs on CPUs: --scheduler and --threads say where.",
+    "epochs": "A run is counted in --steps, --tokens or --minutes, and batches are drawn at random.",
+    "compile": "Kernels are always compiled, at the first start on a machine.",
+}
+MISSING["num-train-epochs"] = MISSING["epochs"]
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that names the nearest flag, says one line and exits with 2.
+    """An argument parser that names the nearest flag, prints one line and exits with 2.
 
     No flag may be shortened, which a new one would make ambiguous; a description's lines stay as they are.
     """
 
-    def __init__(self, *, allow_abbrev: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         options = {"formatter_class": argparse.RawDescriptionHelpFormatter} | options
-        super().__init__(allow_abbrev=allow_abbrev, **options)
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split()
         if message.startswith("unrecognized arguments"):
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            name = unknown[0].split("=")[0]
+            name = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
             if name.startswith("-"):
-                message = f"{name} must be a known flag. {answer(name, known) or nearest(name, known)}"
+                message = f"{name} must be a known flag. {suggestion(name, known)}"
             else:
                 message = f"{name} must follow a flag. " + "A text is named by --data." * ("--data" in known)
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def suggestion(flag: str, known: list[str]) -> str:
+    """Return what a command has for a flag that it does not know, among the flags that it knows."""
+    name = flag.lstrip("-").lower().replace("_", "-")
+    answer = MISSING.get(name, "")
+    if answer and all(word.strip(",.:") in known for word in answer.split() if word.startswith("--")):
+        return answer
+    own = f"--{SYNONYMS.get(name, '')}"
+    return f"It is called {own} here." if own in known else nearest(flag, known)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", of_preset: bool = False) -> None:
@@ -52,9 +94,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
     """
     group = parser.add_argument_group(title or (config.__doc__ or "").splitlines()[0].rstrip("."))
     for f in fields(config):
-        flag = "--" + f.name.replace("_", "-")
         group.add_argument(
-            flag,
+            "--" + f.name.replace("_", "-"),
             type=_type(f),
             default=argparse.SUPPRESS,
             choices=f.metadata["choices"] or None,
@@ -63,21 +104,40 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
         )
 
 
-def from_flags(config: type, values: argparse.Namespace) -> Any:
-    """The dataclass with what the flags say."""
-    given = vars(values)
-    return config(**{f.name: given[f.name] for f in fields(config) if f.name in given})
+def _type(f: Field[Any]) -> Callable[[str], Any]:
+    words = f.metadata["words"]
+    if not words:
+        return f.metadata["parse"] or type(f.default)
+
+    def number(text: str) -> int:
+        return words[text] if text in words else int(text)
+
+    number.__name__ = f"number or {' or '.join(words)}"  # argparse says this of a text that is neither
+    return number
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that describe a step instead of running it."""
+    text = "print tasks and memory of a step and whether they fit here, and run nothing"
+    parser.add_argument("--plan", action="store_true", help=text)
+    text = "with --plan: of a step that so many workers share, what each sends, and what one runs and holds"
+    parser.add_argument("--workers", type=int, help=text)
 
 
 def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:
-    """Only the fields that the user gave."""
+    """Return only the fields that the user gave."""
     return {f.name: getattr(values, f.name) for f in fields(config) if hasattr(values, f.name)}
+
+
+def from_flags(config: type, values: argparse.Namespace) -> Any:
+    """Return the dataclass of the flags' values."""
+    return config(**given_flags(config, values))
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a command line: what is wrong with its input is one line and exit code 2 (DASKGPT_DEBUG=1: the traceback).
 
-    Where nobody reads what is printed any more (`| head`) a command ends without a word, as other programs do.
+    A command whose output is no longer read (`| head`) ends without a message, as other programs do.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what an ASCII terminal cannot show ends no run
@@ -89,22 +149,27 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
             code = main(sys.argv[1:])
         except SystemExit as ended:  # of --help, and of flags that are wrong
             code = ended.code
-        _flush(sys.stdout)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
         if os.environ.get("DASKGPT_DEBUG"):
             raise
         code = _failed(error)
     except KeyboardInterrupt:
         code = 130
-        _tell("stopped")
+        _print_error("stopped")
     for stream in (sys.stdout, sys.stderr):
-        _abandon(stream)
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:  # Python would try it again as it ends, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
 
 
 def _failed(error: Exception) -> int:
-    """Say what ended a command, and with which code it ends."""
-    if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+    """Print what ended a command; return the code with which it ends."""
+    if isinstance(error, BrokenPipeError) and _is_unread():
         return 128 + signal.SIGPIPE
     # A file's error comes with its path, this one from what is printed.
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
@@ -113,54 +178,21 @@ def _failed(error: Exception) -> int:
     if isinstance(error, MemoryError):
         rule, advice = "what is computed must fit into memory", "Make the model, the batch or the text smaller."
         error = refusal(MemoryError, "daskgpt", rule, str(error) or "no memory left", advice)
-    _tell(error)
+    _print_error(error)
     return STOPPED if isinstance(error, CanGoOn) else 2
 
 
-def _is_unread(stream: TextIO | None) -> bool:
-    """Whether a stream is a pipe whose reader has gone."""
-    if stream is None or not hasattr(select, "poll"):
+def _is_unread() -> bool:
+    """Return whether standard output is a pipe whose reader has gone."""
+    if sys.stdout is None or not hasattr(select, "poll"):
         return False
     poll = select.poll()
-    poll.register(stream, 0)
+    poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _tell(what: object) -> None:
-    """A line on stderr, if anybody reads it."""
+def _print_error(what: object) -> None:
+    """A line on standard error, if that is open."""
     with suppress(OSError):
         if sys.stderr is not None:
             print(what, file=sys.stderr, flush=True)
-
-
-def _flush(stream: TextIO | None) -> None:
-    if stream is not None:
-        stream.flush()
-
-
-def _abandon(stream: TextIO | None) -> None:
-    """Send what a stream could not get rid of nowhere: Python would try it again, and complain, as it ends."""
-    try:
-        _flush(stream)
-    except OSError:
-        assert stream is not None
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
-def _type(f: Field[Any]) -> Callable[[str], Any]:
-    default = f.default
-    assert default is not MISSING
-    if f.metadata["parse"]:
-        parse: Callable[[str], Any] = f.metadata["parse"]
-        return parse
-    return _number_or(f.metadata["words"]) if f.metadata["words"] else type(default)
-
-
-def _number_or(words: Mapping[str, int]) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        return words[text] if text in words else int(text)
-
-    number.__name__ = f"number or {' or '.join(words)}"  # argparse says this of a text that is neither
-    return number

@@ -54,7 +54,7 @@ def groups_setting() -> Any:
         0,
         "G, groups of sequences that are summed apart; divides B; auto or 0 = by the batch's shape",
         least=0,
-        zero="auto",
+        words={"auto": 0},
     )
 
 

@@ -12,7 +12,7 @@ WIDTH, HEIGHT, POINTS = 420, 90, 400  # of a curve: pixels, and points at most
 
 
 def html_table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = (), numbers: bool = False) -> str:
-    """A table with a title; what stands in cells is text, not HTML.
+    """Return a table with a title; cells are text, not HTML.
 
     numbers   whether all but the first column are numbers
     """
@@ -28,20 +28,20 @@ def html_table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str]
 
 
 def svg_curve(values: Sequence[float], label: str, colour: str = "#4269d0") -> str:
-    """Values one after the other as a line, those that are not finite left out; empty where there are not two."""
-    told = [(number, value) for number, value in enumerate(values) if math.isfinite(value)]
-    every = max(1, math.ceil(len(told) / POINTS))
-    told = told[::every] + told[-1:] * bool(told and (len(told) - 1) % every)
-    if len(told) < 2:
+    """Return values as a line, those that are not finite left out; empty where there are not two."""
+    known = [(number, value) for number, value in enumerate(values) if math.isfinite(value)]
+    every = max(1, math.ceil(len(known) / POINTS))
+    known = known[::every] + known[-1:] * bool(known and (len(known) - 1) % every)
+    if len(known) < 2:
         return ""
-    low, high = min(value for _, value in told), max(value for _, value in told)
-    x, y = WIDTH / max(told[-1][0], 1), (HEIGHT - 8) / ((high - low) or 1)
-    points = " ".join(f"{number * x:.1f},{4 + (high - value) * y:.1f}" for number, value in told)
+    low, high = min(value for _, value in known), max(value for _, value in known)
+    x, y = WIDTH / max(known[-1][0], 1), (HEIGHT - 8) / ((high - low) or 1)
+    points = " ".join(f"{number * x:.1f},{4 + (high - value) * y:.1f}" for number, value in known)
     line = f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>'
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" style="max-width: 100%; height: auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" {size}>{line}</svg>'
 
 
 def html_text(text: str) -> str:
-    """Lines as they are, in letters of one width."""
+    """Return lines as they are, in letters of one width."""
     return f'<pre style="white-space: pre; overflow-x: auto; line-height: 1.3">{escape(text)}</pre>'

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from daskgpt.config.amounts import count, count_or_share
 from daskgpt.config.errors import nearest_divisor, refusal, require
 from daskgpt.config.groups import check_groups, groups_setting
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, count, count_or_share, documented, setting
+
+AUTO = {"auto": 0}
 
 
 @documented
@@ -16,35 +17,23 @@ class DataConfig(Checked):
     """Where tokens come from and how many make a batch."""
 
     data: str = setting(
-        "stdlib",
-        "stdlib (this Python's library source), a text file, folder or glob, token files (.bin), or a folder that "
-        "daskgpt.prepare has made",
+        "stdlib", "stdlib (this Python's library source), a text file, folder or glob, .bin files, or prepared tokens"
     )
     encoding: str = setting(
         "auto",
-        "text to token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024, one of so many ids learned "
-        "from the text that is trained on; auto = what prepared tokens were made with, gpt2 for other token files and "
-        "for models of its vocabulary, else bytes",
+        "text to token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024, which learns one of so many "
+        "ids from the text; auto = that of prepared tokens, gpt2 for other token files and models like it, else bytes",
     )
     order: str = setting(
         "auto",
-        "which sequences a step takes: at random places, or each once in an epoch; auto = epochs of prepared tokens, "
-        "else random",
+        "sequences of a step: at random, or each once in an epoch; auto = epochs of prepared tokens, else random",
         choices=("auto", "random", "epochs"),
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
-    held_out: str = setting(
-        "spans",
-        "which share that is: spans that are spread over the text, or its end, as others take it",
-        choices=("spans", "end"),
-    )
+    held_out: str = setting("spans", "which share: spans all over the text, or its end", choices=("spans", "end"))
     batch_size: int = setting(12, "B, sequences a step; of a micro-batch, where there are several", least=1, most=2**20)
     accumulate: int = setting(
-        1,
-        "N, micro-batches of B sequences a step, one after the other: the step of one batch of N x B sequences, in the "
-        "memory of one of B and the gradients",
-        least=1,
-        most=2**20,
+        1, "N, micro-batches of B sequences: one step of N x B in the memory of one of B", least=1, most=2**20
     )
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
@@ -68,11 +57,7 @@ class OptimizerConfig(Checked):
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101; dropout: Srivastava et al. 2014, JMLR 15
     """
 
-    optimizer: str = setting(
-        "adamw",
-        "how parameters are updated: adamw, muon (matrices of the blocks; adamw the rest), or momentum (SGD with "
-        "momentum beta1)",
-    )
+    optimizer: str = setting("adamw", "adamw, muon (matrices of blocks; adamw the rest), or momentum (SGD, beta1)")
     learning_rate: float = setting(1e-3, "largest learning rate", least=0)
     schedule: str = setting(
         "cosine",
@@ -81,42 +66,27 @@ class OptimizerConfig(Checked):
     )
     warmup: int | str = setting(
         100,
-        "steps in which the learning rate rises from 0, or their share, such as 5% (not with constant)",
+        "first steps, or share such as 5%, of rising rate",
         unit="steps",
         least=0,
         parse=count_or_share,
     )
     cooldown: int | str = setting(
-        "20%",
-        "the last steps, or their share, in which it falls (wsd only)",
-        unit="steps",
-        least=0,
-        parse=count_or_share,
+        "20%", "last steps, or share, of falling rate (wsd only)", unit="steps", least=0, parse=count_or_share
     )
     final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0)
-    clip: float = setting(
-        0.0, "norm that all gradients together are scaled down to where theirs is larger; 0 = they are not", least=0
-    )
+    clip: float = setting(0.0, "norm to which larger gradients are scaled, all together; 0 = never", least=0)
     skip_outliers: float = setting(
-        0.0,
-        "leave out the update of a step whose loss or norm lies so many standard deviations above the mean of the 128 "
-        "steps before, say 6; 0 = none",
-        least=0,
+        0.0, "skip updates so many standard deviations above the loss or norm of 128 steps, say 6; 0 = none", least=0
     )
     beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
     eps: float = setting(1e-8, "added to the root of v", least=0)
     muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m, Nesterov's way", least=0, below=1)
-    muon_scale: float = setting(
-        0.2, "Muon: root mean square of a step in units of the learning rate; AdamW's is about 0.2", least=0
-    )
+    muon_scale: float = setting(0.2, "Muon: root mean square of a step by learning rate; AdamW's is about 0.2", least=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", least=0)
     dropout: float = setting(
-        0.0,
-        "share of the numbers that are dropped at random, the others made larger, in each step of training: of the "
-        "embeddings, of attention's probabilities, and of what each block adds",
-        least=0,
-        below=1,
+        0.0, "share dropped at random of embeddings, attention's probabilities, and blocks' outputs", least=0, below=1
     )
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or every one", choices=("matrices", "all"))
 
@@ -129,18 +99,9 @@ class LocalConfig(Checked):
     Source   DiLoCo, Douillard et al. 2023, arXiv:2311.08105
     """
 
-    local_steps: int = setting(
-        0,
-        "H, steps that each replica makes on its own before they meet; 0 = one model makes all steps",
-        unit="steps",
-        least=0,
-    )
-    replicas: int = setting(
-        1, "R, replicas to which the sequences of each step are dealt; divides the batch size", least=1, most=2**12
-    )
-    outer_learning_rate: float = setting(
-        0.7, "learning rate of the step that is made where they meet, along the mean change of their weights", least=0
-    )
+    local_steps: int = setting(0, "H, steps of each replica until all meet; 0 = one model", unit="steps", least=0)
+    replicas: int = setting(1, "R, replicas that share the batch size equally", least=1, most=2**12)
+    outer_learning_rate: float = setting(0.7, "learning rate where they meet, along their mean change", least=0)
     outer_momentum: float = setting(0.9, "Nesterov momentum of that step", least=0, below=1)
 
     def __post_init__(self) -> None:
@@ -160,16 +121,10 @@ class DataflowConfig(Checked):
     """
 
     batch_chunk: int = setting(
-        0,
-        "sequences in a chunk; divides the batch size; auto or 0 = by threads and times",
-        least=0,
-        zero="auto",
+        0, "sequences in a chunk; divides the batch size; auto or 0 = by threads and times", least=0, words=AUTO
     )
     sequence_chunk: int = setting(
-        0,
-        "tokens of each sequence in a chunk; divides the sequence length; auto or 0 = likewise",
-        least=0,
-        zero="auto",
+        0, "tokens of each sequence in a chunk; divides the sequence length; auto or 0 = likewise", least=0, words=AUTO
     )
     scheduler: str = setting(
         "auto",
@@ -183,13 +138,13 @@ class DataflowConfig(Checked):
     )
     barrier: str = setting(
         "step",
-        "where everybody waits; layer = fork-join, none = steps overlap",
+        "where all threads wait; layer = fork-join, none = steps overlap",
         choices=("layer", "phase", "step", "none"),
     )
     engine: str = setting(
         "ranks",
-        "on a cluster: ranks = one task of each worker makes some steps, and workers send each other what they need; "
-        "tasks = Dask's scheduler schedules each task of a step, which is slow and does not recover from a loss",
+        "on a cluster: ranks = a task of each worker makes some steps, and workers exchange data; tasks = Dask's "
+        "scheduler schedules each task of a step, which is slow and does not recover from a loss",
         choices=("ranks", "tasks"),
     )
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**12)
@@ -210,56 +165,46 @@ class RunConfig(Checked):
     tokens: int = setting(0, "the same in tokens, such as 10M: as many steps as these take", least=0, parse=count)
     minutes: float = setting(
         0.0,
-        "the same in minutes of training, all processes of the run together: the number of steps, which the learning "
-        "rate follows, is estimated again and again; 0 = as many steps as were asked for",
+        "the same in minutes of training, all processes of the run together; the number of steps, which the learning "
+        "rate follows, is estimated again and again; 0 = by steps",
         unit="minutes",
         least=0,
     )
     seed: int = setting(0, "seed of initial values, batches and the sample", least=0)
     init: str = setting("", "run folder, or any model that daskgpt.convert reads, to start from; empty = random values")
     out: str = setting("", "folder for the run; empty = runs/DATE-TIME on the command line, none from Python")
-    validate_every: int = setting(
-        500, "measure the validation loss each so many steps, 0 = at the end only", unit="steps", least=0
-    )
+    validate_every: int = setting(500, "steps between validations, 0 = at the end only", unit="steps", least=0)
     validation_batches: int = setting(16, "batches of a validation loss", least=1, most=2**16)
-    save_every: int = setting(0, "write a checkpoint each so many steps, 0 = by time only", unit="steps", least=0)
+    save_every: int = setting(0, "steps between checkpoints, 0 = by time only", unit="steps", least=0)
     save_minutes: float = setting(
-        10.0, "write a checkpoint each so many minutes, and at the end; 0 = at the end only", unit="minutes", least=0
+        10.0, "minutes between checkpoints, and one at the end; 0 = at the end only", unit="minutes", least=0
     )
     keep: int = setting(3, "how many of the newest checkpoints stay", least=1)
     keep_best: int = setting(
-        1,
-        "write a checkpoint at each validation whose loss is the lowest so far, which stays until there is a better "
-        "one: RUN/best; 0 = none",
-        least=0,
-        below=2,
+        1, "keep a checkpoint of the lowest validation loss so far: RUN/best; 0 = none", least=0, below=2
     )
-    keep_every: int = setting(
-        0, "write a checkpoint each so many steps that is never deleted, 0 = none", unit="steps", least=0
-    )
+    keep_every: int = setting(0, "steps between checkpoints that are never deleted, 0 = none", unit="steps", least=0)
     snapshot_every: int = setting(
         -1,
-        "on a cluster, keep a recovery point each so many steps: the state and a copy of it on other workers; auto = "
-        "when copying costs below 1 % of the time, 0 = none",
+        "on a cluster, steps between recovery points, copies of the state on other workers; auto = when copying costs "
+        "below 1 % of the time, 0 = none",
         unit="steps",
         least=-1,
-        negative="auto",
+        words={"auto": -1},
     )
     worker_minutes: float = setting(
         10.0, "on a cluster, how long to wait for a worker once all are gone", unit="minutes", least=0
     )
     worker_seconds: float = setting(
         60.0,
-        "on a cluster, how long a worker may say nothing before the run goes on without it; 0 = as long as Dask waits",
+        "on a cluster, how long a worker may be silent before the run goes on without it; 0 = as long as Dask waits",
         unit="seconds",
         least=0,
     )
-    log: str = setting(
-        "", "what the metrics go to besides metrics.jsonl in the run's folder: tensorboard (needs its extra)"
-    )
+    log: str = setting("", "where metrics go as well as to RUN/metrics.jsonl: tensorboard (needs its extra)")
     sample_tokens: int = setting(200, "length of a text sample, 0 = none", unit="tokens", least=0, most=2**20)
     sample_every: int = setting(
-        0, "on the command line, show a text sample each so many steps, 0 = at the end only", unit="steps", least=0
+        0, "on the command line, steps between text samples, 0 = at the end only", unit="steps", least=0
     )
 
 
@@ -292,3 +237,14 @@ def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig
         if part and whole % part:
             rule, advice = f"{name} must divide {whole_name}", f"Try {name}={nearest_divisor(whole, part)}."
             raise refusal(ValueError, "DataflowConfig", rule, {name: part, whole_name: whole}, advice)
+
+
+# Recipes: flags of a run that belong together, under one name of `daskgpt.train --preset`; others come after them.
+RECIPES: dict[str, str] = {
+    # The fastest way known to us to 1.88 nats a character of the last tenth of tinyshakespeare: the blocks of nanoGPT's
+    # recipe for laptops, another optimizer, and tokens of some characters instead of one. 51 batches are all of that
+    # tenth.
+    "speedrun": "--preset tiny --encoding learn:4096 --held-out end --validation-batches 51 --validate-every 0"
+    " --batch-size 12 --sequence-length 64 --optimizer muon --learning-rate 0.01 --schedule linear --warmup 20"
+    " --final-learning-rate 0 --steps 100",
+}

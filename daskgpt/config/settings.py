@@ -1,10 +1,11 @@
-"""Fields of configurations, from which checks, command-line flags and docstrings derive."""
+"""Fields of configurations, from which checks, command-line flags and docstrings derive; and amounts, such as 10M."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from inspect import cleandoc
 from numbers import Integral, Real
@@ -16,44 +17,13 @@ from daskgpt.config.rich import html_table
 
 DOC_WIDTH = 67  # with the indentation and what `help` puts before it, 80 columns
 FIELDS = "Fields   "
-MOST = 2**63 - 1  # of a whole number that says nothing else: what 64 bits hold
+MOST = 2**63 - 1  # of a whole number without another bound: what 64 bits hold
+KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
+SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_COUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d{1,2}))? ?([kmgb]?)", re.IGNORECASE)
+_SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?%")
 
 Config = TypeVar("Config", bound=type)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a number may be: `least` to `most`, above `above`, below `below`; None where nothing bounds it."""
-
-    least: float | None = None
-    above: float | None = None
-    below: float | None = None
-    most: float | None = None
-
-    def hold(self, value: float) -> bool:
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.most is None or value <= self.most)
-        )
-
-    def rule(self, value: float) -> str:
-        """What must hold, after the name of the number, where a value does not."""
-        if self.most is not None and value > self.most:
-            return f"must be at most {self.most:,}"
-        if self.below is not None:
-            return (
-                f"must lie between {self.above} and {self.below}"
-                if self.least is None
-                else f"must lie in [{self.least}, {self.below})"
-            )
-        return "must not be negative" if self.least == 0 else f"must be at least {self.least}"
-
-    def advice(self, value: float, default: Any) -> str:
-        if self.most is not None and value > self.most:
-            return "Give a smaller one."
-        return f"Try {default}." if self.least is None or self.below is not None else f"Give {self.least} or more."
 
 
 def setting(
@@ -62,27 +32,21 @@ def setting(
     *,
     unit: str = "",
     choices: tuple[str, ...] = (),
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    most: int = MOST,
-    zero: str = "",
-    negative: str = "",
+    words: Mapping[str, int] | None = None,
     parse: Callable[[str], Any] | None = None,
+    **bounds: float,
 ) -> Any:
-    """A dataclass field that can be a flag, with its help text, unit and allowed values. The default tells its type.
+    """A dataclass field that can be a flag, with its help text, unit and allowed values. The default decides its type.
 
-    choices                the texts that are allowed, all if none is named
-    least, above, below    the numbers that are allowed, see Bounds
-    most                   the largest whole number that is allowed
-    zero, negative         a word that may be given for the number 0, or for -1
-    parse                  what a text means that may be given for the number (see `config.amounts`); its name says what
-                           that is
+    choices   the texts that are allowed, all if none is named
+    words     that may be given for numbers: {"auto": 0}
+    parse     what a text means that may be given for the number: `count`, or `count_or_share`
+    bounds    of numbers: `least` and `most`, which are allowed, `above` and `below`, which are not
     """
-    words = {word: number for word, number in {zero: 0, negative: -1}.items() if word}
-    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words}
-    known["bounds"] = Bounds(least, above, below, None if isinstance(default, float) else most)
-    return field(default=default, metadata=known | {"parse": parse})
+    if not isinstance(default, float):
+        bounds = {"most": MOST} | bounds
+    known = {"help": help, "unit": unit, "choices": choices, "words": words or {}, "bounds": bounds, "parse": parse}
+    return field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
@@ -97,70 +61,72 @@ class Checked:
         for f in fields(self):
             value = _of_type(where, f, getattr(self, f.name))
             object.__setattr__(self, f.name, value)
-            _check(where, f, value)
+            if f.metadata["choices"]:
+                rule, advice = f"{f.name} must be known", nearest(str(value), list(f.metadata["choices"]))
+                require(value in f.metadata["choices"], where, rule, {f.name: value}, advice)
+            elif not isinstance(value, str):
+                _check_bounds(where, f, value)
 
     def _repr_html_(self) -> str:
-        """For notebooks: a row a field, those first that are not what nobody says."""
+        """For notebooks: a row a field, those first that are not the default."""
         own = sorted(fields(self), key=lambda f: getattr(self, f.name) == f.default)
         rows = [[f.name, _shown(f, getattr(self, f.name)), help_of(f)] for f in own]
         return html_table(type(self).__name__, rows)
 
 
-def _shown(f: Field[Any], value: Any) -> str:
-    """A value as it would be given, with a star where it is not the default."""
-    words = {number: word for word, number in f.metadata["words"].items()}
-    text = str(words.get(value, value)) if not isinstance(value, str) else value or "none"
-    return text if value == f.default else f"{text} *"
-
-
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
-    """The value as the type of the field: NumPy's whole numbers are, a word for one is, and a path is a text."""
-    wanted = int if f.metadata["parse"] else type(f.default)
+    """Return the value as the type of the field: NumPy's whole numbers are, a word for one is, and a path is a text."""
+    parse = f.metadata["parse"]
+    wanted: Any = int if parse else type(f.default)
+    if isinstance(value, str | os.PathLike) and wanted is str:
+        return os.fspath(value)
     if isinstance(value, str) and value in f.metadata["words"]:
         return f.metadata["words"][value]
-    if isinstance(value, str) and f.metadata["parse"]:
-        return _parsed(where, f, value)
-    if wanted is int and isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    if wanted is float and isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    if wanted is str and isinstance(value, str | os.PathLike):
-        return os.fspath(value)
-    kinds = {int: ("a whole number", "an int"), float: ("a number", "a float"), str: ("a text", "a str")}
-    kind, python = kinds[wanted]
-    raise refusal(TypeError, where, f"{f.name} must be {kind}", {f.name: repr(value)}, f"Give {python}.")
+    if isinstance(value, str) and parse:
+        try:
+            return parse(value)
+        except ValueError:
+            rule, got = f"{f.name} must be a {parse.__name__}", {f.name: repr(value)}
+            raise refusal(ValueError, where, rule, got, f"Try {f.default}.") from None
+    kind, python, numbers = KINDS.get(wanted, ("a text", "a str", ()))
+    fine = isinstance(value, numbers) and not isinstance(value, bool)
+    require(fine, where, f"{f.name} must be {kind}", {f.name: repr(value)}, f"Give {python}.", TypeError)
+    return wanted(value)
 
 
-def _parsed(where: str, f: Field[Any], text: str) -> Any:
-    parse = f.metadata["parse"]
-    try:
-        return parse(text)
-    except ValueError:
-        rule = f"{f.name} must be a {parse.__name__}"
-        raise refusal(ValueError, where, rule, {f.name: repr(text)}, f"Try {f.default}.") from None
-
-
-def _check(where: str, f: Field[Any], value: Any) -> None:
-    got = {f.name: value}
-    if choices := f.metadata["choices"]:
-        require(value in choices, where, f"{f.name} must be known", got, nearest(value, list(choices)))
-    if isinstance(value, str):
+def _check_bounds(where: str, f: Field[Any], value: float) -> None:
+    least, above, below, most = (f.metadata["bounds"].get(name) for name in ("least", "above", "below", "most"))
+    advice = f"Try {f.default}."
+    if isinstance(value, float) and not math.isfinite(value):
+        rule = "must be finite"
+    elif most is not None and value > most:
+        rule, advice = f"must be at most {most:,}", "Give a smaller one."
+    elif (least is None or value >= least) and (above is None or value > above) and (below is None or value < below):
         return
-    bounds: Bounds = f.metadata["bounds"]
-    # A whole number is finite, and may be too large for a float.
-    require(isinstance(value, int) or math.isfinite(value), where, f"{f.name} must be finite", got, f"Try {f.default}.")
-    require(bounds.hold(value), where, f"{f.name} {bounds.rule(value)}", got, bounds.advice(value, f.default))
+    elif below is not None:
+        rule = f"must lie between {above} and {below}" if least is None else f"must lie in [{least}, {below})"
+    else:
+        rule = "must not be negative" if least == 0 else f"must be at least {least}"
+        advice = f"Give {least} or more."
+    raise refusal(ValueError, where, f"{f.name} {rule}", {f.name: value}, advice)
+
+
+def _word(f: Field[Any], value: Any) -> str:
+    """Return the word for a number, or the value itself."""
+    words: dict[str, int] = f.metadata["words"]
+    return next((word for word, number in words.items() if number == value), str(value)) or "none"
+
+
+def _shown(f: Field[Any], value: Any) -> str:
+    """Return a value as it would be given, with a star where it is not the default."""
+    return _word(f, value) + ("" if value == f.default else " *")
 
 
 def help_of(f: Field[Any], default: str = "") -> str:
-    """What a field means, its choices, unit and default; `default` says it in other words."""
-    text = f.metadata["help"]
+    """Return what a field means, its choices, unit and default; `default` says it in other words."""
+    choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
-    if f.metadata["choices"]:
-        text += ": " + ", ".join(f.metadata["choices"])
-    words = {number: word for word, number in f.metadata["words"].items()}
-    own = words.get(f.default, f.default) if words else f.default
-    return f"{text}{unit} (default: {default or ('none' if own == '' else own)})"
+    return f"{f.metadata['help']}{choices}{unit} (default: {default or _word(f, f.default)})"
 
 
 def documented(config: Config) -> Config:
@@ -171,3 +137,35 @@ def documented(config: Config) -> Config:
     listed = indent("\n".join(rows), " " * len(FIELDS))
     config.__doc__ = f"{cleandoc(config.__doc__ or '')}\n\n{FIELDS}{listed[len(FIELDS) :]}\n"
     return config
+
+
+def count(text: str) -> int:
+    """Return a whole number, also of 10M, 1.5G or 1e6.
+
+    Errors   ValueError for another text
+    """
+    found = _COUNT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(text)
+    number, exponent, suffix = found.groups()
+    return round(float(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()])
+
+
+def count_or_share(text: str) -> int | str:
+    """Return a whole number, or a share such as 5%, which stays a text.
+
+    Errors   ValueError for another text, or a share above 100%
+    """
+    found = _SHARE.fullmatch(text.strip())
+    if found and float(found[1]) > 100:
+        raise ValueError(text)
+    return f"{float(found[1]):g}%" if found else int(text)
+
+
+def part_of(amount: int | str, whole: int) -> int:
+    """Return how many an amount is: itself, or its share of a whole, rounded up."""
+    return math.ceil(float(amount.rstrip("%")) * whole / 100) if isinstance(amount, str) else amount
+
+
+count.__name__ = "number such as 10M"  # argparse says this of a text that is none
+count_or_share.__name__ = "number or share such as 5%"

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what is asked to stop stops where nothing is lost, and is never overheard."""
+"""Ctrl-C, SIGTERM and SIGHUP: a run stops where nothing is lost, and no signal is missed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @contextmanager
 def heeding_interrupts() -> Iterator[Callable[[], None]]:
-    """Ctrl-C ends what runs inside; yields a check to be called now and then.
+    """Let Ctrl-C end what runs inside; yield a check to be called now and then.
 
     A KeyboardInterrupt that falls into a callback from C (LLVM calls back when it has compiled a function, and that is
     the first moment at which Python can look at a signal) is printed and forgotten: the check raises it again.
@@ -46,32 +46,32 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, SIGTERM or SIGHUP (a closed terminal) inside asks to stop; yields whether somebody has asked.
+    """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but not before `what` is done; yield whether to stop.
 
     The second Ctrl-C or SIGTERM interrupts at once. A second SIGHUP does not: shells send it together with others.
 
-    say    prints a line, for the one who waits
+    say    prints a line
     what   is finished first
     """
-    asked = False
+    requested = False
 
     def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal requested
+        if requested:
             if number in HANGUP:
                 return
             raise KeyboardInterrupt
-        asked = True
+        requested = True
         with suppress(RuntimeError, OSError):  # in the middle of a line to the same stream, or the terminal is gone
             say(f"stopping after this {what}, and saving; once more stops at once and saves nothing more")
 
     with _handled(ask, signal.SIGINT, signal.SIGTERM, *HANGUP):
-        yield lambda: asked
+        yield lambda: requested
 
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGHUP come when this is over, and never to threads and processes that are started inside.
+    """Delay Ctrl-C and SIGHUP until this is over; threads and processes that are started inside never receive them.
 
     They inherit that it is blocked. Threads that were there before take it, and Python then interrupts the main one:
     so it is kept until the end as well.
@@ -93,7 +93,7 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
-    """These signals, unless they are ignored; only Python's main thread may say who handles them."""
+    """Handle these signals, unless they are ignored; only Python's main thread may set handlers."""
     main = threading.current_thread() is threading.main_thread()
     before = {each: signal.getsignal(each) for each in signals if main}
     try:

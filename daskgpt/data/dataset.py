@@ -1,35 +1,76 @@
-"""A dataset: token ids to train and to validate on, and the batches drawn from them."""
+"""Token ids to train and to validate on, from texts, token files or prepared folders, and batches of them."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
-import tiktoken
 
-from daskgpt.config.errors import require
-from daskgpt.data.encodings import encode, get_encoding, specials_of, vocabulary_size
-from daskgpt.data.order import shuffled
-from daskgpt.data.own_vocabulary import check_wanted, is_to_be_learned, learned_encoding
-from daskgpt.data.split import SPANS, split_text, split_tokens
-from daskgpt.data.text import STANDARD_LIBRARY, read_text
-from daskgpt.data.tokens import Tokens
-from daskgpt.formats.llmc_tokens import read_tokens
+from daskgpt.config.errors import refusal, require
+from daskgpt.data.corpus.folder import JOURNAL, MANIFEST, VOCABULARY_FILE, Part, read_manifest
+from daskgpt.data.text import SPANS, STANDARD_LIBRARY, read_text, split_text, split_tokens
+from daskgpt.data.tokenizer import (
+    encode,
+    encoding_named,
+    get_encoding,
+    is_to_be_learned,
+    learn_encoding,
+    size_to_learn,
+    specials_of,
+    vocabulary_size,
+)
+from daskgpt.formats.llmc import read_tokens
+from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
 Batch = tuple[np.ndarray, np.ndarray]
 RANDOM, EPOCHS = "random", "epochs"
 HASHED_TOKENS = 2**22  # at a time
 
 
+class MappedTokens:
+    """Several rows of tokens as one, which stay mapped: indexed by a slice or by places, it gives arrays.
+
+    Shapes   (N,), N the sum of its parts
+    Dtype    uint16
+    Cost     what is taken out of it is copied, nothing else is read
+    """
+
+    dtype = np.dtype(np.uint16)
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = list(parts)
+        self.ends = np.cumsum([part.size for part in self.parts], dtype=np.int64)
+        self.size = int(self.ends[-1]) if self.parts else 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
+        """Errors   IndexError for a place beyond the end"""
+        places = np.arange(*places.indices(self.size)) if isinstance(places, slice) else np.asarray(places)
+        numbers = np.searchsorted(self.ends, places, side="right")
+        found = np.empty(places.shape, self.dtype)
+        for number in np.unique(numbers):
+            mine = numbers == number
+            found[mine] = self.parts[number][places[mine] - (self.ends[number] - self.parts[number].size)]
+        return found
+
+
+Tokens = np.ndarray | MappedTokens
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Two rows of tokens that share none.
 
-    order    in which steps take sequences, where nobody asks for another: see `batch`
+    origin   where they come from, for people
+    order    in which steps take sequences where the run does not say: see `batch`
     shards   SHA-256 of the files that the tokens are in, where these are known
 
     Shapes   training (N,), validation (M,)
@@ -40,13 +81,33 @@ class Dataset:
     validation: Tokens
     vocabulary: int
     encoding_name: str
-    description: str
+    origin: str
     order: str = RANDOM
     shards: tuple[str, ...] = ()
 
+    @property
+    def description(self) -> str:
+        """Origin and sizes, for people."""
+        sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
+        return f"{self.origin}: {sizes} ({self.encoding_name})"
+
+    def checked(self, where: str, batch_size: int, sequence_length: int) -> Dataset:
+        """Return the dataset.
+
+        Errors   ValueError for fewer tokens than a batch to train on, or a sequence to validate on, and one more
+        """
+        for kind, tokens, sequences in (("training", self.training, batch_size), ("validation", self.validation, 1)):
+            rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
+            got, advice = (
+                {"data": self.origin, "tokens": tokens.size},
+                "Give more text or a smaller batch.",
+            )
+            require(tokens.size > sequences * sequence_length, where, rule, got, advice)
+        return self
+
     @cached_property
     def digest(self) -> str:
-        """SHA-256 by which these tokens are told from others: of all of them, or of the digests of their files.
+        """SHA-256 that identifies these tokens: of all of them, or of the digests of their files.
 
         Cost     reads all tokens once, unless the digests of their files are known
         """
@@ -57,16 +118,11 @@ class Dataset:
         return found.hexdigest()
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    training: np.ndarray
-    validation: np.ndarray
-    origin: str
-    encoding: str
+# Texts and token files
 
 
 def is_token_source(source: str) -> bool:
-    """Whether a source names token files, by its ending; everything else is text."""
+    """Return whether a source names token files, by its ending; everything else is text."""
     return source.endswith(".bin")
 
 
@@ -76,10 +132,9 @@ def load_dataset(
     *,
     validation_fraction: float = 0.1,
     held_out: str = SPANS,
-    validation_source: str | None = None,
     sequence_length: int = 1,
 ) -> Dataset:
-    """Read a source, encode it, and hold a part out (`data/split.py`); or take that part from a source of its own.
+    """Read a source, encode it, and hold a part out (`data/text.py`).
 
     Without an encoding, token files are taken for GPT-2's and text for bytes; learn:1024 is a vocabulary of so many ids
     that is learned from the training part. Every document begins with end-of-text, and so does every piece of one that
@@ -87,85 +142,63 @@ def load_dataset(
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    uint16
-    Cost     one token file with a validation_source stays mapped; everything else is held in memory
+    Cost     everything is held in memory
     Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text;
              FileNotFoundError where a source or GPT-2's vocabulary is missing
     """
     name = encoding or ("gpt2" if is_token_source(source) else "bytes")
-    where = "load_dataset"
-    _check_encoding(where, source, name)
-    got: dict[str, object] = {"validation_fraction": validation_fraction}
-    require(0 < validation_fraction < 1, where, "validation_fraction must lie between 0 and 1", got, "Try 0.1.")
-    if validation_source is None:
-        part = _load(source, name, validation_fraction, held_out)
-        training, validation, origin = part.training, part.validation, part.origin
-        name = part.encoding
-    else:
-        part = _load(source, name)
-        name = part.encoding
-        other = _load(validation_source, name)
-        training, validation = part.training, other.training
-        origin = f"{part.origin}, validation {other.origin}"
-    for kind, tokens, of in (("training", training, source), ("validation", validation, validation_source or source)):
-        rule = f"the {kind} part must hold at least sequence_length + 1 = {sequence_length + 1} tokens"
-        got = {"source": of, "tokens": tokens.size}
-        require(tokens.size > sequence_length, where, rule, got, "Give more text or a smaller sequence_length.")
-    sizes = f"{training.size:,} training and {validation.size:,} validation tokens"
-    return Dataset(training, validation, vocabulary_size(name), name, f"{origin}: {sizes} ({name})")
-
-
-def _check_encoding(where: str, source: str, name: str) -> None:
-    """Nothing is read to find out."""
-    if not is_to_be_learned(name):
-        vocabulary_size(name)
-        return
-    check_wanted(name)
+    where, learned = "load_dataset", is_to_be_learned(name)
+    size_to_learn(name) if learned else vocabulary_size(name)  # nothing is read to find out
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source}
-    require(not is_token_source(source), where, rule, got, "Name the encoding of these tokens.")
+    require(not (learned and is_token_source(source)), where, rule, got, "Name the encoding of these tokens.")
+    rule = "validation_fraction must lie between 0 and 1"
+    require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
+    training, validation, origin, name = _load(source, name, validation_fraction, held_out)
+    dataset = Dataset(training, validation, vocabulary_size(name), name, origin)
+    return dataset.checked(where, 1, sequence_length)
 
 
 def whole_source(source: str, name: str) -> np.ndarray:
-    """All tokens of a source, every document opened by end-of-text; nothing is held out.
+    """Return all tokens of a source, every document opened by end-of-text; nothing is held out.
 
     Errors   as of load_dataset
     """
-    return _load(source, name).training
+    return _load(source, name)[0]
 
 
-def _load(source: str, name: str, fraction: float = 0.0, held_out: str = SPANS) -> _Part:
-    """Both parts of one source; a fraction of 0 leaves the validation empty."""
+def _load(
+    source: str, name: str, fraction: float = 0.0, held_out: str = SPANS
+) -> tuple[np.ndarray, np.ndarray, str, str]:
+    """Return both parts of a source, its description, and the encoding; a fraction of 0 leaves the validation empty."""
     if is_token_source(source):
         tokens = read_tokens(source)
         check_tokens(tokens, vocabulary_size(name))
         if fraction == 0:
-            return _Part(tokens, tokens[:0], source, name)
+            return tokens, tokens[:0], source, name
         end_of_text = next(iter(specials_of(name).values()))
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
-        return _Part(training, validation, source, name)
+        return training, validation, source, name
     documents = read_text(source)
-    files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
     library = f"standard library of Python {platform.python_version()}"
+    files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
     origin = f"{library if source == STANDARD_LIBRARY else source} ({files})"
-    training_text, validation_text = split_text(documents, fraction, held_out)
+    texts = split_text(documents, fraction, held_out)
     if is_to_be_learned(name):
-        name = learned_encoding(name, training_text)
+        name = learn_encoding(texts[0], size_to_learn(name), name)
     codec = get_encoding(name)
-    return _Part(_encode_all(training_text, codec), _encode_all(validation_text, codec), origin, name)
-
-
-def _encode_all(texts: list[str], codec: tiktoken.Encoding) -> np.ndarray:
-    return _join([encode(codec, text) for text in texts], codec.eot_token)
+    training, validation = (_join([encode(codec, text) for text in part], codec.eot_token) for part in texts)
+    return training, validation, origin, name
 
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
-    """The pieces in one row, each opened by end-of-text: what follows does not go on from what stands before."""
+    """Return the pieces in one row, each opened by end-of-text: what follows does not go on from what precedes it."""
     mark = np.array([end_of_text], np.uint16)
     marked = [array for piece in pieces for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]
 
 
 def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
-    """Every id must be one of the vocabulary's.
+    """Check that every id is one of the vocabulary's.
 
     Cost     reads all tokens once, and once more to say where a wrong one is
     Errors   ValueError for the first id that is not, with its place
@@ -174,8 +207,67 @@ def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
         return
     place = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
     got = {"id": int(tokens[place]), "position": place, "vocabulary": vocabulary}
-    rule = "every id must be at least 0 and below the vocabulary"
-    require(False, "check_tokens", rule, got, "Use the encoding that the tokens were made with.")
+    rule, advice = "every id must be at least 0 and below the vocabulary", "Use the encoding of these tokens."
+    raise refusal(ValueError, "check_tokens", rule, got, advice)
+
+
+# Prepared folders
+
+
+def is_token_folder(source: str) -> bool:
+    """Return whether a source is a folder that `daskgpt.prepare` has made, or has begun."""
+    folder = Path(source).expanduser()
+    return any((folder / name).is_file() for name in (MANIFEST, JOURNAL))
+
+
+def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence_length: int = 1) -> Dataset:
+    """Open the tokens of a prepared folder. Its shards stay mapped, whatever their size.
+
+    encoding   that is expected, "" = whatever its own is
+
+    Shapes   each part at least (T + 1,), and the training part B sequences of T tokens and their targets
+    Cost     headers are read, and the whole of a shard that was written to after the manifest
+    Errors   FileNotFoundError where it is not whole; ValueError for another encoding, shards that are not as they were
+             written, and too few tokens
+    """
+    path, where = Path(folder).expanduser(), "load_prepared"
+    manifest = read_manifest(path, where)
+    own = manifest.encoding
+    found = read_vocabulary(path / VOCABULARY_FILE) if is_learned(own) else own
+    got = {"folder": folder, "encoding": f"{found} of {vocabulary_size(found)} ids"}
+    rule = f"the vocabulary must be as it was written, {own} of {manifest.ids} ids"
+    require(found == own and vocabulary_size(own) == manifest.ids, where, rule, got, "Prepare it again.")
+    encoding = encoding_named(encoding) if encoding else own
+    rule, advice = "the encoding must be the one that the tokens were made with", "Leave --encoding out."
+    require(encoding == own, where, rule, {"encoding": encoding, "folder": f"{folder} ({own})"}, advice)
+    finished = (path / MANIFEST).stat().st_mtime_ns
+    training, validation = (_mapped(path, part, finished, where) for part in (manifest.train, manifest.val))
+    shards = tuple(shard.sha256 for shard in manifest.train.shards + manifest.val.shards)
+    origin = f"{folder} ({len(shards)} shards)"
+    dataset = Dataset(training, validation, manifest.ids, own, origin, EPOCHS, shards)
+    return dataset.checked(where, batch_size, sequence_length)
+
+
+def _mapped(folder: Path, part: Part, finished: int, where: str) -> MappedTokens:
+    """Map the shards of a part.
+
+    finished   when the manifest was written, in nanoseconds: a shard of a later time is compared with its SHA-256
+    """
+    rows: list[np.ndarray] = []
+    for shard in part.shards:
+        path = folder / shard.file
+        tokens = read_tokens(path)
+        rule, got = "a shard must be as it was written", {"path": path, "tokens": tokens.size}
+        require(tokens.size == shard.tokens, where, rule, got, "Prepare it again.")
+        if path.stat().st_mtime_ns > finished:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            require(digest == shard.sha256, where, rule, {"path": path, "sha256": digest[:12]}, "Prepare it again.")
+        rows.append(tokens)
+    return MappedTokens(rows)
+
+
+# Batches
 
 
 def batch(
@@ -188,12 +280,12 @@ def batch(
     order: str = RANDOM,
     vocabulary: int = 0,
 ) -> Batch:
-    """Sequences and the tokens that follow each of theirs: the same for the same seed and step, always.
+    """Return sequences and the tokens that follow each of theirs: the same for the same seed and step, always.
 
     targets[b, t] = tokens[start[b] + t + 1]
 
     order        random: start[b] = Philox(seed, step)[b] mod (N - T). epochs: the tokens are cut into (N - 1) // T
-                 sequences, of which an epoch sees each once, in an order of its own (`data/order.py`)
+                 sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
     vocabulary   that every id must be below; 0 = not looked at
 
     Shapes   tokens (N,) -> tokens (B, T), targets (B, T)
@@ -201,7 +293,7 @@ def batch(
     Errors   ValueError for sizes below 1, a negative seed or step, fewer than T + 1 tokens, or an id beyond the
              vocabulary
     """
-    _check_sizes("batch", tokens, batch_size, sequence_length)
+    _check_sizes("batch", tokens, batch_size=batch_size, sequence_length=sequence_length)
     got = {"seed": seed, "step": step}
     require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
     starts = _in_epochs if order == EPOCHS else _at_random
@@ -229,15 +321,15 @@ def _in_epochs(size: int, batch_size: int, sequence_length: int, seed: int, step
 
 
 def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int, count: int) -> Iterator[Batch]:
-    """The same windows every time, spread evenly from the first token to the last; they overlap where tokens are few.
+    """Return the same windows every time, spread evenly from the first token to the last.
+
+    They overlap where tokens are few.
 
     Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T)
     Dtype    int32
     Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is asked for
     """
-    where = "validation_batches"
-    _check_sizes(where, tokens, batch_size, sequence_length)
-    require(count >= 1, where, "count must be at least 1", {"count": count}, "Give a positive number.")
+    _check_sizes("validation_batches", tokens, batch_size=batch_size, sequence_length=sequence_length, count=count)
     windows = batch_size * count
     last = tokens.size - sequence_length - 1
     starts = np.arange(windows, dtype=np.int64) * last // max(1, windows - 1)
@@ -249,9 +341,92 @@ def _windows(tokens: Tokens, starts: np.ndarray, sequence_length: int) -> Batch:
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
-def _check_sizes(where: str, tokens: Tokens, batch_size: int, sequence_length: int) -> None:
-    for name, size in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
+def _check_sizes(where: str, tokens: Tokens, **sizes: int) -> None:
+    for name, size in sizes.items():
         require(size >= 1, where, f"{name} must be at least 1", {name: size}, "Give a positive number.")
-    rule = f"there must be at least sequence_length + 1 = {sequence_length + 1} tokens"
-    got = {"tokens": tokens.size}
-    require(tokens.size > sequence_length, where, rule, got, "Give more text or a smaller sequence_length.")
+    least = sizes["sequence_length"] + 1
+    rule, advice = f"there must be at least {least} tokens", "Give more text or a smaller sequence_length."
+    require(tokens.size >= least, where, rule, {"tokens": tokens.size}, advice)
+
+
+class BatchLoader:
+    """Batches of a dataset by the numbers of their steps. A thread reads those of the steps that come next, so that no
+    step waits for a disk; which batch a step has is a function of its number all the same.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, sequence_length: int, seed: int, order: str) -> None:
+        self.make = partial(
+            batch,
+            dataset.training,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            seed=seed,
+            order=order,
+            vocabulary=dataset.vocabulary,
+        )
+        self.reader = ThreadPoolExecutor(1, "batches")
+        self.numbers: Sequence[int] = ()  # of the batches that are coming
+        self.coming: Future[list[Batch]] = Future()
+
+    def _read(self, numbers: Sequence[int]) -> list[Batch]:
+        return [self.make(step=number) for number in numbers]
+
+    def take(self, numbers: Sequence[int]) -> list[Batch]:
+        """Return the batches of these steps; as many that follow them are begun.
+
+        Errors   ValueError for a token beyond the vocabulary, OSError of the disk
+        """
+        if list(numbers) != list(self.numbers):
+            self.coming.cancel()
+            self.coming = self.reader.submit(self._read, numbers)
+        taken, self.numbers = self.coming, range(numbers[-1] + 1, numbers[-1] + 1 + len(numbers))
+        self.coming = self.reader.submit(self._read, self.numbers)
+        return taken.result()
+
+    def close(self) -> None:
+        """End its thread."""
+        self.reader.shutdown(wait=False, cancel_futures=True)
+
+
+# The order of an epoch
+
+_ROUNDS = 6
+# splitmix64's constants (Steele, Lea and Flood 2014): every bit of a half depends on every bit of the other.
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def shuffled(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return which of `count` sequences stand at some places of an epoch.
+
+    A Feistel network permutes the next larger square power of two; what falls beyond `count` is permuted again, which
+    ends, since the places are on circles of it.
+
+    Shapes   places (n,) -> (n,)
+    Dtype    int64, from 0 to count - 1
+    Cost     no memory that grows with count, whatever it is
+    Source   Black and Rogaway 2002, Ciphers with arbitrary finite domains: cycle walking
+    """
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    keys = np.random.Philox(np.random.SeedSequence([seed, epoch, count])).random_raw(_ROUNDS)
+    found = np.asarray(places, np.uint64)
+    beyond = np.ones(found.shape, bool)
+    while beyond.any():
+        found = np.where(beyond, _permuted(found, half, keys), found)
+        beyond = found >= np.uint64(count)
+    return found.astype(np.int64)
+
+
+def _permuted(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) & mask)
+    permuted: np.ndarray = (left << shift) | right
+    return permuted
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(30))) * _FIRST
+    values = (values ^ (values >> np.uint64(27))) * _SECOND
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed

@@ -1,17 +1,30 @@
-"""Text: the standard library's source, a file, a folder or a glob, read as documents."""
+"""Text: the standard library's source, a file, a folder or a glob, read as documents, and what of it is held out.
+
+Every n-th span is held out for validation, not the end, unless the settings say so: the end of a book, or the last
+files of a library, are unlike the rest, and a loss measured there says little about the whole. Spans are long beside a
+sequence, so that few windows cross a joint, and short beside the whole, so that many places are sampled. Text is cut
+before it is encoded: the same text is then held out whatever the encoding, and losses a byte can be compared.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import sysconfig
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby, pairwise
 from pathlib import Path
 
+import numpy as np
+
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.paths import matching_files
-from daskgpt.formats.pickles import refuse_pickle
+from daskgpt.config.files import matching_files
+from daskgpt.formats.checks import refuse_pickle
 
 STANDARD_LIBRARY = "stdlib"
 
@@ -23,16 +36,8 @@ _LEFT_OUT = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkin
 _LEFT_OUT_FOLDERS = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
 
 
-@dataclass(frozen=True)
-class Document:
-    """One file's text under its name."""
-
-    name: str
-    text: str
-
-
-def read_text(source: str) -> list[Document]:
-    """The documents of a source, in the order of their paths; empty ones are dropped.
+def read_text(source: str) -> list[str]:
+    """Return the documents of a source, in the order of their paths; empty ones are dropped.
 
     `stdlib` is the source of this Python's standard library. A folder is read with all folders below it, but without
     hidden ones. In folders and globs a file that is not UTF-8, or holds a NUL, is skipped; a file named alone must be
@@ -42,84 +47,157 @@ def read_text(source: str) -> list[Document]:
     Errors   FileNotFoundError where nothing is there; ValueError where there is no text, or it is not UTF-8; OSError
              where a file cannot be read
     """
-    path = Path(source).expanduser()
+    path, where = Path(source).expanduser(), "read_text"
     if source == STANDARD_LIBRARY:
-        documents = _standard_library(Path(sysconfig.get_path("stdlib")))
+        documents = _decoded(_standard_library(Path(sysconfig.get_path("stdlib"))))
     elif path.is_file():
-        refuse_pickle(path, "read_text", "Give a text, or token files.")
-        documents = [Document(path.name, _decode_whole(path, source))]
-    elif path.is_dir():
-        documents = _decode_all(files_below(path), source)
+        refuse_pickle(path, where, "Give a text, or token files.")
+        with readable(path, where):
+            content = path.read_bytes()
+        try:
+            documents = [content.decode()]
+        except UnicodeDecodeError as error:
+            rule, got = "the file must be UTF-8 text", {"source": source, "first wrong byte": error.start}
+            raise refusal(ValueError, where, rule, got, "Convert it, for example with iconv -t UTF-8.") from error
     else:
-        documents = _decode_all(matching_files(source, "read_text"), source)
-    documents = [document for document in documents if document.text.strip()]
+        paths = files_below(path) if path.is_dir() else matching_files(source, where)
+        documents = _decoded(paths)
+        rule, got = "at least one file must be UTF-8 text", {"source": source, "files": len(paths)}
+        require(bool(documents), where, rule, got, "Name token files by a path or glob that ends in .bin.")
+    documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
-    require(bool(documents), "read_text", rule, {"source": source}, advice)
+    require(bool(documents), where, rule, {"source": source}, advice)
     return documents
 
 
-def _standard_library(root: Path) -> list[Document]:
-    """Modules and packages of the library at `root`, up to a size in all.
+def _standard_library(root: Path) -> list[Path]:
+    """Return the files of the library at `root`, up to a size in all.
 
     Only names that Python itself lists count: a distribution may put files of its own beside them.
     """
-    documents, size = [], 0
+    found, size = list[Path](), 0
     for path in files_below(root, left_out=_LEFT_OUT_FOLDERS):
-        name = path.relative_to(root)
-        top = name.parts[0].removesuffix(".py")
-        if path.suffix != ".py" or top not in sys.stdlib_module_names or top in _LEFT_OUT:
-            continue
-        size += path.stat().st_size
-        if size > STANDARD_LIBRARY_BYTES:
-            break
-        text = _decode(path.read_bytes())
-        if text is not None:
-            documents.append(Document(name.as_posix(), text))
-    if not documents:
-        rule = "the standard library must be there as source"
-        raise refusal(FileNotFoundError, "read_text", rule, {"folder": root}, "Give a text file instead.")
+        top = path.relative_to(root).parts[0].removesuffix(".py")
+        if path.suffix == ".py" and top in sys.stdlib_module_names and top not in _LEFT_OUT:
+            size += path.stat().st_size
+            if size > STANDARD_LIBRARY_BYTES:
+                break
+            found.append(path)
+    rule, advice = "the standard library must be there as source", "Give a text file instead."
+    require(bool(found), "read_text", rule, {"folder": root}, advice, FileNotFoundError)
+    return found
+
+
+def _decoded(paths: list[Path]) -> list[str]:
+    """Return the texts of files, without those that are no text."""
+    documents = []
+    for path in paths:
+        with readable(path, "read_text"):
+            content = path.read_bytes()
+        with suppress(UnicodeDecodeError):
+            if b"\0" not in content:
+                documents.append(content.decode())
     return documents
+
+
+@contextmanager
+def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
+    """Raise the system's errors in the form that all errors have."""
+    try:
+        yield
+    except OSError as error:
+        got = f"file={path} ({error.strerror or error})"
+        advice = "Check its permissions and its disk; workers of a cluster must find it under the same path."
+        raise refusal(type(error), where, "the file must be readable", got, advice) from error
 
 
 def files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
-    """All files in the folder and those below it, sorted; nothing that is hidden or in a folder left out."""
-
-    def walk() -> Iterator[Path]:
-        for parent, folders, names in os.walk(folder):
-            folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
-            yield from (Path(parent, name) for name in names if not name.startswith("."))
-
+    """Return all files in the folder and those below it, sorted; nothing that is hidden or in a folder left out."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
     # By parts, not by the text of the path: the order is then the same whatever separates the folders.
-    return sorted((path for path in walk() if path.is_file()), key=lambda path: path.parts)
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
 
 
-def _decode_all(paths: list[Path], source: str) -> list[Document]:
-    decoded = ((path, _decode(_content(path, source))) for path in paths)
-    documents = [Document(str(path), text) for path, text in decoded if text is not None]
-    rule, got = "at least one file must be UTF-8 text", {"source": source, "files": len(paths)}
-    require(bool(documents), "read_text", rule, got, "Name token files by a path or glob that ends in .bin.")
-    return documents
+# What is held out
+
+SPANS, END = "spans", "end"
+SPAN_CHARACTERS = 16384
+SPAN_TOKENS = 4096
+
+# A cut in a text moves on to the end of its line, if that is near.
+LINE_CHARACTERS = 1024
 
 
-def _content(path: Path, source: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        got, advice = f"source={source}, file={path} ({error.strerror})", "Check its permissions and its disk."
-        raise refusal(type(error), "read_text", "the file must be readable", got, advice) from error
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring spans that go into the same part: [start, stop), held out or not."""
+
+    start: int
+    stop: int
+    held_out: bool
 
 
-def _decode(content: bytes) -> str | None:
-    """The text, or None for a binary file."""
-    try:
-        return None if b"\0" in content else content.decode()
-    except UnicodeDecodeError:
-        return None
+def runs(total: int, span: int, fraction: float, held_out: str = SPANS) -> list[Run]:
+    """Cut `total` items into runs, so that a fraction of the spans is held out, evenly spread; or the end, to the item.
+
+    Span i is held out where floor(i * fraction + 1/2) grows: 4, 14, 24, ... for a tenth. What is too short for that is
+    cut into shorter spans.
+    """
+    # As a fraction: the float 0.1 is not quite a tenth, and its multiples would fall to either side of a whole number.
+    share = Fraction(fraction).limit_denominator(1_000_000)
+    if share == 0:
+        return [Run(0, total, False)]
+    if held_out == END:
+        cut = math.floor(total * (1 - share))
+        return [Run(0, cut, False), Run(cut, total, True)]
+    half = Fraction(1, 2)
+    span = min(span, max(1, math.ceil(total * min(share, 1 - share))))
+
+    def is_held_out(index: int) -> bool:
+        return math.floor((index + 1) * share + half) > math.floor(index * share + half)
+
+    groups = [(key, list(group)) for key, group in groupby(range(math.ceil(total / span)), is_held_out)]
+    return [Run(group[0] * span, min(total, (group[-1] + 1) * span), key) for key, group in groups]
 
 
-def _decode_whole(path: Path, source: str) -> str:
-    try:
-        return _content(path, source).decode()
-    except UnicodeDecodeError as error:
-        rule, got = "the file must be UTF-8 text", {"source": source, "first wrong byte": error.start}
-        raise refusal(ValueError, "read_text", rule, got, "Convert it, for example with iconv -t UTF-8.") from error
+def split_text(documents: list[str], fraction: float, held_out: str = SPANS) -> tuple[list[str], list[str]]:
+    """Return pieces of text for training and for validation. Spans end with lines, where these are not too long.
+
+    Errors   none: a text too short to be split leaves one part empty
+    """
+    cuts = runs(sum(map(len, documents)), SPAN_CHARACTERS, fraction, held_out)
+    stops = [run.stop for run in cuts]
+    parts: tuple[list[str], list[str]] = ([], [])
+    position = 0
+    for text in documents:
+        inside = cuts[bisect_right(stops, position) : bisect_left(stops, position + len(text)) + 1]
+        cuts_inside = (_line_end(text, a.stop - position, b, held_out) for a, b in pairwise(inside))
+        ends = [0, *cuts_inside, len(text)]
+        for run, (start, stop) in zip(inside, pairwise(ends)):
+            if start < stop:
+                parts[run.held_out].append(text[start:stop])
+        position += len(text)
+    return parts
+
+
+def _line_end(text: str, position: int, following: Run, held_out: str) -> int:
+    """Return where the line ends that reaches to or over a position, if it ends soon; the end is held out exactly."""
+    if held_out == END:
+        return position
+    # Half of the run that follows at most, so that some of it is left.
+    limit = min(LINE_CHARACTERS, (following.stop - following.start) // 2)
+    found = text.find("\n", position - 1, position + limit)
+    return position if found == -1 else found + 1
+
+
+def split_tokens(
+    tokens: np.ndarray, fraction: float, held_out: str = SPANS
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return pieces of a row of tokens for training and for validation, as views."""
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for run in runs(tokens.size, SPAN_TOKENS, fraction, held_out):
+        parts[run.held_out].append(tokens[run.start : run.stop])
+    return parts

@@ -1,47 +1,142 @@
-"""llm.c's model and debug-state files: a header of 256 int32, then tensors stacked over the blocks, little-endian."""
+"""llm.c's files of models, debug states, tokens and questions: a header of 256 int32, then numbers, little-endian.
+
+nanoGPT's token files, which are ids without a header, are read here as well.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing
+from daskgpt.config.files import matching_files, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.published import READABLE, held, pieces, to_bfloat16
-from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters, parameter_shapes, tensors, value_count
+from daskgpt.formats.checks import refuse_pickle, require_file
+from daskgpt.formats.layouts import READABLE, held, pieces, require_default_settings
+from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
+from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 
 HEADER_BYTES = 256 * 4
-MODEL_MAGIC = 20240326
-DEBUG_STATE_MAGIC = 20240327
-DEBUG_STATE_VERSION = 2
-FLOAT32_VERSION = 3
-BFLOAT16_VERSION = 5
+MODEL, DEBUG_STATE, TOKENS, QUESTIONS = 20240326, 20240327, 20240520, 20240522
+KINDS = {  # of files, by the first number
+    MODEL: "model",
+    DEBUG_STATE: "debug state",
+    20240328: "tokenizer",
+    TOKENS: "token file",
+    20240801: "token file of Llama 3",
+    QUESTIONS: "evaluation set",
+    20240527: "train state; give the model file beside it",
+}
+FLOAT32_VERSION, BFLOAT16_VERSION = 3, 5
+DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # of a model's versions
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
-BYTES_PER_VALUE = {FLOAT32_VERSION: 4, BFLOAT16_VERSION: 2}
-DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}
-_STORED = {"F32": "<f4", "BF16": "<u2"}
+LARGEST_COUNT = 2**31 - 1  # of a token file
+META = "meta.pkl"  # nanoGPT's, beside ids of characters: which id is which
+START = 2**16 - 1  # before each question
 
 FilePath = str | os.PathLike[str]
 
-# llm.c's kinds of files by their first number, and what to say where another one is looked for.
-KINDS = {
-    MODEL_MAGIC: "It is an llm.c model: read it with read_model.",
-    DEBUG_STATE_MAGIC: "It is an llm.c debug state: read it with read_debug_state.",
-    20240328: "It is an llm.c tokenizer.",
-    20240520: "It is an llm.c token file.",
-    20240801: "It is an llm.c token file of Llama 3.",
-    20240522: "It is an llm.c evaluation set.",
-    20240527: "It is an llm.c train state: give the model file beside it.",
-}
+
+def read_header(path: Path, where: str, magic: int, versions: Collection[int]) -> list[int]:
+    """Return the 256 numbers of a header, of which the first two say kind and version of the file.
+
+    Errors   FileNotFoundError; ValueError for another kind of file or version, or one that is too short
+    """
+    require_file(path, where)
+    header: list[int] = np.fromfile(path, "<i4", 256).tolist()
+    rule, got = f"the file must begin with a header of {HEADER_BYTES} bytes", {"path": path, "numbers": len(header)}
+    require(len(header) == 256, where, rule, got, "It is no llm.c file, or was cut short.")
+    found = f"It is an llm.c {KINDS[header[0]]}." if header[0] in KINDS else "It is no llm.c file, or damaged."
+    rule = f"the file must be an llm.c {KINDS[magic]} (magic {magic})"
+    require(header[0] == magic, where, rule, {"path": path, "magic": header[0]}, found)
+    rule, got = f"the version must be {' or '.join(map(str, versions))}", {"path": path, "version": header[1]}
+    require(header[1] in versions, where, rule, got, "Write the file again with a newer llm.c: the layout differs.")
+    return header
+
+
+def _check_size(path: Path, where: str, data_bytes: int, advice: str = "") -> None:
+    size, expected = path.stat().st_size, HEADER_BYTES + data_bytes
+    problem = "The file is truncated" if size < expected else f"{size - expected} bytes follow the last value"
+    rule, advice = f"the file must have {expected} bytes, by its header", f"{problem}: copy or write it again.{advice}"
+    require(size == expected, where, rule, {"path": path, "bytes": size}, advice)
+
+
+def header_of(*numbers: int) -> bytes:
+    """Return a header that begins with these numbers."""
+    return np.array([*numbers, *[0] * (256 - len(numbers))], "<i4").tobytes()
+
+
+# Models
+
+
+def open_model(path: FilePath) -> StoredModel:
+    """Open an llm.c model file, none of whose tensors is read yet.
+
+    Shapes   those of parameter_shapes; wte.weight keeps the rows of the padded vocabulary
+    Dtype    float32; version 5 (bfloat16) is widened, which is exact
+    Errors   FileNotFoundError; ValueError for another kind of file, another version, a header that describes no GPT-2,
+             a truncated file and bytes after the last tensor
+    Source   llm.c, train_gpt2.py: write_model
+    """
+    path, where = Path(path), "read_model"
+    header = read_header(path, where, MODEL, DTYPES)
+    sizes: dict[str, Any] = dict(zip(SIZES, header[2:8]))
+    rule, rows = "the header must describe a GPT-2", sizes["padded_vocabulary"]
+    # GPT2Config reads 0 as "no padding"; in a file it is a layout without the padded size.
+    require(rows >= 1, where, rule, {"path": path, "padded_vocabulary": rows}, "Write the file again.")
+    try:
+        config = GPT2Config(**sizes)
+    except ValueError as error:
+        raise refusal(ValueError, where, rule, {"path": path}, str(error)) from error
+    dtype = DTYPES[header[1]]
+    mapped_dtype = np.dtype("<f4" if dtype == "F32" else "<u2")
+    _check_size(path, where, mapped_dtype.itemsize * value_count(config))
+    # The table's order, blocks in turn, is the file's.
+    table, mapped = tensors(config), np.memmap(path, mapped_dtype, "r", offset=HEADER_BYTES)
+    begins = dict(zip(table, accumulate((math.prod(tensor.shape) for tensor in table.values()), initial=0)))
+
+    def read(name: str) -> np.ndarray:
+        shape, begin = table[name].shape, begins[name]
+        return held(table[name], np.asarray(mapped[begin : begin + math.prod(shape)]).reshape(shape), dtype)
+
+    return StoredModel(config, ReadLater(table, read), kind="llm.c", dtype=READABLE[dtype], files=(path,))
+
+
+def write_model(
+    path: FilePath, config: GPT2Config, parameters: Mapping[str, np.ndarray], version: int = FLOAT32_VERSION
+) -> None:
+    """Write an llm.c model file; it appears under its name only when it is whole.
+
+    parameters   of another program's model, a ReadLater, may have more or fewer rows of padding
+
+    Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
+    Cost     16 MiB, for version 5 some times that
+    Errors   ValueError for an unknown version, a configuration that the header cannot hold, missing or unknown names,
+             wrong shapes; TypeError unless float32; FileNotFoundError where the folder is missing
+    """
+    where = "write_model"
+    StoredModel(config, parameters).check(where)
+    rule, advice = "the version must be 3 (float32) or 5 (bfloat16)", "Use 3 where llm.c's C program is to read it."
+    require(version in DTYPES, where, rule, {"version": version}, advice)
+    require_default_settings(config, SIZES, where, "llm.c's header")
+    with replacing(path, where) as file:
+        file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))
+        for name, tensor in tensors(config).items():
+            for piece in pieces(held(tensor, parameters[name])):
+                # Not tofile: write says why the system refused (disk full, file too large).
+                values = to_bfloat16(piece) if version == BFLOAT16_VERSION else piece
+                file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
+
+
+# Debug states
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,94 +154,8 @@ class DebugState:
     gradients: dict[str, np.ndarray]
 
 
-def read_model(path: FilePath) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """Configuration and parameters of an llm.c model file.
-
-    Shapes   those of parameter_shapes; wte.weight keeps the rows of the padded vocabulary
-    Dtype    float32; version 5 (bfloat16) is widened, which is exact
-    Cost     the parameters; the file is mapped
-    Errors   as of open_model
-    """
-    model = open_model(path)
-    return model.config, model.parameters()
-
-
-def open_model(path: FilePath) -> OpenedModel:
-    """An llm.c model file, none of whose tensors is read yet.
-
-    Errors   FileNotFoundError; ValueError for another kind of file, another version, a header that describes no GPT-2,
-             a truncated file and bytes after the last tensor
-    Source   llm.c, train_gpt2.py: write_model
-    """
-    where = "read_model"
-    with _open(path, where) as file:
-        header = _read_header(file, path, where, MODEL_MAGIC)
-        version = header[1]
-        require(
-            version in BYTES_PER_VALUE,
-            where,
-            "the version must be 3 (float32) or 5 (bfloat16)",
-            {"path": path, "version": version},
-            "Write the file again with a newer llm.c (train_gpt2.py): the layout differs.",
-        )
-        config = _config_of(header, path, where)
-        _check_size(file, path, where, HEADER_BYTES + BYTES_PER_VALUE[version] * value_count(config), "")
-    dtype = DTYPES[version]
-    known = _places(config)
-    mapped = np.memmap(path, _STORED[dtype], "r", offset=HEADER_BYTES)
-
-    def read(tensor: Tensor) -> np.ndarray:
-        begin, shape = known[tensor.name]
-        return held(tensor, np.asarray(mapped[begin : begin + math.prod(shape)]).reshape(shape), dtype)
-
-    return OpenedModel(config, [Path(path)], "llm.c", READABLE[dtype], read)
-
-
-def _places(config: GPT2Config) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Where each tensor begins, in values, and its shape. The table's order, blocks in turn, is the file's."""
-    shapes = parameter_shapes(config)
-    begins = accumulate(map(math.prod, shapes.values()), initial=0)
-    return {name: (begin, shape) for (name, shape), begin in zip(shapes.items(), begins)}
-
-
-def write_model(
-    path: FilePath, config: GPT2Config, parameters: Mapping[str, np.ndarray], version: int = FLOAT32_VERSION
-) -> None:
-    """Write an llm.c model file; it appears under its name only when it is whole.
-
-    Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
-    Cost     16 MiB, for version 5 some times that
-    Errors   ValueError for an unknown version, a configuration that the header cannot hold, missing or unknown names,
-             wrong shapes; TypeError unless float32; FileNotFoundError where the folder is missing
-    """
-    check_parameters(config, parameters)
-    check_dtypes("write_model", parameters, np.float32)
-    stream_model(path, config, lambda tensor: parameters[tensor.name], version)
-
-
-def stream_model(
-    path: FilePath, config: GPT2Config, read: Callable[[Tensor], np.ndarray], version: int = FLOAT32_VERSION
-) -> None:
-    """The same for tensors that are asked for one after the other.
-
-    read   gives a tensor of the table in its shape, float32
-    """
-    where = "write_model"
-    require(
-        version in BYTES_PER_VALUE,
-        where,
-        "the version must be 3 (float32) or 5 (bfloat16)",
-        {"version": version},
-        "Use 3 where llm.c's C program is to read the file.",
-    )
-    sizes = _sizes_of(config, where)
-    with replacing(path, where) as file:
-        _write_header(file, [MODEL_MAGIC, version, *sizes])
-        _write_tensors(file, config, read, version)
-
-
 def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
-    """The batch, logits, loss and gradients of an llm.c debug state; config is that of its model.
+    """Read the batch, logits, loss and gradients of an llm.c debug state; config is that of its model.
 
     Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters
     Dtype    tokens and targets int32, the rest float32
@@ -154,161 +163,116 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
              take, a truncated file and bytes after the last tensor
     Source   llm.c, train_gpt2.py: write_state
     """
-    where = "read_debug_state"
-    with _open(path, where) as file:
-        header = _read_header(file, path, where, DEBUG_STATE_MAGIC)
-        version, batch, length = header[1:4]
-        require(
-            version == DEBUG_STATE_VERSION,
-            where,
-            f"the version must be {DEBUG_STATE_VERSION}",
-            {"path": path, "version": version},
-            "Write the file again with a newer llm.c (train_gpt2.py): the layout differs.",
-        )
-        _check_batch(path, where, config, batch, length)
-        logits = (batch, length, config.vocabulary)
-        values = 2 * batch * length + math.prod(logits) + 1
-        values += value_count(config)
-        _check_size(file, path, where, HEADER_BYTES + 4 * values, " Or give the config of the debug state's own model.")
-        return DebugState(
-            tokens=_read(file, "<i4", (batch, length)),
-            targets=_read(file, "<i4", (batch, length)),
-            logits=_read(file, "<f4", logits),
-            loss=float(_read(file, "<f4", ())),
-            gradients={name: _read(file, "<f4", shape) for name, shape in parameter_shapes(config).items()},
-        )
+    path, where = Path(path), "read_debug_state"
+    B, T = batch = tuple(read_header(path, where, DEBUG_STATE, (2,))[2:4])
+    rule = f"B must be at least 1 and T from 1 to the model's positions ({config.positions})"
+    advice = "Give the config of the debug state's own model."
+    require(B >= 1 and 1 <= T <= config.positions, where, rule, {"path": path, "B": B, "T": T}, advice)
+    shapes: dict[str, tuple[int, ...]] = {"tokens": batch, "targets": batch}
+    shapes |= {"logits": (*batch, config.vocabulary), "loss": ()} | parameter_shapes(config)
+    _check_size(path, where, 4 * sum(map(math.prod, shapes.values())), f" {advice}")
+    arrays = {}
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES)
+        for name, shape in shapes.items():
+            dtype = "<i4" if name in ("tokens", "targets") else "<f4"
+            arrays[name] = np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
+    tokens, targets, logits, loss = (arrays.pop(name) for name in ("tokens", "targets", "logits", "loss"))
+    return DebugState(tokens, targets, logits, float(loss), arrays)
 
 
-def write_debug_state(path: FilePath, config: GPT2Config, state: DebugState) -> None:
-    """Write an llm.c debug state, version 2; it appears under its name only when it is whole.
+# Tokens
 
-    Dtype    tokens and targets int32, logits and gradients float32; the loss is rounded to float32
-    Errors   ValueError for wrong names or shapes; TypeError for other dtypes; FileNotFoundError where the folder is
-             missing
+
+def read_tokens(source: FilePath) -> np.ndarray:
+    """Return the tokens of one file, or of all files that a glob matches, one after the other in sorted order.
+
+    A file without llm.c's header is taken for one of nanoGPT's: uint16 ids and nothing else.
+
+    Shapes   (N,)
+    Dtype    uint16, read-only
+    Cost     one file is mapped, not read; several are copied into memory
+    Errors   FileNotFoundError where nothing is there; ValueError for a file that is not a whole token file
     """
-    where = "write_debug_state"
-    shape = state.tokens.shape
-    for name, expected in (("tokens", shape[:2]), ("targets", shape), ("logits", (*shape, config.vocabulary))):
-        got = getattr(state, name).shape
-        require(
-            len(shape) == 2 and got == expected,
-            where,
-            "tokens must be (B, T), targets (B, T) and logits (B, T, V)",
-            {f"{name}.shape": got},
-            f"The model has V={config.vocabulary}.",
-        )
-    _check_batch(path, where, config, *shape)
-    check_parameters(config, state.gradients)
-    check_dtypes(where, {"tokens": state.tokens, "targets": state.targets}, np.int32)
-    check_dtypes(where, {"logits": state.logits, **state.gradients}, np.float32)
-    with replacing(path, where) as file:
-        _write_header(file, [DEBUG_STATE_MAGIC, DEBUG_STATE_VERSION, *shape])
-        for values in (state.tokens, state.targets, state.logits, np.array([state.loss], np.float32)):
-            _write(file, values)
-        _write_tensors(file, config, lambda tensor: state.gradients[tensor.name], FLOAT32_VERSION)
+    paths = matching_files(os.fspath(source), "read_tokens")
+    if len(paths) == 1:
+        return _map_tokens(paths[0])
+    tokens = np.concatenate([_map_tokens(path) for path in paths])
+    tokens.setflags(write=False)
+    return tokens
 
 
-def _open(path: FilePath, where: str) -> BinaryIO:
-    if not Path(path).is_file():
-        raise refusal(
-            FileNotFoundError, where, "the file must exist", {"path": path}, "Check the spelling and the folder."
-        )
-    return open(path, "rb")
+def _map_tokens(path: Path) -> np.ndarray:
+    where, size = "read_tokens", path.stat().st_size
+    got = {"path": path, "bytes": size}
+    refuse_pickle(path, where, "Give the text that the ids were made from.")
+    start = np.fromfile(path, "<i4", count=256)
+    # A header, good or damaged, is recognized by its first number, or by all the zeros behind the eighth: ids alone
+    # would begin so only with some 480 times the id 0.
+    zeros = start.size == 256 and np.count_nonzero(start[8:]) <= 8
+    if zeros or (start.size > 0 and int(start[0]) in KINDS):
+        count = read_header(path, where, TOKENS, (1,))[2]
+        require(count > 0, where, "the file must hold tokens", got | {"count": count}, "Write it again.")
+        _check_size(path, where, 2 * count)
+        return np.asarray(np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,)))
+    with open(path, "rb") as file:
+        first = file.read(9)
+    model = first[8:] == b"{" and int.from_bytes(first[:8], "little") < size
+    rule, advice = "the file must hold token ids", "It is a safetensors model: give token files, or a text."
+    require(not model, where, rule, got, advice)
+    rule = "ids without a header must be 2 bytes each, as nanoGPT writes them"
+    require(size > 0 and size % 2 == 0, where, rule, got, "It is truncated, or none of token ids.")
+    rule = f"ids must be of an encoding that is known here, not of a {META}"
+    advice = "It holds pickled Python objects, which are not opened: give the text that the ids were made from."
+    require(not path.with_name(META).exists(), where, rule, got, advice)
+    return np.asarray(np.memmap(path, "<u2", mode="r"))
 
 
-def _read_header(file: BinaryIO, path: FilePath, where: str, magic: int) -> list[int]:
-    """The 256 numbers of the header, once the first says that this is the kind of file looked for."""
-    data = file.read(HEADER_BYTES)
-    require(
-        len(data) == HEADER_BYTES,
-        where,
-        f"the file must begin with a header of {HEADER_BYTES} bytes",
-        {"path": path, "bytes": len(data)},
-        "It is no llm.c file, or was cut short.",
-    )
-    header: list[int] = np.frombuffer(data, "<i4").tolist()
-    kind = "model" if magic == MODEL_MAGIC else "debug state"
-    require(
-        header[0] == magic,
-        where,
-        f"the file must be an llm.c {kind} (magic {magic})",
-        {"path": path, "magic": header[0]},
-        KINDS.get(header[0], "It is no llm.c file."),
-    )
-    return header
+# Questions
 
 
-def _sizes_of(config: GPT2Config, where: str) -> list[int]:
-    """Header numbers 2 to 7.
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A beginning, some ways to go on from it, and which of them is right.
 
-    Errors   ValueError for a configuration of which these are not all: a reader would take it for another model
+    Dtype    context and completions token ids
     """
-    for f in fields(config):
-        value = getattr(config, f.name)
-        require(
-            f.name in SIZES or value == f.default,
-            where,
-            f"llm.c's header has no {f.name}, which must be {f.default}",
-            {f.name: value},
-            "Write a .safetensors file, which holds every configuration.",
-        )
-    return [getattr(config, name) for name in SIZES]
+
+    context: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    label: int
 
 
-def _config_of(header: list[int], path: FilePath, where: str) -> GPT2Config:
-    sizes: dict[str, Any] = dict(zip(SIZES, header[2:8]))
-    # GPT2Config reads 0 as "no padding"; in a file it is a layout without the padded size.
-    require(
-        sizes["padded_vocabulary"] >= 1,
-        where,
-        "the header must describe a GPT-2",
-        {"path": path, "padded_vocabulary": sizes["padded_vocabulary"]},
-        "Write the file again.",
-    )
-    try:
-        return GPT2Config(**sizes)
-    except ValueError as error:
-        raise refusal(ValueError, where, "the header must describe a GPT-2", {"path": path}, str(error)) from error
+def is_question_file(path: FilePath) -> bool:
+    """Return whether a file begins as llm.c's evaluation files do."""
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(4), "little") == QUESTIONS
 
 
-def _check_batch(path: FilePath, where: str, config: GPT2Config, batch: int, length: int) -> None:
-    require(
-        batch >= 1 and 1 <= length <= config.positions,
-        where,
-        f"B must be at least 1 and T from 1 to the model's positions ({config.positions})",
-        {"path": path, "B": batch, "T": length},
-        "Give the config of the debug state's own model.",
-    )
+def read_questions(path: FilePath) -> list[Question]:
+    """Read the questions of a file that llm.c's `write_evalfile` wrote (HellaSwag, MMLU), in version 1 (GPT-2's ids).
 
-
-def _check_size(file: BinaryIO, path: FilePath, where: str, expected: int, advice: str) -> None:
-    size = os.fstat(file.fileno()).st_size
-    problem = "The file is truncated" if size < expected else f"{size - expected} bytes follow the last tensor"
-    require(
-        size == expected,
-        where,
-        f"the file must have {expected} bytes, by its header",
-        {"path": path, "bytes": size},
-        f"{problem}: copy or write it again.{advice}",
-    )
-
-
-def _read(file: BinaryIO, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
-
-
-def _write_header(file: BinaryIO, numbers: list[int]) -> None:
-    header = np.zeros(256, "<i4")
-    header[: len(numbers)] = numbers
-    _write(file, header)
-
-
-def _write(file: BinaryIO, values: np.ndarray) -> None:
-    # Not tofile: write says why the system refused (disk full, file too large).
-    file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
-
-
-def _write_tensors(file: BinaryIO, config: GPT2Config, read: Callable[[Tensor], np.ndarray], version: int) -> None:
-    for tensor in tensors(config).values():
-        for piece in pieces(read(tensor)):
-            _write(file, to_bfloat16(piece) if version == BFLOAT16_VERSION else piece)
+    Errors   FileNotFoundError where nothing is there; ValueError for another file, or one that is damaged
+    """
+    path, where, advice = Path(path), "read_questions", "The file is damaged: write it again."
+    count = read_header(path, where, QUESTIONS, (1,))[2]
+    size = path.stat().st_size
+    got = {"path": path, "count": count, "bytes": size}
+    require(count > 0 and size % 2 == 0, where, "the file must hold questions of 2-byte numbers", got, advice)
+    numbers, found = np.fromfile(path, "<u2", offset=HEADER_BYTES), list[Question]()
+    for index in range(count):
+        mark, nbytes, number, label, completions = np.resize(numbers[:5], 5).tolist()
+        question, numbers = numbers[: nbytes // 2], numbers[nbytes // 2 :]
+        lists, right, left = list[np.ndarray](), 2 * question.size == nbytes, question[5:]
+        for _ in range(1 + completions):
+            length = int(left[0]) if left.size else 0
+            lists.append(left[1 : 1 + length].astype(np.int64))
+            right = right and 0 < length == lists[-1].size
+            left = left[1 + length :]
+        right = right and left.size == 0 and (mark, number) == (START, index) and completions > max(1, label)
+        rule = "every question must be whole, and its label one of the completions"
+        require(right, where, rule, {"path": path, "question": index}, advice)
+        found.append(Question(lists[0], tuple(lists[1:]), label))
+    rule, got = "nothing must follow the last question", {"path": path, "numbers": numbers.size}
+    require(numbers.size == 0, where, rule, got, advice)
+    return found

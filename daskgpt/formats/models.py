@@ -1,4 +1,4 @@
-"""Which format a model has: told by its content when it is read, by its ending when it is written."""
+"""Which format a model has: recognized by its content when it is read, by its ending when it is written."""
 
 from __future__ import annotations
 
@@ -10,30 +10,20 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
+from daskgpt.formats.checks import refuse_pickle
 from daskgpt.formats.huggingface import INDEX, MODEL, is_huggingface, open_huggingface
 from daskgpt.formats.llmc import KINDS, open_model, write_model
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.pickles import refuse_pickle
-from daskgpt.formats.run_model import StoredModel, open_run_model, write_run_model
-from daskgpt.formats.safetensors_files import INDEX_ENDING
-from daskgpt.model.layers import require_own_layers
+from daskgpt.formats.run_model import open_run_model, write_run_model
+from daskgpt.formats.safetensors import ENDING, INDEX_ENDING
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
-WHERE = "read_model_file"
-OWN, LLMC = ".safetensors", ".bin"
+LLMC = ".bin"
 
 
-def read_model_file(path: str | os.PathLike[str]) -> StoredModel:
-    """A model from this program's own file, from one of llm.c, or from a folder of Hugging Face's GPT-2.
-
-    Errors   as of open_model_file
-    """
-    model = open_model_file(path)
-    return StoredModel(model.config, model.parameters(), model.encoding, model.sequence_length)
-
-
-def open_model_file(path: str | os.PathLike[str]) -> OpenedModel:
-    """The same, before its tensors are read.
+def open_model_file(path: str | os.PathLike[str]) -> StoredModel:
+    """Open a model of this program, of llm.c, or of Hugging Face's GPT-2, before its tensors are read.
 
     path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
 
@@ -45,21 +35,18 @@ def open_model_file(path: str | os.PathLike[str]) -> OpenedModel:
     if path.is_dir():
         index = path / INDEX
         return open_run_model(index if index.exists() else path / MODEL)
-    if _is_safetensors(path) or path.name.endswith(INDEX_ENDING):
-        return open_run_model(path)
-    refuse_pickle(path, WHERE)
-    _refuse_unknown(path)
-    return open_model(path)
-
-
-def _refuse_unknown(path: Path) -> None:
+    start = b""
     if path.is_file():
         with open(path, "rb") as file:
-            start = file.read(4)
-        rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
-        got = {"path": path, "first bytes": start.hex(" ") or "none"}
-        known = len(start) == 4 and int.from_bytes(start, "little") in KINDS
-        require(known, WHERE, rule, got, "It is something else, or damaged.")
+            start = file.read(9)
+    llmc = len(start) >= 4 and int.from_bytes(start[:4], "little") in KINDS
+    if not llmc and (start[8:] == b"{" or path.name.endswith((ENDING, INDEX_ENDING))):
+        return open_run_model(path)
+    refuse_pickle(path, "read_model_file")
+    rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
+    got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
+    require(llmc or not path.is_file(), "read_model_file", rule, got, "It is something else, or damaged.")
+    return open_model(path)
 
 
 def save(
@@ -93,26 +80,15 @@ def save(
     """
     ending = Path(path).suffix
     rule, advice = "the ending must be .safetensors or .bin (llm.c)", "Name the file so: its ending says the format."
-    require(ending in (OWN, LLMC), "save", rule, {"path": path}, advice)
+    require(ending in (ENDING, LLMC), "save", rule, {"path": path}, advice)
     check_parameters(config, parameters)
     check_dtypes("save", parameters, np.float32)
     for name, values in parameters.items():
         rule, advice = f"every number of {name} must be finite", "Training has diverged: take an earlier model."
         got = {"not finite": int(np.count_nonzero(~np.isfinite(values)))}
         require(bool(np.isfinite(values).all()), "save", rule, got, advice)
-    if ending == OWN:
+    if ending == ENDING:
         write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
     else:
         require_own_layers("save")
         write_model(path, config, parameters)
-
-
-def _is_safetensors(path: Path) -> bool:
-    """By its first number where that is one of llm.c's, by the bracket of the header, else by the ending."""
-    start = b""
-    if path.is_file():
-        with open(path, "rb") as file:
-            start = file.read(9)
-    if int.from_bytes(start[:4], "little") in KINDS:
-        return False
-    return start[8:] == b"{" or path.suffix == OWN

@@ -1,10 +1,15 @@
-"""A model that reads tokens of some texts and keeps their keys and values: what a further token costs is that token."""
+"""Decoders read tokens of some texts and keep what later tokens attend to: a further token costs that token alone.
+
+`Decoder` is GPT-2 in one kernel (`kernels.decoding`). `EagerDecoder` is any model: it walks `model.gpt2.transformer`
+and calls the forward kernel of each layer at once.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +18,14 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
-from daskgpt.kernels.decoding.kept import GROUP
-from daskgpt.kernels.decoding.meeting import APART
-from daskgpt.kernels.decoding.token_step import OUTSIDE, TENSORS, stages, token_step
-from daskgpt.kernels.vectors.lanes import LANES
-from daskgpt.model.layers import require_own_layers
+from daskgpt.kernels.decoding.decode_step import OUTSIDE, TENSORS, decode_step, stages
+from daskgpt.kernels.decoding.kv_cache import GROUP
+from daskgpt.kernels.decoding.thread_barrier import APART
+from daskgpt.kernels.simd.lanes import LANES
+from daskgpt.model.gpt2 import logits, replaced_rows
+from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import tensors
+from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.local import at_once, usable_cores
 
 MOST_ROWS = 32  # of a step: tokens that are read together, so that weights are read once for all of them
@@ -28,42 +35,55 @@ BYTES_A_THREAD = 1 << 22  # of weights, below which another thread would cost mo
 class Weights:
     """A model's weights as they are read: in float32 the caller's arrays, in bfloat16 rounded copies of matrices.
 
-    bytes   of the weights that a token reads: all but the table of positions
-
-    Errors  ValueError where a layer was replaced: the decoding kernels compute GPT-2's own
+    replaced   the layers that are not GPT-2's own, for which the decoding kernel is not used; empty where all are
+    bytes      of the weights that a token reads: all but the table of positions
     """
 
     def __init__(self, config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: str) -> None:
-        require_own_layers("generate")
-        self.config, self.halves = config, precision == "bfloat16"
-        self.arrays: dict[str, np.ndarray] = {}
+        self.config, self.halves, self.precision = config, precision == "bfloat16", precision_of(precision)
+        self.replaced = replaced_rows()
+        self.arrays: dict[str, Any] = {}
+        self.bytes = 0
         for name, tensor in tensors(config).items():
             value = np.ascontiguousarray(parameters[name], np.float32)
-            self.arrays[name] = to_bfloat16(value) if self.halves and tensor.row.multiplied else value
-        self.bytes = sum(array.nbytes for name, array in self.arrays.items() if name != "wpe.weight")
-        # Rows of the padded vocabulary are not read.
-        unread = config.padded_vocabulary - config.vocabulary
-        self.bytes -= unread * config.channels * self.arrays["wte.weight"].itemsize
+            half = self.halves and tensor.row.multiplied
+            if self.replaced:
+                self.arrays[name] = self.precision.hold(tensor, value)
+            else:
+                self.arrays[name] = to_bfloat16(value) if half else value
+            # Rows of the padded vocabulary are not read.
+            rows = config.vocabulary if name == "wte.weight" else len(value)
+            self.bytes += 0 if name == "wpe.weight" else value[:rows].size * (2 if half else 4)
 
-    def address(self, name: str) -> int:
-        """Where a tensor lies; 0 for one that the model does not have."""
-        return self.arrays[name].ctypes.data if name in self.arrays else 0
 
+def decoder_of(weights: Weights, texts: int, capacity: int, threads: int = 0) -> Decoder | EagerDecoder:
+    """Return a decoder of so many texts, of each of which `capacity` tokens are kept.
 
-class Decoder:
-    """Keys and values of some texts, and the memory to work in, for any number of steps.
-
-    texts      how many texts there are
-    capacity   tokens that are kept of each
     threads    0 = the cores, or fewer for a small model
 
     Errors   ValueError where the model has fewer positions, for a step reads memory by their numbers
     """
+    rule, got = "a model must have as many positions as are kept", {"capacity": capacity}
+    most = weights.config.positions
+    require(capacity <= most, "Decoder", rule, got, f"Keep {most} at most.")
+    if not weights.replaced:
+        return Decoder(weights, texts, capacity, threads)
+    _say_replaced(weights.replaced)
+    return EagerDecoder(weights, texts, capacity)
 
-    def __init__(self, weights: Weights, texts: int, capacity: int, threads: int = 0) -> None:
+
+@cache
+def _say_replaced(replaced: str) -> None:
+    print(f"decoding: {replaced}: every layer runs its own forward kernel, which is slower", file=sys.stderr)
+
+
+class Decoder:
+    """Keys and values of some texts, and the memory to work in, for any number of steps of GPT-2; see `decoder_of`."""
+
+    most_rows = MOST_ROWS
+
+    def __init__(self, weights: Weights, texts: int, capacity: int, threads: int) -> None:
         config = weights.config
-        rule, got = "a model must have as many positions as are kept", {"capacity": capacity}
-        require(capacity <= config.positions, "Decoder", rule, got, f"Keep {config.positions} at most.")
         self.weights, self.texts = weights, texts
         self.threads = threads or max(1, min(usable_cores(), weights.bytes // BYTES_A_THREAD))
         channels, heads = config.channels, config.heads
@@ -73,30 +93,27 @@ class Decoder:
         self.values = np.zeros((config.blocks, texts, heads, self.capacity * width), dtype)
         sizes = channels, heads, config.vocabulary, self.capacity, width, weights.halves, config.norm == "layernorm"
         self.sizes = np.array(sizes, np.int64)
-        self.tensors = self._addresses()
+        self.tensors = self._addresses(weights.arrays)
         self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
-        self._scratch(width)
+        padded, hidden, real = _up(channels, LANES), _up(4 * channels, LANES), np.float32
+        self.x, self.y = np.zeros((MOST_ROWS, padded), real), np.zeros((MOST_ROWS, padded), real)
+        self.normal = np.zeros((self.threads, MOST_ROWS, padded), real)
+        self.qkv, self.hidden = np.zeros((MOST_ROWS, 3 * channels), real), np.zeros((MOST_ROWS, hidden), real)
+        self.scores, self.row = np.zeros((self.threads, self.capacity), real), np.zeros((self.threads, width), real)
 
-    def _addresses(self) -> np.ndarray:
+    def _addresses(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Where tensors lie, a row a block; 0 for those that the model does not have."""
+        known = {name: array.ctypes.data for name, array in arrays.items()}
         blocks = self.weights.config.blocks
         table = np.zeros((blocks + 1, len(TENSORS)), np.int64)
         for block in range(blocks):
-            names = [f"h.{block}.{name}" for name in TENSORS[:-2]]
-            table[block, :-2] = [self.weights.address(name) for name in names]
+            table[block, :-2] = [known.get(f"h.{block}.{name}", 0) for name in TENSORS[:-2]]
             table[block, -2:] = self.keys[block].ctypes.data, self.values[block].ctypes.data
-        table[blocks, : len(OUTSIDE)] = [self.weights.address(name) for name in OUTSIDE]
+        table[blocks, : len(OUTSIDE)] = [known.get(name, 0) for name in OUTSIDE]
         return table
 
-    def _scratch(self, width: int) -> None:
-        channels, real = self.weights.config.channels, np.float32
-        padded, rows, threads = _up(channels, LANES), MOST_ROWS, self.threads
-        self.x, self.y = np.zeros((rows, padded), real), np.zeros((rows, padded), real)
-        self.normal = np.zeros((threads, rows, padded), real)
-        self.qkv, self.hidden = np.zeros((rows, 3 * channels), real), np.zeros((rows, _up(4 * channels, LANES)), real)
-        self.scores, self.row = np.zeros((threads, self.capacity), real), np.zeros((threads, width), real)
-
     def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
-        """Read tokens, and say what may follow after some of them.
+        """Read tokens, and return the scores of what may follow some of them.
 
         rows     (text, position, token) each; positions of a text follow one another, from the first that is not kept
         wanted   of which rows, by their numbers, in order
@@ -108,18 +125,18 @@ class Decoder:
 
     def _step(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int], first: int) -> np.ndarray:
         some = np.array(rows[first : first + MOST_ROWS], np.int64)
-        asked = np.array([number - first for number in wanted if 0 <= number - first < len(some)], np.int64)
-        logits = np.empty((len(asked), self.weights.config.vocabulary), np.float32)
+        scored = np.array([number - first for number in wanted if 0 <= number - first < len(some)], np.int64)
+        scores = np.empty((len(scored), self.weights.config.vocabulary), np.float32)
         n = len(some)
         self.counters[:] = 0
         self.counters[:: 2 * APART] = self.threads
-        arrays = self.tensors, self.sizes, some, asked, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
-        scratch = self.hidden[:n], self.scores, self.row, logits, self.counters
-        share: Any = partial(token_step, *arrays, *scratch)
-        # Threads wait for each other: one that had been interrupted before it began would be waited for for ever.
+        arrays = self.tensors, self.sizes, some, scored, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
+        scratch = self.hidden[:n], self.scores, self.row, scores, self.counters
+        share: Any = partial(decode_step, *arrays, *scratch)
+        # Threads wait for each other, for ever if one were interrupted before it began.
         with delayed_interrupts() if self.threads > 1 else nullcontext():
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
-        return logits
+        return scores
 
     def share(self, text: int, others: Sequence[int], length: int) -> None:
         """Copy what is kept of the first so many tokens of a text to others."""
@@ -134,6 +151,59 @@ class Decoder:
         channels, width = self.weights.config.channels, int(self.sizes[4]) * self.weights.config.heads
         kept = sum(position + 1 for position in positions) * (channels + width) * self.keys.itemsize
         return self.weights.bytes + kept * self.weights.config.blocks
+
+
+class EagerDecoder:
+    """What layers over whole sequences were given of some texts, for any number of steps of any model.
+
+    In place of `model.tape.Tape` it calls the forward kernel of each layer at once, on the new tokens of all texts.
+    A layer over whole sequences gets the whole of each text: its input is kept, and its output of earlier tokens, which
+    cannot depend on later ones, is computed again and dropped.
+    """
+
+    most_rows, threads = 256, 1
+
+    def __init__(self, weights: Weights, texts: int, capacity: int) -> None:
+        self.weights, self.texts, self.capacity = weights, texts, capacity
+        self.text_of = np.empty(0, np.int32)  # of each token
+        self.kept: dict[str, np.ndarray] = {}  # by place: (texts, capacity, channels)
+
+    def __call__(self, where: str, layer: Layer, *arguments: Any, **options: Any) -> np.ndarray:
+        """Return the layer's first output."""
+        kernel = self.weights.precision.kernel(layer.forward.kernel)
+        found = kernel(*arguments, **{name: options[name] for name in layer.forward.options.split()})
+        result: np.ndarray = found[0] if len(layer.outputs.split()) > 1 else found
+        return result
+
+    def over_sequences(
+        self, where: str, layer: Layer, x: np.ndarray, *others: Any, positions: np.ndarray, **options: Any
+    ) -> np.ndarray:
+        """Return the layer's first output for the new tokens."""
+        if where not in self.kept:
+            self.kept[where] = np.zeros((self.texts, self.capacity, x.shape[2]), x.dtype)
+        kept, parts = self.kept[where], []
+        for text in dict.fromkeys(self.text_of.tolist()):
+            own = positions[self.text_of == text]
+            kept[text, own] = x[0, self.text_of == text]
+            parts.append(self(where, layer, kept[text : text + 1, : own[-1] + 1], *others, **options)[:, own])
+        return np.concatenate(parts, axis=1)
+
+    def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
+        """Read tokens, and return the scores of what may follow some of them, as `Decoder.read` does."""
+        self.text_of, positions, tokens = np.array(rows, np.int32).T
+        config, inputs = self.weights.config, {"tokens": tokens[None], "positions": positions}
+        scores: np.ndarray = logits(self, config, self.weights.arrays, inputs, list(wanted))
+        return scores[0, :, : config.vocabulary].copy()
+
+    def share(self, text: int, others: Sequence[int], length: int) -> None:
+        """Copy what is kept of the first so many tokens of a text to others."""
+        for kept in self.kept.values():
+            kept[list(others), :length] = kept[text, :length]
+
+    def bytes_read(self, positions: Sequence[int]) -> int:
+        """Bytes of weights and of what is kept that a step reads, each once, for tokens at these positions."""
+        widths: int = sum(kept[0, 0].nbytes for kept in self.kept.values())
+        return self.weights.bytes + widths * sum(position + 1 for position in positions)
 
 
 def _up(number: int, unit: int) -> int:

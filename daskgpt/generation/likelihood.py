@@ -8,27 +8,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.formats.llmc_questions import Question
-from daskgpt.generation.decoder import MOST_ROWS, Decoder, Weights
+from daskgpt.formats.llmc import Question
+from daskgpt.generation.decoder import Decoder, EagerDecoder, Weights, decoder_of
 
 Row = tuple[int, int, int]  # text, position, token
 
 
-def losses_of(decoder: Decoder, rows: Sequence[Row], targets: Sequence[int]) -> np.ndarray:
-    """Nats of the tokens that follow on some rows.
+def losses_of(decoder: Decoder | EagerDecoder, rows: Sequence[Row], targets: Sequence[int]) -> np.ndarray:
+    """Return the nats of the tokens that follow some rows.
 
     rows      as of `Decoder.read`
-    targets   what follows on each, -1 where nobody asks
+    targets   what follows on each, -1 where it is not wanted
 
-    Shapes    -> (number of targets that are asked for,) float64
+    Shapes    -> (number of wanted targets,) float64
     """
     found = []
-    for first in range(0, len(rows), MOST_ROWS):
-        wanted = np.array(targets[first : first + MOST_ROWS])
-        (asked,) = np.nonzero(wanted >= 0)
-        logits = decoder.read(rows[first : first + MOST_ROWS], asked.tolist())
+    most = decoder.most_rows
+    for first in range(0, len(rows), most):
+        wanted = np.array(targets[first : first + most])
+        (scored,) = np.nonzero(wanted >= 0)
+        logits = decoder.read(rows[first : first + most], scored.tolist())
         top = logits.max(axis=1, initial=-np.inf)
-        likely = logits[np.arange(len(asked)), wanted[asked]].astype(np.float64)
+        likely = logits[np.arange(len(scored)), wanted[scored]].astype(np.float64)
         logits -= top[:, None]
         sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
         found.append(np.log(sums) + top - likely)
@@ -36,14 +37,14 @@ def losses_of(decoder: Decoder, rows: Sequence[Row], targets: Sequence[int]) -> 
 
 
 def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: int = 0) -> Iterator[np.ndarray]:
-    """Nats of every token of a text but the first, in sequences that follow one another without overlap.
+    """Yield the nats of every token of a text but the first, in sequences that follow one another without overlap.
 
     Each sequence is read from its own first token on, with the positions from 0: the first token that it predicts has
     one token before it, the last one `length`. Yields an array a sequence.
 
     Shapes   tokens (N,), at least 2
     """
-    decoder = Decoder(weights, 1, length, threads)
+    decoder = decoder_of(weights, 1, length, threads)
     for first in range(0, len(tokens) - 1, length):
         read = tokens[first : first + length + 1].tolist()
         rows = [(0, position, token) for position, token in enumerate(read[:-1])]
@@ -59,24 +60,24 @@ class Answer:
 
 
 def answers(weights: Weights, questions: Iterable[Question], context: int, threads: int = 0) -> Iterator[Answer]:
-    """What a model says to questions; of a context that is too long the end is read.
+    """Yield what a model answers to each question; of a context that is too long the end is read.
 
     Errors   ValueError for a completion that does not fit the model's context behind one token
     """
-    decoder: Decoder | None = None
+    decoder: Decoder | EagerDecoder | None = None
     for question in questions:
         longest, count = max(map(len, question.completions)), len(question.completions)
         rule, got = "a completion must fit the model's context behind a token", {"tokens": longest, "context": context}
         require(longest < context, "evaluate", rule, got, "Take a model with a longer context.")
         if decoder is None or decoder.texts < count:
-            decoder = Decoder(weights, count, context, threads)
+            decoder = decoder_of(weights, count, context, threads)
         before = question.context[-(context - longest) :].tolist()
         nats = _completions(decoder, before, [each.tolist() for each in question.completions])
         sums, means = [float(each.sum()) for each in nats], [float(each.mean()) for each in nats]
         yield Answer(int(np.argmin(sums)) == question.label, int(np.argmin(means)) == question.label)
 
 
-def _completions(decoder: Decoder, context: list[int], completions: list[list[int]]) -> list[np.ndarray]:
+def _completions(decoder: Decoder | EagerDecoder, context: list[int], completions: list[list[int]]) -> list[np.ndarray]:
     """Nats of each completion's tokens. The context is read once, and what is kept of it copied for the others."""
     *before, last = context
     if before:

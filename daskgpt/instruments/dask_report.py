@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distributed import performance_report
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.instruments.timeline.writing import is_bare
+from daskgpt.instruments.timeline import is_bare
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-
-FLAG = "performance_report"
 
 
 @documented
@@ -34,15 +32,13 @@ class DaskReportConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if name := self.performance_report:
-            got, path = {FLAG: name}, Path(name)
-            require(
-                path.suffix == ".html", "train", "a report must be a page", got, "Give a name that ends with .html."
-            )
-            writable = is_bare(name) or os.access(path.parent, os.W_OK | os.X_OK)
-            require(
-                writable, "train", "the report's folder must be there and writable", got, "Make it, or name another."
-            )
+        path = Path(self.performance_report)
+        if self.performance_report and path.suffix != ".html":
+            rule = f"a report must be a page; got performance_report={path}"
+            raise ValueError(f"train: {rule}. Give a name that ends with .html.")
+        if self.performance_report and not (is_bare(str(path)) or os.access(path.parent, os.W_OK | os.X_OK)):
+            rule = f"the report's folder must exist and be writable; got performance_report={path}"
+            raise ValueError(f"train: {rule}. Make it, or name another.")
 
 
 class DaskReportWatcher:
@@ -58,12 +54,13 @@ class DaskReportWatcher:
 
     def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
         if not isinstance(scheduler, ClusterScheduler):
-            rule, got = "Dask reports on clusters only", {"scheduler": scheduler.description}
-            raise refusal(ValueError, "train", rule, got, "Take TimelineWatcher.")
-        self.path, self.client = Path(job.run.out if is_bare(self.name) else "") / self.name, scheduler.client
-        self.report = performance_report(str(self.path), mode="inline")
-        with self.client.as_current():
-            self.report.__enter__()
+            got = f"got scheduler={scheduler.description}"
+            raise ValueError(f"train: Dask reports on clusters only; {got}. Take TimelineWatcher.")
+        self.path = Path(job.run.out if is_bare(self.name) else "") / self.name
+        self.stack = ExitStack()
+        with scheduler.client.as_current():
+            self.stack.enter_context(performance_report(str(self.path), mode="inline"))
+        self.client = scheduler.client
         return 0
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
@@ -71,5 +68,5 @@ class DaskReportWatcher:
 
     def end(self) -> None:
         with self.client.as_current():
-            self.report.__exit__(None, None, None)
+            self.stack.close()
         print(f"report written to {self.path}")

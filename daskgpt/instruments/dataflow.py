@@ -1,10 +1,11 @@
-"""The tasks of a step and what waits for what, to look at and to ask: nothing is run."""
+"""The tasks of a step and their dependencies, as a graph and as a drawing: nothing is run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
+from html import escape
 from typing import Any
 
 from daskgpt.config.errors import nearest, require
@@ -16,13 +17,16 @@ from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import Runnable
-from daskgpt.instruments.memory import in_place_of, known_chunks, known_grain
-from daskgpt.instruments.plan import plan
+from daskgpt.instruments.plan import in_place_of, known_chunks, known_grain, plan
+from daskgpt.instruments.timeline import color_of
 from daskgpt.model.origins import Origin
 from daskgpt.training.job_steps import training_step
 from daskgpt.training.stand_ins import Trial
 
 DRAWN = 300  # tasks that a picture has at most
+LABELS, COLUMNS, NARROWEST, BOWS = 112, 236, 40, 16  # pixels: of names, of all columns, of one at least, of bows
+ALONE, STRIPE, GAP, TOP = 15, 7, 19, 30  # heights: of a kernel alone, of one among several, between rows, of the chunks
+LINE, MARK = "#9aa4b2", "#d1242f"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,16 @@ class DataflowTask:
     calls: tuple[Origin, ...]
     bytes: int
 
+    @property
+    def title(self) -> str:
+        """The name without the chunk."""
+        return self.name.partition("[")[0]
+
+    @property
+    def height(self) -> int:
+        """Pixels of its box in a drawing: a stripe a kernel."""
+        return ALONE if len(self.calls) < 2 else STRIPE * len(self.calls)
+
 
 @dataclass(frozen=True, repr=False)
 class Dataflow:
@@ -50,6 +64,7 @@ class Dataflow:
     needs   name -> names of the tasks that it waits for
     peak    bytes of all arrays when there are most of them, of the whole step
     levels  name -> where it is drawn, the top being 0; None = as deep as it lies
+    marked  names of tasks that are drawn in red
     """
 
     title: str
@@ -57,10 +72,11 @@ class Dataflow:
     needs: Mapping[str, frozenset[str]]
     peak: int
     levels: Mapping[str, int] | None = None
+    marked: frozenset[str] = frozenset()
 
     @property
     def edges(self) -> list[tuple[str, str]]:
-        """(the task that is waited for, the one that waits), in the order of the tasks."""
+        """Pairs (the task that is waited for, the one that waits), in the order of the tasks."""
         return [(earlier, name) for name in self.tasks for earlier in self.tasks if earlier in self.needs[name]]
 
     @property
@@ -69,22 +85,29 @@ class Dataflow:
         return sum(task.bytes for task in self.tasks.values())
 
     def before(self, name: str) -> frozenset[str]:
-        """The tasks that must be done before this one starts."""
-        return self._reached(name, self.needs)
+        """Return the tasks that must be done before this one starts."""
+        self._check(name)
+        found = {name}
+        for later in reversed(list(self.tasks)):
+            if later in found:
+                found |= self.needs[later]
+        return frozenset(found - {name})
 
     def after(self, name: str) -> frozenset[str]:
-        """The tasks that cannot start before this one is done."""
-        readers: dict[str, set[str]] = {each: set() for each in self.tasks}
-        for earlier, later in self.edges:
-            readers[earlier].add(later)
-        return self._reached(name, readers)
+        """Return the tasks that cannot start before this one is done."""
+        self._check(name)
+        found = {name}
+        for later in self.tasks:
+            if not found.isdisjoint(self.needs[later]):
+                found.add(later)
+        return frozenset(found - {name})
 
     def beside(self, name: str) -> frozenset[str]:
-        """The tasks that may run at the same time as this one."""
+        """Return the tasks that may run at the same time as this one."""
         return frozenset(self.tasks) - self.before(name) - self.after(name) - {name}
 
     def chain(self) -> list[str]:
-        """The longest chain of tasks of which each waits for the one before: what no number of threads shortens."""
+        """Return the longest chain of tasks of which each waits for the one before it: threads cannot shorten it."""
         depth = self.depths()
         path = [max(depth, key=depth.__getitem__)] if depth else []
         while path and self.needs[path[-1]]:
@@ -92,11 +115,11 @@ class Dataflow:
         return path[::-1]
 
     def depths(self) -> dict[str, int]:
-        """How many tasks must run one after the other before each."""
+        """Return how many tasks must run one after the other before each."""
         return _depths(self.needs)
 
     def of(self, block: int, phase: str = "forward") -> Dataflow:
-        """The tasks, and of them the kernels, of one transformer block in one pass; names are told without both.
+        """Return the tasks, and of them the kernels, of one transformer block in one pass; names have neither.
 
         Errors   ValueError where there are none
         """
@@ -117,7 +140,7 @@ class Dataflow:
         return Dataflow(f"block {block}, {phase}: {self.title}", tasks, needs, self.peak)
 
     def without(self, edge: tuple[str, str]) -> Dataflow:
-        """The same without one of its edges, drawn as if it had it.
+        """Return the same without one of its edges, drawn as if it had it.
 
         Errors   ValueError where it has no such edge
         """
@@ -126,14 +149,15 @@ class Dataflow:
         needs = {**self.needs, later: self.needs[later] - {earlier}}
         return replace(self, needs=needs, levels=self.levels or self.depths())
 
-    def picture(self, marked: Iterable[str] = ()) -> Picture:
-        """A drawing with some tasks, and the edges between them, in red."""
-        for name in (marked := tuple(marked)):
+    def picture(self, marked: Iterable[str] = ()) -> Dataflow:
+        """Return the same, drawn with some tasks, and the edges between them, in red."""
+        marked = frozenset(marked)
+        for name in marked:
             self._check(name)
-        return Picture(self, marked)
+        return replace(self, marked=marked)
 
     def rows(self) -> list[list[str]]:
-        """What there is to say of it: a word, and the numbers."""
+        """Return its numbers, each with a word."""
         chain, tasks = len(self.chain()), len(self.tasks)
         kernels = sum(len(task.calls) for task in self.tasks.values())
         return [
@@ -146,41 +170,94 @@ class Dataflow:
         return "\n".join([f"Dataflow of {self.title}", *(f"{word:12}{text}" for word, text in self.rows())])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, with a drawing where there are not too many tasks."""
-        return self.picture()._repr_html_()
-
-    def _reached(self, name: str, edges: Mapping[str, Iterable[str]]) -> frozenset[str]:
-        self._check(name)
-        found, left = set[str](), [name]
-        while left:
-            new = set(edges[left.pop()]) - found
-            found |= new
-            left += new
-        return frozenset(found)
+        """Return the same for notebooks, with a drawing where there are not too many tasks."""
+        drawn = _Drawing(self).svg() if len(self.tasks) <= DRAWN else ""
+        return html_table(self.title, [] if self.marked else self.rows()) + drawn
 
     def _check(self, name: str) -> None:
-        require(
-            name in self.tasks,
-            "Dataflow",
-            "the task must be one of it",
-            {"task": name},
-            nearest(name, list(self.tasks)),
+        advice = nearest(name, list(self.tasks)) if name not in self.tasks else ""
+        require(not advice, "Dataflow", "the task must be one of it", {"task": name}, advice)
+
+
+class _Drawing:
+    """A drawing: time runs down, a column a chunk, a stripe a kernel; narrow enough for a phone."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        self.flow, depths = flow, flow.levels or flow.depths()
+        chunks = [task.chunk for task in flow.tasks.values() if task.chunk is not None]
+        cut = sorted({(b or 0, t) for b, t in chunks if t is not None}) or sorted({(b or 0, 0) for b, _ in chunks})
+        self.columns = cut or [(0, 0)]
+        self.wide = max(NARROWEST, COLUMNS / len(self.columns))
+        # A row for each kind of task at a depth, so that none stands over another one.
+        kinds = sorted({(depths[name], task.title) for name, task in flow.tasks.items()})
+        number = {kind: row for row, kind in enumerate(kinds)}
+        self.row = {name: number[depths[name], task.title] for name, task in flow.tasks.items()}
+        self.rows: list[list[DataflowTask]] = [[] for _ in kinds]
+        for name, task in flow.tasks.items():
+            self.rows[self.row[name]].append(task)
+        self.tops, self.bottom = list[int](), TOP
+        for row in self.rows:
+            self.tops.append(self.bottom)
+            self.bottom += max(task.height for task in row) + GAP
+
+    def box(self, name: str) -> tuple[float, float, float, float]:
+        """Return left, top, right and bottom of a task: in its column, those of all its tokens, or all."""
+        task, top, inset = self.flow.tasks[name], self.tops[self.row[name]], min(6.0, self.wide / 8)
+        chunk = task.chunk or (None, None)
+        own = [n for n, place in enumerate(self.columns) if all(c in (None, p) for c, p in zip(chunk, place))] or [0]
+        left, right = LABELS + own[0] * self.wide + inset, LABELS + (own[-1] + 1) * self.wide - inset
+        return left, top, right, top + task.height
+
+    def svg(self) -> str:
+        """Return the drawing."""
+        parts = [self._edge(earlier, later) for earlier, later in self.flow.edges]
+        parts += [self._task(name) for name in self.flow.tasks]
+        parts += [self._label(number) for number in range(len(self.rows))]
+        for number, (b, t) in enumerate(self.columns):
+            middle = LABELS + (number + 0.5) * self.wide
+            parts.append(f'<text x="{middle:.0f}" y="16" text-anchor="middle" font-size="11">[{b}, {t}]</text>')
+        parts.append('<text x="0" y="16" font-size="11">chunk [b, t]</text>')
+        width = f"{LABELS + self.wide * len(self.columns) + BOWS:.0f}"
+        size = f'viewBox="0 0 {width} {self.bottom}" width="{width}" height="{self.bottom}"'
+        style = 'style="max-width: 100%; height: auto; background: white"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} {style}>{"".join(parts)}</svg>'
+
+    def _task(self, name: str) -> str:
+        left, top, right, bottom = self.box(name)
+        task, marked = self.flow.tasks[name], name in self.flow.marked
+        high = (bottom - top) / max(len(task.calls), 1)
+        stripes = "".join(
+            f'<rect x="{left:.1f}" y="{top + number * high:.1f}" width="{right - left:.1f}" height="{high:.1f}" '
+            f'fill="{color_of(call.layer, call.phase == "backward")}"/>'
+            for number, call in enumerate(task.calls)
         )
+        frame = f'fill="none" stroke="{MARK if marked else "#333"}" stroke-width="{2.5 if marked else 0.8}"'
+        box = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" {frame}'
+        return f"<g><title>{escape(name)}</title>{stripes}<rect {box}/></g>"
 
+    def _edge(self, earlier: str, later: str) -> str:
+        """Return a line from the foot of a task to the head of another; past the rows between them in a bow."""
+        left, _, right, foot = self.box(earlier)
+        other_left, head, other_right, _ = self.box(later)
+        if self.row[later] - self.row[earlier] > 1:
+            bow = max(right, other_right) + self.wide * 0.22
+            curve = f"C{bow:.1f},{foot + 14:.1f} {bow:.1f},{head - 14:.1f} {other_right - 5:.1f},{head:.1f}"
+            path = f"M{right - 5:.1f},{foot:.1f} {curve}"
+        else:
+            path = f"M{(left + right) / 2:.1f},{foot:.1f} L{(other_left + other_right) / 2:.1f},{head:.1f}"
+        color, width = (MARK, 2.2) if {earlier, later} <= self.flow.marked else (LINE, 1.2)
+        return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
 
-@dataclass(frozen=True)
-class Picture:
-    """A drawing of a dataflow, for notebooks."""
-
-    dataflow: Dataflow
-    marked: tuple[str, ...] = ()
-
-    def _repr_html_(self) -> str:
-        from daskgpt.instruments.dataflow_drawing import svg_dataflow  # which knows dataflows
-
-        rows = [] if self.marked else self.dataflow.rows()
-        drawn = svg_dataflow(self.dataflow, self.marked) if len(self.dataflow.tasks) <= DRAWN else ""
-        return html_table(self.dataflow.title, rows) + drawn
+    def _label(self, row: int) -> str:
+        """Return what stands at the left of a row: the layer and where it is, of several kernels how many."""
+        task, y = self.rows[row][0], self.tops[row]
+        kind, _, place = task.title.partition(" ")
+        kernels = [f"{len(task.calls)} kernels"] * (len(task.calls) > 1)
+        looks = [(10.5, "#111"), (9, "#666"), (9, "#666")]
+        return "".join(
+            f'<text x="0" y="{y + 8 + 10 * number}" font-size="{size}" fill="{color}">{escape(line[:21])}</text>'
+            for number, (line, (size, color)) in enumerate(zip((kind, place, *kernels), looks))
+        )
 
 
 def dataflow(
@@ -188,7 +265,7 @@ def dataflow(
     data: DataConfig | Mapping[str, Any] | None = None,
     dataflow: DataflowConfig | Mapping[str, Any] | None = None,
 ) -> Dataflow:
-    """The tasks of a training step and what they wait for, without running it.
+    """Return the tasks of a training step and what they wait for, without running it.
 
     Chunks and grain that are auto stand for those of `daskgpt.plan`.
 
@@ -206,13 +283,13 @@ def dataflow(
     step = training_step(job, known_chunks(job)[0], known_grain(job)[0], in_place_of(job))
     tasks, needs = tasks_of(step.runnable, Trial(step).results)
     size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
-    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, asked.found.peak)
+    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, asked.peak)
 
 
 def tasks_of(
     runnable: Runnable, results: Mapping[Key, int]
 ) -> tuple[dict[str, DataflowTask], dict[str, frozenset[str]]]:
-    """Tasks by name, every one after those that it needs, and their needs; results: bytes that each returns."""
+    """Return tasks by name, every one after those that it needs, and their needs; results: bytes that each returns."""
     graph, unmerged = runnable.graph, runnable.recorded.unmerged
     own = [key for key, node in graph.items() if not is_leaf(node)]
     inside = {
@@ -236,7 +313,7 @@ def tasks_of(
 
 
 def _depths(needs: Mapping[str, frozenset[str]]) -> dict[str, int]:
-    """How many tasks must run one after the other before each."""
+    """Return how many tasks must run one after the other before each."""
     found: dict[str, int] = {}
     for name in TopologicalSorter(needs).static_order():
         found[name] = max((found[earlier] + 1 for earlier in needs[name]), default=0)
@@ -250,14 +327,14 @@ def _name(title: str, chunk: tuple[int | None, ...] | None) -> str:
 
 
 def _short(name: str, block: int, phase: str) -> str:
-    """A name where block and pass are known."""
+    """Return a name where block and pass are known."""
     kind, _, place = name.partition(" ")
     place = place.removeprefix(f"h.{block}.")
     return f"{kind.removesuffix(f'.{phase}')} {place}"
 
 
 def _distinct(names: Mapping[Any, str]) -> dict[Any, str]:
-    """Names, with a number behind those that others have, too."""
+    """Return names, with a number behind those that others have, too."""
     seen: dict[str, int] = {}
     found: dict[Any, str] = {}
     for key, name in names.items():

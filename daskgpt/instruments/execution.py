@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from typing import Any
@@ -19,8 +19,8 @@ from daskgpt.instruments.plan import plan
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.timeline import Summary, Timeline, summarise
 from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
-from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.job import Job, compile_kernels
+from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.training.job import compile_kernels
 
 WARMUP = 4  # steps before the first turn
 HEAD = ("", "ms a step", "speedup", "efficiency", "overlap", "idle")
@@ -42,19 +42,18 @@ class Execution:
     timeline: Timeline
 
     @cached_property
-    def summary(self) -> Summary:
-        """Of the timeline."""
+    def _summary(self) -> Summary:
         return summarise(self.timeline)
 
     @property
     def overlap(self) -> float:
         """Share of the time in which two or more different layers ran at once."""
-        return self.summary.overlap
+        return self._summary.overlap
 
     @property
     def idle(self) -> float:
         """Share of the threads' time in which no kernel ran."""
-        return 1 - self.summary.kernel_share
+        return 1 - self._summary.kernel_share
 
 
 class Executions(Mapping[str, Execution]):
@@ -76,37 +75,31 @@ class Executions(Mapping[str, Execution]):
         return len(self.found)
 
     def speedup(self, name: str) -> float:
-        """How many times as fast as the first, by medians."""
+        """Return how many times as fast as the first, by medians."""
         first = next(iter(self.found.values()))
         return first.seconds.median / self[name].seconds.median
 
     def efficiency(self, name: str) -> float:
-        """Speedup by how many times as many threads it has."""
+        """Return the speedup by how many times as many threads it has."""
         first = next(iter(self.found.values()))
         return self.speedup(name) * first.threads / self[name].threads
 
     def rows(self) -> list[list[str]]:
-        """A table of text, as `HEAD` says."""
+        """Return a table of text, whose columns are those of HEAD."""
         return [
-            [
-                name,
-                _milliseconds(run.seconds),
-                f"{self.speedup(name):.2f}",
-                f"{self.efficiency(name):.0%}",
-                f"{run.overlap:.0%}",
-                f"{run.idle:.0%}",
-            ]
+            [name, _milliseconds(run.seconds), f"{self.speedup(name):.2f}"]
+            + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, run.idle)]
             for name, run in self.found.items()
         ]
 
     def __repr__(self) -> str:
-        table = [list(HEAD), *self.rows()]
-        wide = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
+        table = [HEAD, *self.rows()]
+        first, *others = (max(map(len, cells)) for cells in zip(*table))
         lines = [
-            row[0].ljust(wide[0]) + "".join(f"  {cell:>{size}}" for cell, size in zip(row[1:], wide[1:]))
-            for row in table
+            name.ljust(first) + "".join(f"  {cell:>{size}}" for cell, size in zip(cells, others))
+            for name, *cells in table
         ]
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+        return "\n".join([*lines, self.note] if self.note else lines)
 
     @property
     def note(self) -> str:
@@ -118,8 +111,7 @@ class Executions(Mapping[str, Execution]):
     def _repr_html_(self) -> str:
         """The table, and the timelines one below the other on one time scale: a strip a thread."""
         runs = list(self.found.values())
-        turns = "s" * (runs[0].seconds.n != 1)
-        title = f"{runs[0].seconds.n} turn{turns}: medians a step (and middle halves), speedup over {next(iter(self))}"
+        title = f"Turns: {runs[0].seconds.n}; medians a step (and middle halves), speedup over {next(iter(self))}"
         end = max(window.end for run in runs for window in run.timeline.windows)
         lanes = "".join(
             f'<div style="margin-top: 8px">{escape(name)}: {_milliseconds(run.seconds)} ms a step</div>'
@@ -165,7 +157,8 @@ def measure(
     known = dataflows or {"default": {}}
     require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
     require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
-    jobs = {name: _job(config, data, own, seed) for name, own in known.items()}
+    plans = {name: plan(config, data, {"schedule": "constant"}, own) for name, own in known.items()}
+    jobs = {name: replace(found.job, run=RunConfig(seed=seed)) for name, found in plans.items()}
     for job in jobs.values():
         compile_kernels(job.precision)
     others = machine.busy_cores()
@@ -180,19 +173,8 @@ def measure(
             for name, own in runs.items():
                 taken = own.run(steps)
                 seconds[name].append(sum(taken) / len(taken))
-        return Executions({name: _execution(own, seconds[name], steps) for name, own in runs.items()}, others)
-
-
-def _job(
-    config: GPT2Config,
-    data: DataConfig | Mapping[str, Any] | None,
-    dataflow: DataflowConfig | Mapping[str, Any],
-    seed: int,
-) -> Job:
-    job = plan(config, data, {"schedule": "constant"}, dataflow).job
-    return Job(job.config, job.data, job.optimizer, job.dataflow, RunConfig(seed=seed))
-
-
-def _execution(run: Steps, seconds: list[float], steps: int) -> Execution:
-    losses = tuple(run.losses)
-    return Execution(run.scheduler.threads, Spread.of(seconds), losses, run.timeline(steps))
+        found = {
+            name: Execution(run.scheduler.threads, Spread.of(seconds[name]), tuple(run.losses), run.timeline(steps))
+            for name, run in runs.items()
+        }
+        return Executions(found, others)

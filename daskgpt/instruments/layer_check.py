@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -61,7 +61,7 @@ class LayerReport:
 def check_layer(
     layer: Layer, sizes: Mapping[str, int] | None = None, options: Mapping[str, Any] | None = None
 ) -> LayerReport:
-    """What the tests ask of every layer, asked of one that somebody writes.
+    """Check a layer as the tests check every layer of the package.
 
     Each gradient against a numeric derivative in a random direction (float64); output and gradients of a batch in
     chunks against those of the batch as a whole (float32); dtypes; arguments that must stay as they are.
@@ -115,17 +115,15 @@ def lazy_arguments(
 def run_layer(
     layer: Layer,
     values: Mapping[str, np.ndarray],
-    dy_of: Callable[[da.Array], np.ndarray],
     chunk: tuple[int, int] = (2, 3),
     sizes: Mapping[str, int] = SIZES,
     options: Mapping[str, Any] = OPTIONS,
 ) -> tuple[np.ndarray, Arrays]:
-    """Output, and gradients of sum(output * dy) by argument, from a tape, under Dask's synchronous scheduler."""
+    """Return the output, and gradients of sum(output * `direction_of` it) by argument, from a tape."""
     tape = Tape()
     arrays = lazy_arguments(layer, values, chunk, sizes)
     y = tape("here.0", layer, *arrays.values(), **options)
-    dy = da.from_array(dy_of(y), chunks=y.chunks, name="dy-leaf")
-    gradients = tape.backward(y, dy)
+    gradients = tape.backward(y, da.from_array(direction_of(y), chunks=y.chunks, name="dy-leaf"))
     found = {name: gradients[array.name] for name, array in arrays.items() if array.name in gradients}
     y_value, values_found = dask.compute(y, found, scheduler="sync")
     return y_value, values_found
@@ -140,7 +138,7 @@ def direction_of(y: da.Array) -> np.ndarray:
 def _gradients(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[Finding]:
     random = np.random.default_rng(20)
     values = random_arguments(layer, random, "float64", sizes)
-    _, gradients = run_layer(layer, values, direction_of, sizes=sizes, options=options)
+    _, gradients = run_layer(layer, values, sizes=sizes, options=options)
     findings = []
     for name, gradient in gradients.items():
         if gradient.shape != values[name].shape:
@@ -150,7 +148,7 @@ def _gradients(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any
         direction, ends = random.normal(size=values[name].shape), []
         for sign in (1, -1):
             moved = values | {name: values[name] + sign * STEP * direction}
-            y, _ = run_layer(layer, moved, direction_of, sizes=sizes, options=options)
+            y, _ = run_layer(layer, moved, sizes=sizes, options=options)
             ends.append(float((y * direction_of(y)).sum()))
         numeric, exact = (ends[0] - ends[1]) / (2 * STEP), float((gradient * direction).sum())
         error = abs(exact - numeric) / max(abs(numeric), 0.1)
@@ -164,7 +162,7 @@ def _chunkings(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any
     values = random_arguments(layer, np.random.default_rng(20), "float32", sizes)
     results = []
     for chunk in CHUNKS:
-        y, gradients = run_layer(layer, values, direction_of, chunk, sizes, options)
+        y, gradients = run_layer(layer, values, chunk, sizes, options)
         results.append({"output": y} | {f"gradient of {name}": own for name, own in gradients.items()})
     findings = []
     for what, whole in results[0].items():
@@ -174,8 +172,8 @@ def _chunkings(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any
             continue
         error = max(float(np.abs(other - whole).max()) for other in others) / max(float(np.abs(whole).max()), 1e-30)
         same = all(np.array_equal(other, whole) for other in others)
-        told = "every bit" if same else f"off by {error:.0e}" + (" (rounding)" if error <= CHUNK_ERROR else "")
-        findings.append(Finding(f"{what} in chunks", error <= CHUNK_ERROR, told))
+        found = "every bit" if same else f"off by {error:.0e}" + (" (rounding)" if error <= CHUNK_ERROR else "")
+        findings.append(Finding(f"{what} in chunks", error <= CHUNK_ERROR, found))
     return findings
 
 
@@ -185,7 +183,7 @@ def _purity(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) 
     watched = replace(layer, forward=_watched(layer.forward, changed), backward=backward)
     for dtype in ("float32", "float64"):
         values = random_arguments(layer, np.random.default_rng(20), dtype, sizes)
-        y, gradients = run_layer(watched, values, direction_of, sizes=sizes, options=options)
+        y, gradients = run_layer(watched, values, sizes=sizes, options=options)
         dtypes |= {(dtype, np.asarray(each).dtype.name) for each in (y, *gradients.values())}
     wrong = sorted(f"{given} in, {made} out" for given, made in dtypes if given != made)
     return [

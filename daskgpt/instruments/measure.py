@@ -1,27 +1,72 @@
-"""Time the steps of a job: how long, where the time went, how much of the machine it used."""
+"""Time steps on random tokens: how long they take, where the time goes, and programs that take turns."""
 
 from __future__ import annotations
 
+import platform
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+
+from daskgpt.config.groups import groups_setting
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.instruments import machine
-from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline import StepRecorder, Timeline
-from daskgpt.instruments.timeline.colours import is_message
+from daskgpt.instruments.timeline import Timeline, is_message, recorder_of
 from daskgpt.model.origins import PHASES
-from daskgpt.model.parameters import RandomParameters
-from daskgpt.model.step_operations import step_operations
+from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.machine import product_rate
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.job import Job
+from daskgpt.training.job import Job, facts
 from daskgpt.training.trainer import steps_of
 
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
+PAUSE_SECONDS = 0.05  # between turns: threads of OpenMP spin for some milliseconds after their last work
+DISTURBED = 0.1  # cores that other programs keep busy
+ATTEMPTS = 3  # times as many turns as requested, at most, to have enough that are not disturbed
+
+
+@documented
+@dataclass(frozen=True)
+class BenchConfig(Checked):
+    """What is timed."""
+
+    steps: int = setting(10, "timed steps, or turns of --generation", unit="steps", least=1, most=2**20)
+    warmup: int = setting(3, "steps before them", unit="steps", least=1, most=2**20)
+    recorded: int = setting(
+        3, "steps after them in which every kernel call is recorded", unit="steps", least=1, most=2**10
+    )
+    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
+    groups: int = groups_setting()
+    seed: int = setting(0, "seed of initial values and tokens", least=0)
+
+
+def job_of(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Job:
+    """The checked job of a run on random tokens, with a constant learning rate."""
+    return Job(
+        config,
+        DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups),
+        OptimizerConfig(schedule="constant"),
+        dataflow,
+        RunConfig(seed=options.seed),
+    )
+
+
+def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets (B, T) int32, uniform over the vocabulary; the same for the same seed and step."""
+    size, length = job.batch_shape
+    tokens = np.random.default_rng([seed, step]).integers(0, job.config.vocabulary, (size, length + 1), np.int32)
+    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -31,25 +76,30 @@ class Measurement:
     step         seconds a step, over the timed steps
     busy         pass -> seconds a step that kernels ran, divided by the threads; from the recorded steps
     idle         share of the threads' time in the recorded steps in which no kernel ran
-    operations   of a step, see `step_operations`
     matmul_rate  of the same machine and as many threads, see `schedulers.product_rate`
     peak         most bytes in memory in the timed steps, all processes together
+    settings     what was measured
+    chunks       of the batch, and why, for people
     """
 
+    job: Job
     step: Spread
     busy: dict[str, float]
     idle: float
-    operations: int
     matmul_rate: float
     peak: int
-    tasks: int
-    grain: str
-    threads: int
+    settings: dict[str, Any]
+    chunks: str
 
     @property
     def rate(self) -> float:
-        """Operations a second."""
-        return self.operations / self.step.median
+        """Operations a second, see `step_operations`."""
+        return step_operations(self.job.config, *self.job.batch_shape) / self.step.median
+
+    @property
+    def tokens(self) -> float:
+        """A second."""
+        return prod(self.job.batch_shape) / self.step.median
 
     def figures(self) -> dict[str, Figure]:
         """For a record of measurements."""
@@ -57,10 +107,36 @@ class Measurement:
             **figures_of({"step": self.step}, "ms", 1e3),
             **{name: Figure.single(seconds * 1e3, "ms") for name, seconds in self.busy.items()},
             "overhead": Figure.single(self.idle, ""),
+            "tokens": Figure.single(self.tokens, "tokens/s"),
             "rate": Figure.single(self.rate / 1e9, "GFLOP/s"),
             "matmul_rate": Figure.single(self.matmul_rate / 1e9, "GFLOP/s"),
             "peak": Figure.single(self.peak / 1e9, "GB"),
         }
+
+    def describe(self) -> str:
+        """The numbers for a person."""
+        job, step, own = self.job, self.step, self.settings
+        threads = own["threads"]
+        who = f"{job.scheduler}, {threads} thread{'s' * (threads != 1)}, {job.precision.name}"
+        share = f"{self.rate / self.matmul_rate:.0%} of the float32 matrix product's {self.matmul_rate / 1e9:,.1f}"
+        lines = {
+            "model": f"{parameter_count(job.config):,} parameters",
+            "batch": facts(job)["batch"],
+            "chunks": self.chunks,
+            "tasks": f"{own['tasks']:,} a step (grain {own['grain']}), {who}",
+            "machine": machine.processor(),
+            "step": f"{_ms(step.median)}   {step.least * 1e3:,.1f} .. {step.largest * 1e3:,.1f}",
+            **{f"  {name}": _ms(seconds) for name, seconds in self.busy.items()},
+            "overhead": f"{self.idle:10.1%}   of the threads' time without a kernel",
+            "tokens": f"{self.tokens:10,.0f}   a second",
+            "arithmetic": f"{self.rate / 1e9:10,.1f} GFLOP/s, {share}",
+            "memory": f"{self.peak / 1e9:10.3f} GB at most",
+        }
+        return "\n".join(f"{name:12} {text}" for name, text in lines.items())
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:10,.1f} ms"
 
 
 class Steps:
@@ -72,6 +148,20 @@ class Steps:
         self.ranks = self.steps.recovers  # whether workers share a batch
         self.state = self.steps.initial(RandomParameters(job.config, seed))
         self.losses: list[float] = []
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What runs, for a record of measurements."""
+        (batch_size, length), (batch_chunk, sequence_chunk) = self.job.batch_shape, self.steps.chunk
+        return {
+            "batch_size": batch_size,
+            "sequence_length": length,
+            "groups": self.job.groups,
+            "batch_chunk": batch_chunk,
+            "sequence_chunk": sequence_chunk,
+            "scheduler": self.job.scheduler,
+            "precision": self.job.precision.name,
+        }
 
     def run(self, count: int) -> list[float]:
         """Seconds of each of some further steps, from a batch to its loss.
@@ -101,22 +191,13 @@ class Steps:
         if not self.ranks:
             self.scheduler.settle(self.state.packs)
 
-    def recorder(self) -> Any:
-        """What records these steps as a timeline."""
-        if self.ranks:
-            from daskgpt.instruments.timeline.ranks import RankRecorder  # which needs `distributed`
-
-            return RankRecorder(self.steps)
-        return StepRecorder(self.steps.step, self.scheduler)
-
     def timeline(self, count: int) -> Timeline:
         """The timeline of so many further steps, of some more where the last window has more."""
-        recorder, size, done = self.recorder(), self.window, len(self.losses)
+        recorder, size, done = recorder_of(self.steps, self.scheduler), self.window, len(self.losses)
         for first in range(done, done + count, size):
             with recorder.window(range(first, first + size)):
                 self.run(size)
-        made: Timeline = recorder.finish()
-        return made
+        return recorder.finish()
 
     def recorded(self, count: int) -> tuple[dict[str, float], float]:
         """Busy seconds by pass of all threads, and seconds, both a step, over some further steps."""
@@ -164,26 +245,83 @@ class Steps:
 
 def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
     """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
-    job, scheduler = steps.job, steps.scheduler
-    threads = scheduler.threads
+    scheduler, threads = steps.scheduler, steps.scheduler.threads
     steps.run(warmup)
     steps.reset_peak()
     step = Spread.of(steps.run(timed))
     peak = steps.peak()
     busy, seconds = steps.recorded(recorded)
-    return Measurement(
-        step=step,
-        busy={name: total / threads for name, total in busy.items()},
-        idle=1 - sum(busy.values()) / (threads * seconds),
-        operations=step_operations(job.config, *job.batch_shape),
-        matmul_rate=sum(scheduler.everywhere(matmul_rate, threads)),
-        peak=peak,
-        tasks=steps.tasks,
-        grain=steps.grain,
-        threads=threads,
-    )
+    each = {name: total / threads for name, total in busy.items()}
+    idle = 1 - sum(busy.values()) / (threads * seconds)
+    rate = sum(scheduler.everywhere(matmul_rate, threads))
+    settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
+    return Measurement(steps.job, step, each, idle, rate, peak, settings, steps.steps.described_chunks)
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
     """`product_rate` of this process; a worker (Dask gives it under this name) has threads of its own number."""
     return product_rate(dask_worker.state.nthreads if dask_worker else threads)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of each step of each program, and how many cores others kept busy meanwhile (0: it is not known)."""
+
+    seconds: tuple[tuple[float, ...], ...]
+    others: float = 0.0
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Mean seconds a step of each program."""
+        return tuple(map(fmean, self.seconds))
+
+
+class Side(Protocol):
+    """A program that takes turns with others."""
+
+    def run(self, count: int) -> list[float]:
+        """Seconds of each of some further steps, or the means of some together."""
+        ...
+
+    def cpu(self) -> Mapping[tuple[str, int], float]:
+        """Seconds of processor time used so far, by machine and process."""
+        ...
+
+
+def take_turns(sides: Sequence[Side], turns: int, steps: int) -> list[Turn]:
+    """Let programs take turns of some steps until other programs have left so many undisturbed; who begins changes.
+
+    Threads that wait for each other by spinning, as OpenMP's do, become many times slower beside another program than
+    ours: a ratio that was measured then would be in our favour and wrong.
+    """
+    found: list[Turn] = []
+    while len(found) - disturbed(found) < turns and len(found) < ATTEMPTS * turns:
+        seconds = {}
+        busy, start = _others_seconds(sides), perf_counter()
+        first = len(found) % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            time.sleep(PAUSE_SECONDS)
+            seconds[side] = tuple(side.run(steps))
+        others = (_others_seconds(sides) - busy) / (perf_counter() - start)
+        found.append(Turn(tuple(seconds[side] for side in sides), others))
+    return found
+
+
+def undisturbed(turns: Sequence[Turn], wanted: int) -> Sequence[Turn]:
+    """Return the turns that no other program disturbed, where these are at least half as many as wanted; else all."""
+    found = [turn for turn in turns if turn.others <= DISTURBED]
+    return found if 2 * len(found) >= wanted else turns
+
+
+def disturbed(turns: Sequence[Turn]) -> int:
+    """Count the turns in which other programs ran."""
+    return sum(turn.others > DISTURBED for turn in turns)
+
+
+def _others_seconds(sides: Sequence[Side]) -> float:
+    """Return the processor time of other programs on this machine; 0 where the system does not say."""
+    everything = machine.busy_seconds()
+    if everything is None:
+        return 0.0
+    own = {process: seconds for side in sides for process, seconds in side.cpu().items()}
+    return everything - sum(seconds for (node, _), seconds in own.items() if node == platform.node())

@@ -1,45 +1,114 @@
-"""A plan in Python: tasks and memory of a step that nobody has run, for people and notebooks."""
+"""Tasks, memory and messages of a step, found without running it: `daskgpt.plan`, and --plan of the commands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table, html_text
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
-from daskgpt.instruments.memory import Prediction, describe_prediction, predict
-from daskgpt.training.job import Job
-from daskgpt.training.stand_ins import CLASSES
+from daskgpt.graph.distribute import Joined, Rank, Shard, ShardUpdate, Store
+from daskgpt.instruments import machine
+from daskgpt.model.parameters import tensors, value_count
+from daskgpt.schedulers.local import local_scheduler, usable_cores
+from daskgpt.schedulers.machine import memory_limit
+from daskgpt.training.autotune import ChunkChoice, GrainChoice, described
+from daskgpt.training.diloco import SOME_STEPS, replica_step
+from daskgpt.training.job import Job, facts
+from daskgpt.training.job_steps import JobSteps, training_step
+from daskgpt.training.stand_ins import CLASSES, Trial, rounded
+from daskgpt.training.step import TrainingStep
+
+ASSUMED = "block"  # the grain, while only a measured step can tell
+KINDS = ("totals", "weights", "rows")
+SHOWN = 8  # workers
+
+
+@dataclass
+class Load:
+    """Bytes that a worker sends in one step, and that it receives, by kind.
+
+    totals    of gradients, to the owner of these rows
+    weights   that it has updated, to all others
+    rows      of activations that are summed by the owner of the table that they belong to
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What a step will take; `str` is what `daskgpt.train --plan` prints.
+    """A step before it runs; `str` is what `daskgpt.train --plan` prints.
 
-    job     what would be trained
-    found   its step: tasks, bytes held and made, bytes at the peak, see `memory.Prediction`
+    job        what would be trained
+    made       bytes of all arrays of a class that the step holds or makes
+    at_peak    bytes of each class when most bytes are held
+    loads      what each worker sends; empty without a number of workers
     """
 
     job: Job
-    found: Prediction
+    grain: str
+    tasks: int
+    made: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    largest_task: str
+    largest_bytes: int
+    loads: Sequence[Load] = ()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all arrays when there are most of them."""
+        return sum(self.at_peak.values())
 
     def __repr__(self) -> str:
-        return describe_prediction(self.job, self.found)
+        above, below = self._text()
+        table = [
+            f"{'':12} {'held or made':>14} {'at the peak':>14}",
+            *(f"{kind:12} {_mb(self.made[kind]):>14} {_mb(self.at_peak[kind]):>14}" for kind in CLASSES),
+            f"{'peak':12} {'':14} {_mb(self.peak):>14}   without scratch of kernels",
+        ]
+        return "\n".join([*above, *table, *below])
 
     def _repr_html_(self) -> str:
-        found = self.found
-        rows = [[kind, *(f"{part[kind] / 1e6:,.1f}" for part in (found.made, found.at_peak))] for kind in CLASSES]
-        rows.append(["all together", "", f"{found.peak / 1e6:,.1f}"])
-        title = f"A step of {found.tasks:,} tasks, grain {found.grain}"
-        lines = str(self).splitlines()
-        above = next(number for number, line in enumerate(lines) if "held or made" in line)
-        lines[above : above + len(CLASSES) + 2] = []  # the table, as text
-        return html_table(title, rows, head=["MB", "held or made", "at the peak"], numbers=True) + html_text(
-            "\n".join(lines)
-        )
+        rows = [[kind, *(f"{part[kind] / 1e6:,.1f}" for part in (self.made, self.at_peak))] for kind in CLASSES]
+        rows.append(["all together", "", f"{self.peak / 1e6:,.1f}"])
+        title = f"A step of {self.tasks:,} tasks, grain {self.grain}"
+        table = html_table(title, rows, head=["MB", "held or made", "at the peak"], numbers=True)
+        above, below = self._text()
+        return table + html_text("\n".join([*above, *below]))
+
+    def _text(self) -> tuple[list[str], list[str]]:
+        """Return the lines above the table of memory and below it."""
+        job, known, data = self.job, facts(self.job), self.job.dataset
+        above = {"model": known["model"], "batch": known["batch"]}
+        above |= {"replicas": known["replicas"]} if job.local.local_steps else {}
+        above |= {"chunks": known_chunks(job)[1]}
+        above |= {"encoding": f"{data.encoding_name}, {data.vocabulary:,} ids"} if data else {}
+        above |= {"precision": known["precision"]}
+        if job.local.local_steps:
+            meetings = f"{self.tasks:,} where they meet, after {job.local.local_steps} steps"
+            above |= {"tasks": f"{SOME_STEPS}, with 3 small ones; {meetings}"}
+        else:
+            whose = f" of each of {len(self.loads)} workers" if self.loads else ""
+            above |= {"grain": known_grain(job)[1], "tasks": f"{self.tasks:,} a step{whose}"}
+        below = {
+            "largest task": f"{_mb(self.largest_bytes)} of results, {self.largest_task}",
+            "memory": fits(job, self.peak * max(len(self.loads), 1)),
+        }
+        loads = [describe_loads(self.loads)] if self.loads else []
+        return [_line(*own) for own in above.items()], [
+            *(_line(*own) for own in below.items()),
+            *loads,
+            "nothing was run",
+        ]
 
 
 def plan(
@@ -51,7 +120,7 @@ def plan(
     local: LocalConfig | Mapping[str, Any] | None = None,
     workers: int = 0,
 ) -> Plan:
-    """What a step will take, without running it; what `python -m daskgpt.train --plan` does, from Python.
+    """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
     workers   of a cluster that share the step, each of one thread; 0 for the scheduler that dataflow names
 
@@ -59,7 +128,7 @@ def plan(
 
     >>> import daskgpt
     >>> found = daskgpt.plan(daskgpt.preset("tiny"), {"batch_size": 4}, dataflow={"grain": "block"})
-    >>> found.found.grain, found.found.peak > 3 * 834_432 * 4
+    >>> found.grain, found.peak > 3 * 834_432 * 4
     ('block', True)
     """
     given = {DataConfig: data, OptimizerConfig: optimizer, DataflowConfig: dataflow, LocalConfig: local}
@@ -69,8 +138,205 @@ def plan(
     job = Job(
         config, made[DataConfig], made[OptimizerConfig], made[DataflowConfig], RunConfig(), local=made[LocalConfig]
     )
+    return predict(job, workers)
+
+
+def predict(job: Job, workers: int = 0) -> Plan:
+    """Return tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
+
+    Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
+    scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
+    `known_grain` say.
+
+    workers   of a cluster, which share the batch: tasks and memory are then those of the first one
+
+    Errors    ValueError for workers of local steps
+    """
     if workers:
-        rule, advice = "workers must come without local_steps", "Leave one out."
+        rule, advice = "workers must come without local_steps", "Leave one out: replicas send what the weights take."
         require(not job.local.local_steps, "plan", rule, {"local_steps": job.local.local_steps}, advice)
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
-    return Plan(job, predict(job, workers))
+    if job.local.local_steps:
+        return _predict_local(job)
+    ranks = min(workers, job.groups)
+    grain = known_grain(job)[0]
+    if ranks > 1:
+        nobody: Any = None  # sends anything
+        rank = Rank(0, ranks, job.groups, *job.batch_shape, nobody)
+        step = JobSteps(job, local_scheduler("sync", 1), lambda line: None, rank).step
+        step.set_grain(grain)
+    else:
+        step = training_step(job, known_chunks(job)[0], grain, in_place_of(job))
+    trial = Trial(step)
+    together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.in_place else trial
+    largest = max(trial.results, key=lambda key: trial.results[key])
+    return Plan(
+        job=job,
+        grain=grain,
+        tasks=len(trial.results),
+        made=trial.account.made,
+        at_peak=together.account.at_peak,
+        largest_task=step.runnable.title(largest),
+        largest_bytes=trial.results[largest],
+        loads=loads(step) if ranks > 1 else (),
+    )
+
+
+def _predict_local(job: Job) -> Plan:
+    """Return the same of local steps, in the middle of a round or where the replicas meet, whichever takes more.
+
+    As many replicas as there are threads work at once.
+    """
+    step = replica_step(job, known_chunks(job)[0])
+    own = Trial(step).account
+    replicas, at_once = job.local.replicas, min(job.local.replicas, threads_of(job))
+    model = own.made["parameters"]
+    momentum = value_count(job.config) * job.precision.dtype.itemsize
+    moments = own.made["optimizer"] * replicas
+    apart = {
+        "parameters": model * (1 + replicas),
+        "optimizer": momentum + moments,
+        **{kind: own.at_peak[kind] * at_once for kind in ("gradients", "activations")},
+    }
+    meeting = {"parameters": model * (2 + replicas), "optimizer": 2 * momentum + moments}
+    peak = max(apart, meeting, key=lambda held: sum(held.values()))
+    shards = min(replicas, len(tensors(job.config)))
+    return Plan(
+        job=job,
+        grain=job.dataflow.grain,
+        tasks=replicas * (3 + shards) + 3 * shards,
+        made={**apart, **{kind: own.made[kind] * at_once for kind in ("gradients", "activations")}},
+        at_peak={kind: peak.get(kind, 0) for kind in CLASSES},
+        largest_task="inner.steps",
+        largest_bytes=model + own.made["optimizer"],
+    )
+
+
+def check_workers(workers: int | None, *, plan: bool) -> None:
+    """Errors   ValueError for workers without a plan, or fewer than one"""
+    if workers is not None:
+        require(plan, "plan", "--workers must come with --plan", {"workers": workers}, "Add --plan.")
+        require(workers >= 1, "plan", "--workers must be at least 1", {"workers": workers}, "Give 1 or more.")
+
+
+def in_place_of(job: Job) -> bool:
+    """Return whether the job's steps will write over the state."""
+    return job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks"
+
+
+def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
+    """Return the chunks that a plan counts with, and a description."""
+    dataflow = job.dataflow
+    threads = 1 if job.local.local_steps else threads_of(job)
+    shape = job.replica_shape if job.local.local_steps else job.micro_shape
+    choice = ChunkChoice(job.config, shape, dataflow, job.precision, threads)
+    told = described(shape, choice.first)
+    if not choice.reason:
+        return choice.first, told
+    known = job.scheduler in ("sync", "threads", "local") or bool(job.local.local_steps)
+    assumed = "" if known else ", which are assumed: a run asks the cluster"
+    return choice.first, f"{told} ({choice.reason}{assumed})"
+
+
+def threads_of(job: Job) -> int:
+    """Return the threads of the scheduler that will run the job; as many as here where a cluster is not known yet."""
+    return 1 if job.scheduler == "sync" else job.dataflow.threads or usable_cores()
+
+
+def known_grain(job: Job) -> tuple[str, str]:
+    """Return the grain that a plan counts with, and a description: only a measured step can settle auto."""
+    grain, barrier = job.dataflow.grain, job.dataflow.barrier
+    choice = GrainChoice(grain, barrier, in_place_of(job))
+    if grain != "auto":
+        return grain, grain
+    if choice.open:
+        return ASSUMED, f"{ASSUMED} is assumed (auto: a run settles it in its first step, from measured kernel times)"
+    if barrier == "layer":
+        why = "with barrier layer a task is one kernel"
+    else:
+        why = "Dask's scheduler takes some milliseconds for each task"
+    return choice.first, f"{choice.first} (auto: {why})"
+
+
+def fits(job: Job, peak: int) -> str:
+    """Return one sentence: whether the peak and the processes that hold it fit the memory that there is here."""
+    limit, whose = memory_limit()
+    if not limit:
+        return f"{rounded(peak)} are needed; this system does not say how much there is."
+    scheduler, threads = job.scheduler, job.dataflow.threads or usable_cores()
+    if scheduler not in ("sync", "threads", "local"):
+        return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
+    processes = 1 + threads if scheduler == "local" else 1
+    libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
+    needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
+    if processes > 1:
+        needed += f" of {processes} processes"
+    if peak + libraries <= limit:
+        return f"fits: {needed}, of the {rounded(limit)} that {whose} has."
+    return (
+        f"DOES NOT FIT: {needed} are more than the {rounded(limit)} that {whose} has. "
+        "Try a smaller --batch-size or --sequence-length."
+    )
+
+
+def _line(name: str, text: str) -> str:
+    """Return a name and its text, in lines of 80 columns."""
+    together = re.sub(r"(\d) ([GM]B)", "\\1\u00a0\\2", f"{name:13} {text}")  # a number stays with its unit
+    return textwrap.fill(together, 80, subsequent_indent=" " * 14, break_on_hyphens=False).replace("\u00a0", " ")
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def loads(step: TrainingStep) -> list[Load]:
+    """Return the part of each worker, from the step that one of them has recorded.
+
+    Not counted are the loss, the squares that make the norm of a gradient, and Dask's messages.
+    """
+    rank = step.rank
+    assert rank is not None, "a step of one of several ranks"
+    known, found = tensors(step.config), [Load() for _ in range(rank.count)]
+
+    def pass_on(sender: int, reader: int, kind: str, size: int) -> None:
+        if sender != reader:
+            found[sender].sent[kind] += size
+            found[reader].received[kind] += size
+
+    owners: dict[str, set[int]] = {}
+    for shard, parameter in _shards(step):
+        owners.setdefault(parameter, set()).add(shard.owner)
+        rows = shard.rows.stop - shard.rows.start
+        values = rows * prod(known[parameter].shape[1:])
+        half = shard.rounded and step.precision.packed and known[parameter].row.multiplied
+        for other in range(rank.count):
+            pass_on(other, shard.owner, "totals", 4 * values * len(rank.subtrees_of(other)))
+            pass_on(shard.owner, other, "weights", (2 if half else 4) * values)
+    for node in step.recorded.unmerged.values():
+        if isinstance(getattr(node, "func", None), Joined):
+            call = node.func.call
+            sizes = {"t": step.batch_shape[1]} | {axis: sum(chunks) for axis, chunks in call.chunks.items()}
+            sequence = sum(4 * prod(sizes.get(axis, step.config.channels) for axis in axes[1:]) for axes in call.inputs)
+            for other in range(rank.count):
+                first, last = rank.sequences_of(other)
+                for owner in owners[node.func.parameter]:
+                    pass_on(other, owner, "rows", (last - first) * sequence)
+    return found
+
+
+def _shards(step: TrainingStep) -> list[tuple[Shard, str]]:
+    """Return all shards of a step, and the parameters that they are rows of."""
+    functions = (getattr(node, "func", None) for node in step.recorded.unmerged.values())
+    return [(each.shard, each.origin.parameter) for each in functions if isinstance(each, ShardUpdate | Store)]
+
+
+def describe_loads(found: Sequence[Load]) -> str:
+    """Return a table for people, of megabytes a step."""
+    lines = [f"{'worker':8} " + "".join(f"{kind:>9}" for kind in KINDS) + f"{'sent':>9}{'received':>10}"]
+    for number, own in enumerate(found[:SHOWN]):
+        cells = "".join(f"{own.sent[kind] / 1e6:9,.1f}" for kind in KINDS)
+        lines.append(f"{number:<8} {cells}{own.sent.total() / 1e6:9,.1f}{own.received.total() / 1e6:10,.1f}")
+    lines += [f"and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
+    whole = sum((own.sent for own in found), Counter[str]())
+    cells = "".join(f"{whole[kind] / 1e6:9,.1f}" for kind in KINDS)
+    return "\n".join([*lines, f"{'together':8} {cells}{whole.total() / 1e6:9,.1f}{'MB a step':>14}"])

@@ -17,7 +17,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written
 from daskgpt.instruments import machine
 from daskgpt.instruments.statistics import Spread
-from daskgpt.kernels.vectors.processor import features
+from daskgpt.kernels.simd.lanes import features
 from daskgpt.schedulers.local import usable_cores
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")
@@ -51,18 +51,16 @@ class Figure:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "turns", tuple(self.turns))
-        numbers = [self.least, self.q1, self.median, self.q3, self.largest]
-        known = [value for value in numbers if value is not None]
-        rule = "a figure must have finite numbers, least <= q1 <= median <= q3 <= largest"
+        known = [n for n in (self.least, self.q1, self.median, self.q3, self.largest) if n is not None]
         fine = bool(known) and all(_is_number(value) for value in (*known, *self.turns)) and known == sorted(known)
         pairs = (self.least is None) == (self.largest is None) and (self.q1 is None) == (self.q3 is None)
-        require(fine and pairs and isinstance(self.unit, str), WHERE, rule, {"figure": self}, "Mend it.")
-        if self.turns:
+        if fine and self.turns:
             spread = Spread(self.turns)
             same = [(self.median, spread.median), (self.least, spread.least), (self.largest, spread.largest)]
-            agree = all(a is None or math.isclose(a, b, rel_tol=AGREE, abs_tol=AGREE) for a, b in same)
-            rule = "a figure must be that of its turns"
-            require(agree and self.n in (None, spread.n), WHERE, rule, {"figure": self}, "Mend it.")
+            fine = all(a is None or math.isclose(a, b, rel_tol=AGREE, abs_tol=AGREE) for a, b in same)
+            fine &= self.n in (None, spread.n)
+        rule = "a figure must have finite numbers, least <= q1 <= median <= q3 <= largest, and be that of its turns"
+        require(fine and pairs and isinstance(self.unit, str), WHERE, rule, {"figure": self}, "Mend it.")
 
     @classmethod
     def of(cls, spread: Spread, unit: str, factor: float = 1) -> Figure:
@@ -90,7 +88,7 @@ class Record:
     versions   of Python, daskgpt and what else took part, by name
     settings   what was measured: model, batch, precision ...
     against    what it is compared with; "" for nothing
-    note       what a reader must know besides
+    note       what else a reader must know
     """
 
     command: str
@@ -106,9 +104,9 @@ class Record:
         texts = (self.command, self.date, self.against, self.note)
         rule = "a record must have a command, a date, a machine and figures, as words, tables and figures"
         tables = (self.machine, self.figures, self.versions, self.settings)
-        whole = all(isinstance(text, str) for text in texts) and all(isinstance(table, Mapping) for table in tables)
-        fine = whole and self.command and self.figures and {"processor", "cores"} <= set(self.machine)
-        require(bool(fine), WHERE, rule, {"command": self.command}, "Add what is missing.")
+        fine = all(isinstance(text, str) for text in texts) and all(isinstance(table, Mapping) for table in tables)
+        fine = fine and bool(self.command and self.figures) and {"processor", "cores"} <= set(self.machine)
+        require(fine, WHERE, rule, {"command": self.command}, "Add what is missing.")
         try:
             datetime.fromisoformat(self.date)
         except ValueError:
@@ -120,7 +118,8 @@ class Record:
         Errors   ValueError for a value that JSON has no form for
         """
         found = {name: value for name, value in asdict(self).items() if value}
-        found["figures"] = {name: _without_nothing(asdict(figure)) for name, figure in self.figures.items()}
+        for name, figure in self.figures.items():
+            found["figures"][name] = {key: own for key, own in asdict(figure).items() if own not in (None, ())}
         return f"{json.dumps(found, allow_nan=False)}\n".encode()
 
     @classmethod
@@ -162,12 +161,8 @@ def measured(
 
 def this_machine() -> dict[str, Any]:
     """Processor, cores, and the instruction sets that decide how fast products are."""
-    own = features()
-    return {
-        "processor": machine.processor(),
-        "cores": usable_cores(),
-        "features": [name for name in TELLING if name in own],
-    }
+    known = [name for name in TELLING if name in features()]
+    return {"processor": machine.processor(), "cores": usable_cores(), "features": known}
 
 
 def command_line(command: str, arguments: Sequence[str]) -> str:
@@ -212,37 +207,28 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def append_records(path: str | Path, records: Iterable[Record]) -> None:
-    """Add records to a file, new or not: all of them or none, whatever stops this process, and whoever else adds.
+    """Add records to a file, new or not: all of them or none, also while other processes add some.
 
     Errors   ValueError where the file holds something else; OSError where it cannot be written
     """
-    path, text = Path(path), b"".join(record.line() for record in records)
+    text = b"".join(record.line() for record in records)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            before = _whole(path.read_bytes())
-            for line in before.splitlines():
+        with open(path, "ab+", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            before = Path(path).read_bytes()
+            end = len(_whole(before))
+            for line in before[:end].splitlines():
                 Record.of_line(line)
-            _write_whole(descriptor, len(before), text)
-        finally:
-            os.close(descriptor)
+            file.truncate(end)
+            try:
+                while text:
+                    text = text[file.write(text) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(end)
+                raise
     except OSError as error:
         raise not_written(error, WHERE, path) from error
-
-
-def _write_whole(descriptor: int, end: int, text: bytes) -> None:
-    """From `end` on, in place of what is there; if that fails, the file ends at `end`."""
-    try:
-        os.ftruncate(descriptor, end)
-        rest, at = text, end
-        while rest:
-            count = os.pwrite(descriptor, rest, at)
-            rest, at = rest[count:], at + count
-        os.fsync(descriptor)
-    except BaseException:
-        os.ftruncate(descriptor, end)
-        raise
 
 
 def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> dict[str, Figure]:
@@ -258,10 +244,6 @@ def rounded(value: float, digits: int = DIGITS) -> float:
 def _whole(text: bytes) -> bytes:
     """All lines that have an end."""
     return text[: text.rfind(b"\n") + 1]
-
-
-def _without_nothing(figure: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in figure.items() if value not in (None, ())}
 
 
 def _is_number(value: Any) -> bool:

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments.random_tokens import BenchConfig
+from daskgpt.instruments import machine
+from daskgpt.instruments.measure import BenchConfig
 from daskgpt.instruments.records import Figure
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point, thread_counts
-from daskgpt.instruments.study.one import Order
-from daskgpt.instruments.study.runs import run_one
+from daskgpt.instruments.study.runs import Order, run_one
+from daskgpt.model.parameters import parameter_count
 from daskgpt.schedulers.local import usable_cores
+from daskgpt.training.job import Job, compile_kernels, facts
 
 SETTLING = 3  # steps at least before any is timed: chunks and grain are settled in the first two
 
 
-@dataclass(frozen=True)
-class Scale:
-    """One number of threads: times of a step in milliseconds (median and quartiles), and what was chosen for it.
-
-    speedup     the time on one thread over this one
-    efficiency  speedup over threads
-    loss        of the same step for every number of threads
-    """
-
-    threads: int
-    step_ms: float
-    step_ms_q1: float
-    step_ms_q3: float
-    speedup: float
-    efficiency: float
-    tokens_per_s: float
-    batch_chunk: int
-    sequence_chunk: int
-    chunks: int
-    grain: str
-    tasks: int
-    peak_gb: float
-    others_cores: float | None
-    loss: str
-
-
-def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> list[Order]:
-    """A run for 1, 2, 4 ... threads, up to --threads or to the cores.
+def orders(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> list[Order]:
+    """Return a run for 1, 2, 4 ... threads, up to --threads or to the cores.
 
     Errors   ValueError for a scheduler that has no number of threads, or where the model does not fit the batch
     """
@@ -54,86 +30,78 @@ def orders(config: GPT2Config, asked: BenchConfig, dataflow: DataflowConfig) -> 
         dataflow = replace(dataflow, scheduler="threads")
     rule, got = "--scaling must run on threads or on a local cluster", {"scheduler": dataflow.scheduler}
     require(dataflow.scheduler in ("threads", "local"), "bench", rule, got, "Leave --scheduler out.")
-    study = StudyConfig(
-        batch_size=asked.batch_size,
-        sequence_length=asked.sequence_length,
-        groups=asked.groups,
-        precision=dataflow.precision,
-        window=dataflow.window,
-        steps=asked.steps,
-        warmup=max(asked.warmup, SETTLING),
-        seed=asked.seed,
-    )
-    known = {
-        name: getattr(dataflow, name) for name in ("scheduler", "barrier", "batch_chunk", "sequence_chunk", "grain")
-    }
-    found = [
-        Order(config, study, Point(threads=threads, **known))
-        for threads in thread_counts(dataflow.threads or usable_cores())
-    ]
-    for order in found:
-        job_of_point(config, study, order.point)
-    return found
+    shared = {name: getattr(options, name) for name in ("batch_size", "sequence_length", "groups", "steps", "seed")}
+    shared |= {"precision": dataflow.precision, "window": dataflow.window}
+    study = StudyConfig(warmup=max(options.warmup, SETTLING), **shared)
+    dials = ("scheduler", "barrier", "batch_chunk", "sequence_chunk", "grain")
+    known = {name: getattr(dataflow, name) for name in dials}
+    counts = thread_counts(dataflow.threads or usable_cores())
+    return [Order(config, study, Point(threads=threads, **known)) for threads in counts]
 
 
-def scale(orders: list[Order], say: Callable[[str], None]) -> list[Scale]:
-    """Run one after the other, each in a process of its own on as many cores as it has threads.
+@dataclass(frozen=True)
+class Scaling:
+    """The steps of a job by number of threads: rows of a study, the first one of one thread."""
 
-    say      where progress is told
+    job: Job
+    rows: dict[int, dict[str, Any]]
 
-    Errors   RuntimeError where a run did not end well
+    def speedup(self, threads: int) -> float:
+        """The time on one thread over the time on so many; efficiency is speedup over threads."""
+        return float(self.rows[1]["step_ms"] / self.rows[threads]["step_ms"])
+
+    def chosen(self, threads: int) -> str:
+        """Chunks and grain."""
+        (size, length), row = self.job.batch_shape, self.rows[threads]
+        b, t = row["batch_chunk_used"], row["sequence_chunk_used"]
+        return f"{size // b * (length // t)} of {b} x {t}, {row['grain_used']}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was measured, beside the model."""
+        size, length = self.job.batch_shape
+        known = {"batch_size": size, "sequence_length": length, "precision": self.job.precision.name}
+        known["others_cores"] = max(row["others_cores"] or 0.0 for row in self.rows.values())
+        return known | {f"chosen_{threads}": self.chosen(threads) for threads in self.rows}
+
+    def figures(self) -> dict[str, Figure]:
+        """For a record of measurements: milliseconds a step, speedup, efficiency and memory by number of threads."""
+        known = {}
+        for threads, row in self.rows.items():
+            known[f"step_{threads}"] = Figure("ms", row["step_ms"], q1=row["step_ms_q1"], q3=row["step_ms_q3"])
+            known[f"speedup_{threads}"] = Figure.single(self.speedup(threads), "")
+            known[f"efficiency_{threads}"] = Figure.single(self.speedup(threads) / threads, "")
+            known[f"peak_{threads}"] = Figure.single(row["peak_gb"], "GB")
+        return known
+
+    def describe(self) -> str:
+        """A table for people, and whether all runs computed one number."""
+        lines = [
+            f"model        {parameter_count(self.job.config):,} parameters",
+            f"batch        {facts(self.job)['batch']}",
+            f"machine      {machine.processor()}, {usable_cores()} cores",
+            f"{'threads':>7} {'ms a step':>10} {'quartiles':>19} {'speedup':>8} {'efficiency':>10}  chunks, grain",
+        ]
+        for threads, row in self.rows.items():
+            quartiles, speedup = f"{row['step_ms_q1']:,.1f} .. {row['step_ms_q3']:,.1f}", self.speedup(threads)
+            times = f"{threads:7} {row['step_ms']:10,.1f} {quartiles:>19}"
+            lines.append(f"{times} {speedup:8.2f} {speedup / threads:10.0%}  {self.chosen(threads)}")
+        same = len({row["loss"] for row in self.rows.values()}) == 1
+        lines.append("all gave the same loss, bit for bit" if same else "the losses differ in their last bits")
+        return "\n".join(lines)
+
+
+def measure_scaling(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Scaling:
+    """Run one number of threads after the other, each in a process of its own on as many cores.
+
+    Errors   as of `orders`; RuntimeError where a run did not end well
     """
-    found: list[Scale] = []
-    for order in orders:
+    runs = orders(config, options, dataflow)
+    jobs = [job_of_point(config, order.study, order.point) for order in runs]  # which checks all of them
+    compile_kernels(jobs[0].precision)
+    found = {}
+    for order in runs:
         threads = order.point.threads
-        say(f"{threads} thread{'s' * (threads != 1)} ...")
-        found.append(_scale(order, run_one(order), found[0].step_ms if found else None))
-    return found
-
-
-def _scale(order: Order, row: dict[str, Any], alone: float | None) -> Scale:
-    """alone   milliseconds of a step on one thread; None for that run itself"""
-    threads, study = order.point.threads, order.study
-    speedup = (alone or row["step_ms"]) / row["step_ms"]
-    b, t = row["batch_chunk_used"], row["sequence_chunk_used"]
-    same = ("step_ms", "step_ms_q1", "step_ms_q3", "tokens_per_s", "tasks", "peak_gb", "others_cores", "loss")
-    return Scale(
-        threads=threads,
-        speedup=round(speedup, 4),
-        efficiency=round(speedup / threads, 4),
-        batch_chunk=b,
-        sequence_chunk=t,
-        chunks=study.batch_size // b * (study.sequence_length // t),
-        grain=row["grain_used"],
-        **{name: row[name] for name in same},
-    )
-
-
-def describe(found: list[Scale]) -> str:
-    """A table for people, and whether all runs computed one number."""
-    lines = [f"{'threads':>7} {'ms a step':>10} {'quartiles':>19} {'speedup':>8} {'efficiency':>10}  chunks, grain"]
-    for one in found:
-        quartiles = f"{one.step_ms_q1:,.1f} .. {one.step_ms_q3:,.1f}"
-        lines.append(
-            f"{one.threads:7} {one.step_ms:10,.1f} {quartiles:>19} {one.speedup:8.2f} {one.efficiency:10.0%}  "
-            f"{one.chunks} of {one.batch_chunk} x {one.sequence_chunk}, {one.grain}"
-        )
-    same = len({one.loss for one in found}) == 1
-    lines.append("all gave the same loss, bit for bit" if same else "the losses differ in their last bits")
-    return "\n".join(lines)
-
-
-def record(found: list[Scale]) -> dict[str, Any]:
-    """The same for a machine to read."""
-    return {"scaling": [asdict(one) for one in found]}
-
-
-def figures(found: list[Scale]) -> dict[str, Figure]:
-    """For a record of measurements: milliseconds a step, speedup, efficiency and memory by number of threads."""
-    known = {}
-    for one in found:
-        known[f"step_{one.threads}"] = Figure("ms", one.step_ms, q1=one.step_ms_q1, q3=one.step_ms_q3)
-        known[f"speedup_{one.threads}"] = Figure.single(one.speedup, "")
-        known[f"efficiency_{one.threads}"] = Figure.single(one.efficiency, "")
-        known[f"peak_{one.threads}"] = Figure.single(one.peak_gb, "GB")
-    return known
+        print(f"{threads} thread{'s' * (threads != 1)} ...", file=sys.stderr, flush=True)
+        found[threads] = run_one(order)
+    return Scaling(jobs[-1], found)

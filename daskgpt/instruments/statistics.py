@@ -58,11 +58,6 @@ class Spread:
         low, middle, high = (rounded(value, digits) for value in self.quartiles)
         return " ".join(filter(None, (middle, unit, f"({low} .. {high})" if self.n > 1 else "")))
 
-    def fields(self, name: str, factor: float, digits: int) -> dict[str, float]:
-        """For a record: `name` is the median, `name_min` and `name_max` the ends."""
-        values = {name: self.median, f"{name}_min": self.least, f"{name}_max": self.largest}
-        return {key: round(value * factor, digits) for key, value in values.items()}
-
 
 @dataclass(frozen=True)
 class Comparison:

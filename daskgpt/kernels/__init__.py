@@ -8,10 +8,12 @@ returns `total`.
 Each of these knows only what comes after it:
 
     bfloat16/            the layers that `--precision bfloat16` replaces, and their products
-    attention, linear …  the layers, the loss and AdamW
+    attention, linear …  the layers, the loss and the optimizers
+    dropout              the layer, and the random numbers that attention drops probabilities by
     float32/             products inside kernels: BLAS by its address, or one of our own
     arguments            checks and views of what kernels are given
     floating_point       subnormal numbers count as zero
-    vectors/             code on several numbers at a time, and operations on memory by its address
+    totals               totals of groups that meet in a fixed tree
+    simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once a dtype, and cached on disk
 """

@@ -1,5 +1,9 @@
 """Checks and views that the public kernels share; each costs less than a microsecond."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from daskgpt.config.errors import refusal
@@ -57,3 +61,18 @@ def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> n
         rule = f"{name} must be from 0 to {count - 1}"
         raise refusal(ValueError, where, rule, {name: row[position]}, "Check the vocabulary and the sequence length.")
     return row
+
+
+def into_new_arrays(in_place: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the form of an optimizer's kernel, `NAME_inplace`, that leaves weight and moments as they are.
+
+    It writes over copies of them, so its results have the same bits, and is to be called NAME in the same module.
+    """
+
+    @functools.wraps(in_place)
+    def update(weight: np.ndarray, gradient: np.ndarray, *others: np.ndarray, **options: Any) -> Any:
+        *moments, hyper = others
+        return in_place(weight.copy(), gradient, *(moment.copy() for moment in moments), hyper, **options)
+
+    update.__name__ = update.__qualname__ = in_place.__name__.removesuffix("_inplace")
+    return update

@@ -13,19 +13,19 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_shape
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
-from daskgpt.kernels.philox import factors_of_row, threshold_of
-from daskgpt.kernels.vectors.elementary import exp, log, maximum
-from daskgpt.kernels.vectors.operations import address_of
-from daskgpt.kernels.vectors.sums import dot, sum_of
+from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.simd.math import exp, log, maximum
+from daskgpt.kernels.simd.reductions import dot, sum_of
 
 # Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
 _GAP = 16
 
-# What kernels are told of dropout: the streams of the sequences, the number of the place, the word below which a
-# probability is dropped, and what the others are multiplied by.
-Dropped = tuple[np.ndarray, int, int, float]
-NOTHING: Dropped = (np.empty(0, np.int64), 0, 0, 1.0)
+# Dropout as kernels take it: the streams of the sequences; the number of the place in the model and the word below
+# which a probability is dropped; what the others are multiplied by.
+Dropout = tuple[np.ndarray, tuple[int, int], float]
+_NO_DROPOUT: Dropout = (np.empty(0, np.int64), (0, 0), 1.0)
 
 
 @helper
@@ -53,15 +53,13 @@ def _softmax(scores, row, limit, last, scale):
     return top, sum_of(scores[row, :limit])
 
 
-@kernel("n r3 n w3 w3 w2 w2 w1 l1 n n f w1")
-def _forward(
-    blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, place, threshold, kept, factors
-):  # fmt: skip
+@kernel("n r3 n w3 w3 w2 w2 w1 l1 n2 f w1")
+def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, dropout, kept, factors):
     """The sum of a row's exponentials is that of all of them: dropout comes after it."""
     wide_vectors()
     real = y.dtype.type
     one, zero = real(1), real(0)
-    tokens, channels = y.shape[1], y.shape[2]
+    (place, threshold), tokens, channels = dropout, y.shape[1], y.shape[2]
     hs = channels // heads
     ld, lds, size = 3 * channels, scores.shape[1], y.itemsize
     scale = one / real(math.sqrt(hs))
@@ -115,16 +113,16 @@ def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
         gradients[row, j] = 0
 
 
-@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n n f w1")
+@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n2 f w1")
 def _backward(
-    blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, place, threshold,
-    kept, factors,
+    blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, dropout, kept,
+    factors,
 ):  # fmt: skip
     """The last band of queries comes first: it meets every key, so its products start the sums of dk and dv."""
     wide_vectors()
     real = dy.dtype.type
     one, zero = real(1), real(0)
-    tokens, channels = dy.shape[1], dy.shape[2]
+    (place, threshold), tokens, channels = dropout, dy.shape[1], dy.shape[2]
     hs = channels // heads
     ld, lds, size = 3 * channels, scores.shape[1], dy.itemsize
     scale = one / real(math.sqrt(hs))
@@ -163,26 +161,32 @@ def _backward(
                 gemm(blas, 0, 0, n, hs, last, ds, lds, k, ld, zero, dq + down, ld)
 
 
-def check_heads(where: str, qkv: np.ndarray, heads: int) -> int:
-    """The channels of whole sequences' queries, keys and values; raises ValueError unless these are 3 heads HS."""
+def check_forward(
+    where: str, qkv: np.ndarray, streams: np.ndarray | None, heads: int, place: int, rate: float
+) -> tuple[int, Dropout]:
+    """Return the channels and dropout as kernels take it.
+
+    Errors   ValueError unless qkv has 3 heads HS columns, and there is a stream for each sequence
+    """
     channels = qkv.shape[-1] // 3
     if heads < 1 or qkv.shape[-1] != 3 * channels or channels % heads:
         rule = "qkv must have 3 * channels columns, channels a multiple of heads"
         got = {"columns": qkv.shape[-1], "heads": heads}
         raise refusal(ValueError, where, rule, got, "Check the order of the arguments.")
-    return channels
+    if streams is None:
+        return channels, _NO_DROPOUT
+    check_shape(where, "streams", streams, qkv.shape[:1])
+    return channels, (np.ascontiguousarray(streams), (place, threshold_of(rate)), 1 / (1 - rate))
 
 
 def check_backward(
     where: str, dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int
-) -> int:
-    """The channels; raises ValueError unless the shapes of what a backward is given fit."""
-    channels = check_heads(where, qkv, heads)
-    sequences, tokens = qkv.shape[:2]
-    check_shape(where, "dy", dy, (sequences, tokens, channels))
-    check_shape(where, "y", y, (sequences, tokens, channels))
+) -> None:
+    """Raise ValueError unless the other arguments of a backward fit qkv, which has passed `check_forward`."""
+    sequences, tokens, columns = qkv.shape
+    check_shape(where, "dy", dy, (sequences, tokens, columns // 3))
+    check_shape(where, "y", y, (sequences, tokens, columns // 3))
     check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
-    return channels
 
 
 def _band(tokens: int) -> int:
@@ -190,113 +194,85 @@ def _band(tokens: int) -> int:
     return max(1, min(32 if tokens <= 256 else 64, tokens))
 
 
-def _scratch(rows: int, tokens: int, dtype: np.dtype) -> np.ndarray:
-    return np.empty((rows, tokens + _GAP), dtype)
+def _scratch(tokens: int, dtype: np.dtype, *rows: int) -> list[np.ndarray]:
+    return [np.empty((count, tokens + _GAP), dtype) for count in rows]
 
 
-def check_dropped(where: str, qkv: np.ndarray, streams: np.ndarray, place: int, rate: float) -> Dropped:
-    """What kernels are told of dropout; raises ValueError unless there is a stream for each sequence."""
-    check_shape(where, "streams", streams, qkv.shape[:1])
-    return np.ascontiguousarray(streams), place, threshold_of(rate), 1 / (1 - rate)
-
-
-def forward(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Causal self-attention, scale 1 / sqrt(HS).
+def forward(
+    qkv: np.ndarray, streams: np.ndarray | None = None, *, heads: int, place: int = 0, rate: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return causal self-attention, scale 1 / sqrt(HS), and what its backward needs.
 
     y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position
     logsumexp = log(sum(exp(q kᵀ / sqrt(HS))))
 
-    Shapes   qkv (b, T, 3C) -> y (b, T, C), logsumexp (b, NH, T)
-    Dtype    float32 or float64
+    With streams, a share `rate` of the probabilities is set to 0 and the others are divided by 1 - rate. Which ones
+    follows from the stream of the sequence, the place in the model, the head, the query and the key alone.
+
+    Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
+    Dtype    float32 or float64; int64 streams
     Cost     2 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
-    Errors   ValueError when the columns are not 3 heads HS
-    """
-    return attend("attention.forward", qkv, heads, NOTHING)
-
-
-def forward_dropped(
-    qkv: np.ndarray, streams: np.ndarray, heads: int, place: int, rate: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """`forward` with a share of the probabilities set to 0 and the others divided by 1 - rate.
-
-    Which ones follows from the stream of the sequence, the place, the head, the query and the key alone.
-
-    Shapes   qkv (b, T, 3C), streams (b,) -> y (b, T, C), logsumexp (b, NH, T)
-    Dtype    float32 or float64; int64 streams
     Errors   ValueError when the columns are not 3 heads HS, or there is not a stream for each sequence
     """
-    where = "attention.forward_dropped"
-    return attend(where, qkv, heads, check_dropped(where, qkv, streams, place, rate))
-
-
-def attend(where: str, qkv: np.ndarray, heads: int, dropped: Dropped) -> tuple[np.ndarray, np.ndarray]:
-    """y and logsumexp, see `forward` and `forward_dropped`."""
-    channels = check_heads(where, qkv, heads)
+    channels, dropout = check_forward("attention.forward", qkv, streams, heads, place, rate)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), qkv.dtype), np.empty((sequences, heads, tokens), qkv.dtype)
-    band, size = _band(tokens), channels // heads
-    scratch = _scratch(band, tokens, qkv.dtype), _scratch(size, tokens, qkv.dtype), np.empty(band, qkv.dtype)
-    factors = np.empty(tokens + 3, qkv.dtype)
-    _forward(gemm_address(qkv.dtype), np.ascontiguousarray(qkv), heads, y, logsumexp, *scratch, *dropped, factors)
+    band = _band(tokens)
+    scratch = _scratch(tokens, qkv.dtype, band, channels // heads)
+    inverses, factors = np.empty(band, qkv.dtype), np.empty(tokens + 3, qkv.dtype)
+    blas, qkv = gemm_address(qkv.dtype), np.ascontiguousarray(qkv)
+    _forward(blas, qkv, heads, y, logsumexp, *scratch, inverses, *dropout, factors)
     return y, logsumexp
 
 
-def backward(dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int) -> np.ndarray:
-    """Gradient of causal self-attention with respect to q, k and v.
+def backward(
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    streams: np.ndarray | None = None,
+    *,
+    heads: int,
+    place: int = 0,
+    rate: float = 0.0,
+) -> np.ndarray:
+    """Return the gradient of causal self-attention with respect to q, k and v.
 
-    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(p dp)) / sqrt(HS)
-    dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
+    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = f (dy vᵀ);  ds = p (dp - sum(p dp)) / sqrt(HS)
+    dq = ds k;  dk = dsᵀ q;  dv = (f p)ᵀ dy
 
-    y is what the version in bfloat16 needs besides: sum(p dp) = sum(dy y).
+    f is 1, or with dropout 0 or 1 / (1 - rate): what was dropped is computed again. y serves the version in bfloat16,
+    where sum(p dp) = sum(dy y).
 
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T) -> dqkv (b, T, 3C)
-    Dtype    float32 or float64, one for all
+    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv (b, T, 3C)
+    Dtype    float32 or float64, one for all; int64 streams
     Cost     5 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   ValueError when the shapes do not fit
     """
-    return differentiate("attention.backward", dy, qkv, y, logsumexp, heads, NOTHING)
-
-
-def backward_dropped(
-    dy: np.ndarray,
-    qkv: np.ndarray,
-    y: np.ndarray,
-    logsumexp: np.ndarray,
-    streams: np.ndarray,
-    heads: int,
-    place: int,
-    rate: float,
-) -> np.ndarray:
-    """Gradient of `forward_dropped` with respect to q, k and v: what was dropped is found out again.
-
-    m = 0 or 1 / (1 - rate);  dp = m (dy vᵀ);  ds = p (dp - sum(p dp)) / sqrt(HS);  dv = (m p)ᵀ dy
-
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) -> dqkv (b, T, 3C)
-    Dtype    float32 or float64, one for all; int64 streams
-    Errors   ValueError when the shapes do not fit
-    """
-    where = "attention.backward_dropped"
-    dropped = check_dropped(where, qkv, streams, place, rate)
-    return differentiate(where, dy, qkv, y, logsumexp, heads, dropped)
-
-
-def differentiate(
-    where: str,
-    dy: np.ndarray,
-    qkv: np.ndarray,
-    y: np.ndarray,
-    logsumexp: np.ndarray,
-    heads: int,
-    dropped: Dropped,
-) -> np.ndarray:
-    """dqkv, see `backward` and `backward_dropped`."""
-    channels, tokens = check_backward(where, dy, qkv, y, logsumexp, heads), qkv.shape[1]
-    dqkv = np.empty(qkv.shape, qkv.dtype)
+    where = "attention.backward"
+    channels, dropout = check_forward(where, qkv, streams, heads, place, rate)
+    check_backward(where, dy, qkv, y, logsumexp, heads)
+    dqkv, tokens = np.empty(qkv.shape, qkv.dtype), qkv.shape[1]
     dy, qkv, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, logsumexp))
     band, size = _band(tokens), channels // heads
-    scratch = [_scratch(count, tokens, qkv.dtype) for count in (band, band, size, size)]
-    factors = np.empty(tokens + 3, qkv.dtype)
-    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch, *dropped, factors)
+    scratch, factors = _scratch(tokens, qkv.dtype, band, band, size, size), np.empty(tokens + 3, qkv.dtype)
+    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch, *dropout, factors)
     return dqkv
+
+
+def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
+    """Whole sequences from their chunks.
+
+    Shapes   parts: list of (b, t, C) -> (b, T, C); positions is not used
+    """
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def split(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The tokens at consecutive positions of whole sequences.
+
+    Shapes   x (b, T, C), positions (t,) -> (b, t, C), contiguous
+    """
+    return np.ascontiguousarray(x[:, positions[0] : positions[-1] + 1])

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from daskgpt.config.errors import refusal
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
-# one rounding says so (`elementary.fma`), and sums over a row have their own order (`vectors.sums`).
+# one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32}
@@ -68,13 +68,13 @@ def stay_apart(typing_context: Any) -> Any:
     return numba.types.void(), generate
 
 
-def _numba_type(word: str, real: Any) -> Any:
+def numba_type(word: str, real: Any = None) -> Any:
     """r2 -> a float array that is read, w1 -> one that is written; other letters as `kernel` says them."""
-    if word == "n":
-        return numba.int64
-    if word == "f":
-        return real
-    return numba.types.Array(_ELEMENTS.get(word[0].lower(), real), int(word[1:]), "C", readonly=word[0] not in "wHLS")
+    letter, count = word[0], word[1:]
+    if letter in "nf" or word == "s":
+        number = {"n": numba.int64, "f": real, "s": numba.float32}[letter]
+        return numba.types.UniTuple(number, int(count)) if count else number
+    return numba.types.Array(_ELEMENTS.get(letter.lower(), real), int(count), "C", readonly=letter not in "wHLS")
 
 
 @functools.cache
@@ -93,18 +93,23 @@ def _source_fingerprint() -> str:
 
 
 class Kernel:
-    """A private Numba function in its float32 and float64 versions."""
+    """A private Numba function in its float32 and float64 versions.
+
+    It is called with arrays, whose dtype says which version runs. One with numbers of that dtype but no arrays is
+    called as `compile(kind)(...)`.
+    """
 
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
         self.function = function
         self.words = signature.split()
         self.name = f"{function.__module__}.{function.__qualname__}"
         arrays = [position for position, word in enumerate(self.words) if word[0] in "rw"]
-        self._witness = arrays[0] if arrays else None
+        self._witness = arrays[0] if arrays else 0
+        self._any = not any(word[0] in "rwf" for word in self.words)
         self._compiled: dict[str, Any] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        kind = _ANY if self._witness is None else arguments[self._witness].dtype.char
+        kind = _ANY if self._any else arguments[self._witness].dtype.char
         compiled = self._compiled.get(kind) or self.compile(kind)
         try:
             return compiled(*arguments)
@@ -115,20 +120,26 @@ class Kernel:
 
     def kind_of(self, dtype: Any) -> str:
         """The version of this kernel that serves `dtype`."""
-        return _ANY if self._witness is None else np.dtype(dtype).char
+        return _ANY if self._any else np.dtype(dtype).char
 
     def compile(self, kind: str) -> Any:
         """Compile one version, or load it from the cache on disk; later calls return the same function."""
         dispatcher = self._compiled.get(kind)
         if dispatcher is None:
             dispatcher = self._dispatcher(kind)
-            dispatcher.compile(tuple(_numba_type(word, _FLOATS.get(kind)) for word in self.words))
+            dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
             dispatcher.disable_compile()
             self._compiled[kind] = dispatcher
             stats = dispatcher.stats
             if stats.cache_misses and stats.cache_path is not None:
                 self._remove_outdated(kind, Path(stats.cache_path))
         return dispatcher
+
+    def address(self, kind: str = _ANY) -> int:
+        """Address of one version as a C function, which other kernels can call."""
+        compiled = self.compile(kind)
+        result = compiled.overloads[compiled.signatures[0]]
+        return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
 
     def is_cached(self, kind: str) -> bool:
         """Whether the cache on disk lists this version; nothing is compiled."""
@@ -168,8 +179,8 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
 
     r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
     is read, H = uint16 array that is written, l and L = int64, s and S = float32 whatever the others are, each with its
-    number of dimensions and contiguous; n = whole number; f = number of the arrays' dtype. Arrays that are read may be
-    read-only.
+    number of dimensions and contiguous; n = whole number, f = number of the arrays' dtype, s = float32 number, n3 and
+    f3 = tuples of three of them. Arrays that are read may be read-only.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:

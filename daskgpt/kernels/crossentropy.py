@@ -9,9 +9,9 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows, product
-from daskgpt.kernels.vectors.elementary import exp, fma, log, maximum
-from daskgpt.kernels.vectors.sums import sum_of
+from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
+from daskgpt.kernels.simd.math import exp, fma, log, maximum
+from daskgpt.kernels.simd.reductions import sum_of
 
 # Logits that are summed while they are in the first cache.
 _PIECE = 2048
@@ -44,21 +44,6 @@ def _softmax_losses(targets, vocabulary, losses, y):
         y[i, vocabulary:] = 0
 
 
-@kernel("r2 r1 w2")
-def _scale_rows(x, factors, y):
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            y[i, j] = factors[i] * x[i, j]
-
-
-@kernel("n r1 r2 r2 w2")
-def _backward_x(blas, dy, dlogits, wte, dx):
-    product(blas, 0, 0, dlogits, wte, dx.dtype.type(0), dx)
-    for i in range(dx.shape[0]):
-        for j in range(dx.shape[1]):
-            dx[i, j] *= dy[i]
-
-
 @kernel("r1 f n w1")
 def _mean(losses, inverse, accumulate, total):
     result = total[0] if accumulate else losses.dtype.type(0)
@@ -83,7 +68,7 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
     check_shape(where, "wte", wte, (len(wte), x.shape[-1]))
     _check_vocabulary(where, vocabulary, len(wte))
     dlogits = np.empty((*x.shape[:-1], len(wte)), x.dtype)
-    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(wte)[:vocabulary], rows(dlogits))
+    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(wte)[:vocabulary], 0, rows(dlogits))
     return softmax_losses(dlogits, targets, vocabulary), dlogits
 
 
@@ -113,9 +98,7 @@ def scale_rows(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
     Dtype    float32 or float64, one for both
     """
     check_shape("crossentropy.scale_rows", "factors", factors, x.shape[:-1])
-    y = np.empty(x.shape, x.dtype)
-    _scale_rows(rows(x), flat(factors), rows(y))
-    return y
+    return np.multiply(x, factors[..., None], order="C")
 
 
 def _check_vocabulary(where: str, vocabulary: int, padded: int) -> None:
@@ -137,7 +120,8 @@ def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarr
     check_shape("crossentropy.backward_x", "dy", dy, dlogits.shape[:-1])
     check_shape("crossentropy.backward_x", "wte", wte, (dlogits.shape[-1], wte.shape[-1]))
     dx = np.empty((*dy.shape, wte.shape[1]), dlogits.dtype)
-    _backward_x(gemm_address(dx.dtype), flat(dy), rows(dlogits), np.ascontiguousarray(wte), rows(dx))
+    multiply(gemm_address(dx.dtype), 0, rows(dlogits), np.ascontiguousarray(wte), 0, rows(dx))
+    dx *= dy[..., None]
     return dx
 
 

@@ -7,17 +7,12 @@ belong to the thread: each thread that runs kernels sets them. On other processo
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.vectors.lanes import I8, I32, I64, VOID, at, call
-from daskgpt.kernels.vectors.processor import X86
+from daskgpt.kernels.simd.lanes import I8, I32, I64, VOID, X86, at, call, instruction, whole
 
 _FLUSH_TO_ZERO = 1 << 15
 _SUBNORMALS_ARE_ZERO = 1 << 6
@@ -25,50 +20,39 @@ _SMALLEST_NORMAL = np.full(1, 2.0**-126, np.float32)
 _HALF = np.float32(0.5)
 
 
-@intrinsic
-def _read_state(typing_context: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not X86:
-            return ir.Constant(I64, 0)
+@instruction("", "n")
+def _read_state(builder):
+    if not X86:
+        return whole(0)
+    place = cgutils.alloca_once(builder, I32)
+    call(builder, "llvm.x86.sse.stmxcsr", VOID, [at(builder, place, 0, I8)])
+    return builder.zext(builder.load(place), I64)
+
+
+@instruction("n")
+def _write_state(builder, state):
+    if X86:
         place = cgutils.alloca_once(builder, I32)
-        call(builder, "llvm.x86.sse.stmxcsr", VOID, [at(builder, place, 0, I8)])
-        return builder.zext(builder.load(place), I64)
-
-    return types.int64(), generate
+        builder.store(builder.trunc(state, I32), place)
+        call(builder, "llvm.x86.sse.ldmxcsr", VOID, [at(builder, place, 0, I8)])
 
 
-@intrinsic
-def _write_state(typing_context: Any, state: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if X86:
-            place = cgutils.alloca_once(builder, I32)
-            builder.store(builder.trunc(arguments[0], I32), place)
-            call(builder, "llvm.x86.sse.ldmxcsr", VOID, [at(builder, place, 0, I8)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@kernel("n")
-def _set_bits(bits):
+@kernel("n n")
+def _set_state(state, adding):
+    """Write the state, or add its bits to what is set; return the previous state."""
     previous = _read_state()
-    _write_state(previous | bits)
+    _write_state(state | previous if adding else state)
     return previous
-
-
-@kernel("n")
-def _set_state(state):
-    _write_state(state)
 
 
 def set_flush_to_zero() -> int:
     """Make the calling thread treat subnormal numbers as zero; returns the previous state for `restore`."""
-    return _set_bits(_FLUSH_TO_ZERO | _SUBNORMALS_ARE_ZERO)
+    return _set_state(_FLUSH_TO_ZERO | _SUBNORMALS_ARE_ZERO, 1)
 
 
 def restore(previous: int) -> None:
     """Give the calling thread the floating-point state that `set_flush_to_zero` returned."""
-    _set_state(previous)
+    _set_state(previous, 0)
 
 
 @contextlib.contextmanager

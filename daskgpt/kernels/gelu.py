@@ -10,7 +10,7 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_shape, flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
-from daskgpt.kernels.vectors.elementary import sigmoid
+from daskgpt.kernels.simd.math import sigmoid
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715

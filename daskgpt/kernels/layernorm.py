@@ -6,8 +6,8 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_shape, rows
 from daskgpt.kernels.compilation import helper, kernel
-from daskgpt.kernels.vectors.elementary import fma
-from daskgpt.kernels.vectors.sums import dot, sum_of
+from daskgpt.kernels.simd.math import fma
+from daskgpt.kernels.simd.reductions import dot, sum_of
 
 EPSILON = 1e-5
 

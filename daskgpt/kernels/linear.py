@@ -4,16 +4,7 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
 from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows, product
-
-
-@kernel("n r2 r2 r1 w2")
-def _forward(blas, x, weight, bias, y):
-    """The bias is written first and the product added to it: no second pass over y."""
-    for i in range(y.shape[0]):
-        for j in range(y.shape[1]):
-            y[i, j] = bias[j]
-    product(blas, 0, 1, x, weight, x.dtype.type(1), y)
+from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 
 
 @kernel("r2 w1 n")
@@ -25,8 +16,8 @@ def _backward_bias(dy, total, accumulate):
             total[j] += dy[i, j]
 
 
-def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Linear layer.
+def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """Return the output of a linear layer, or of the unembedding, which has no bias.
 
     y = x weightᵀ + bias
 
@@ -37,25 +28,11 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """
     outputs = len(weight)
     check_shape("linear.forward", "weight", weight, (outputs, x.shape[-1]))
-    check_shape("linear.forward", "bias", bias, (outputs,))
     y = np.empty((*x.shape[:-1], outputs), x.dtype)
-    _forward(gemm_address(x.dtype), rows(x), np.ascontiguousarray(weight), np.ascontiguousarray(bias), rows(y))
-    return y
-
-
-def forward_without_bias(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Linear layer without a bias: the unembedding.
-
-    y = x weightᵀ
-
-    Shapes   x (b, t, C), weight (V, C) -> y (b, t, V)
-    Dtype    float32 or float64, one for all
-    Cost     2 b t C V operations in BLAS
-    Errors   ValueError when the shapes do not fit
-    """
-    check_shape("linear.forward_without_bias", "weight", weight, (len(weight), x.shape[-1]))
-    y = np.empty((*x.shape[:-1], len(weight)), x.dtype)
-    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), rows(y))
+    if bias is not None:  # written first, and the product added to it: no second pass over y
+        check_shape("linear.forward", "bias", bias, (outputs,))
+        y[...] = bias
+    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), int(bias is not None), rows(y))
     return y
 
 
@@ -72,7 +49,7 @@ def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
     outputs, channels = dy.shape[-1], weight.shape[1]
     check_shape("linear.backward_x", "weight", weight, (outputs, channels))
     dx = np.empty((*dy.shape[:-1], channels), dy.dtype)
-    multiply(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), rows(dx))
+    multiply(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), 0, rows(dx))
     return dx
 
 

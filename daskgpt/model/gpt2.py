@@ -1,113 +1,143 @@
-"""GPT-2, as it is drawn: embedding, blocks of attention and feed-forward on a residual stream, cross-entropy."""
+"""GPT-2: embedding, blocks of attention and feed-forward on a residual stream, cross-entropy.
+
+Training, validation, generation and evaluation all derive from `transformer` and `block`. To change the model, replace
+a row of `model.layers`, rows of `model.parameters.PARAMETERS`, or `block`: each is looked up when a model is built.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.graph.nodes import from_numpy
-from daskgpt.model import layers
+from daskgpt.model import layers, parameters
+from daskgpt.model.layers import Layer
 from daskgpt.model.tape import Tape
 
-Parameters = Mapping[str, da.Array]
-Inputs = Mapping[str, da.Array]  # of a step: tokens, targets, positions ...
+Parameters = Mapping[str, Any]
+Inputs = Mapping[str, Any]  # of a step: tokens, targets, positions ...
 EMBEDDED = "wte+wpe"
 DROPPED = ("attn", "attn.c_proj", "mlp.c_proj")  # where dropout is in a block, in an order that seeds depend on
 
 
-def transformer(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> da.Array:
-    """Activations after the last layernorm, (B, T, C) in the chunks of the tokens.
+@dataclass(frozen=True)
+class Forward:
+    """A forward pass: calls layers by their places in the model, and finds what else they read.
 
-    rate   share that dropout takes of the embeddings, of attention's probabilities, and of what is added to the
-           embeddings; where it is not 0, the inputs have `streams`
+    tape     calls a layer: `model.tape.Tape` records it, `generation.decoder.EagerDecoder` computes it at once
+    inputs   of a batch; `streams` among them where the rate is not 0
+    rate     share that dropout takes of the embeddings, of attention's probabilities, and of what is added to the
+             embeddings
     """
-    tokens, positions = inputs["tokens"], inputs["positions"]
-    x = tape(EMBEDDED, layers.EMBEDDING, tokens, p["wte.weight"], positions, p["wpe.weight"])
-    x = drop(tape, EMBEDDED, x, inputs, rate)
+
+    tape: Any
+    config: GPT2Config
+    parameters: Parameters
+    inputs: Inputs
+    rate: float = 0.0
+
+    def __call__(self, at: str, layer: Layer, *arrays: Any, **options: Any) -> Any:
+        """Return the layer's first output at a place of the model.
+
+        Arguments beyond `arrays` are found by their names: inputs, parameters of that place (`weight` is `AT.weight`),
+        or of the model (`wte` is `wte.weight`). So are options: `rate`, `place`, and fields of the configuration.
+        """
+        whole = layer.forward.signature.startswith("bT")
+        if self.rate and whole:
+            rule, advice = "with dropout a layer of whole sequences must have a row `dropped`", "Train without dropout."
+            require(layer.dropped is not None, at, rule, {"layer": layer.name}, advice)
+            layer = layer.dropped or layer
+        row = layer.forward
+        arrays += tuple(self._argument(at, layer, name) for name in row.arguments.split()[len(arrays) :])
+        rows = [row, *filter(None, layer.backward.values())]
+        names = {name for each in rows for name in each.options.split()} - options.keys()
+        options |= {name: self._option(at, name) for name in sorted(names)}
+        if whole:  # the one place where the tokens of a sequence meet
+            return self.tape.over_sequences(at, layer, *arrays, positions=self.inputs["positions"], **options)
+        return self.tape(at, layer, *arrays, **options)
+
+    def _argument(self, at: str, layer: Layer, name: str) -> Any:
+        for known, key in ((self.inputs, name), (self.parameters, f"{at}.{name}"), (self.parameters, f"{name}.weight")):
+            if key in known:
+                return known[key]
+        rule = f"an argument of {layer.name} must be an input or a parameter"
+        advice = f"Add {at}.{name} to daskgpt.model.parameters.PARAMETERS."
+        raise refusal(ValueError, at, rule, {"argument": name}, advice)
+
+    def _option(self, at: str, name: str) -> Any:
+        if name == "rate":
+            return self.rate
+        return place_of(at) if name == "place" else getattr(self.config, name)
+
+    def normalize(self, at: str, x: Any) -> Any:
+        """Return x normalized."""
+        return self(at, layers.NORMS[self.config.norm], x)
+
+    def drop(self, at: str, x: Any) -> Any:
+        """Return x after dropout; x itself where nothing is dropped."""
+        return self(at, layers.DROPOUT, x) if self.rate else x
+
+
+def transformer(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> Any:
+    """Return the activations after the last normalization, (B, T, C) in the chunks of the tokens."""
+    forward = Forward(tape, config, p, inputs, rate)
+    x = forward.drop(EMBEDDED, forward(EMBEDDED, layers.EMBEDDING))
     for number in range(config.blocks):
-        x = block(tape, config, p, f"h.{number}", x, inputs, rate)
-    return normalise(tape, config, p, "ln_f", x)
+        x = block(forward, f"h.{number}", x)
+    return forward.normalize("ln_f", x)
 
 
-def block(
-    tape: Tape, config: GPT2Config, p: Parameters, at: str, x: da.Array, inputs: Inputs, rate: float = 0.0
-) -> da.Array:
-    """One transformer block: x + attention(layernorm(x)), then x + feed_forward(layernorm(x))."""
-    qkv = linear(tape, p, f"{at}.attn.c_attn", normalise(tape, config, p, f"{at}.ln_1", x))
-    y = attend(tape, config, f"{at}.attn", qkv, inputs, rate)
-    y = linear(tape, p, f"{at}.attn.c_proj", y)
-    x = tape(f"{at}.attn", layers.ADD, x, drop(tape, f"{at}.attn.c_proj", y, inputs, rate))
-    hidden = linear(tape, p, f"{at}.mlp.c_fc", normalise(tape, config, p, f"{at}.ln_2", x))
-    hidden = tape(f"{at}.mlp", layers.GELU, hidden)
-    y = linear(tape, p, f"{at}.mlp.c_proj", hidden)
-    return tape(f"{at}.mlp", layers.ADD, x, drop(tape, f"{at}.mlp.c_proj", y, inputs, rate))
-
-
-def drop(tape: Tape, at: str, x: da.Array, inputs: Inputs, rate: float) -> da.Array:
-    """x after dropout; x itself where nothing is dropped."""
-    if not rate:
-        return x
-    return tape(at, layers.DROPOUT, x, inputs["streams"], inputs["positions"], place=place_of(at), rate=rate)
+def block(forward: Forward, at: str, x: Any) -> Any:
+    """Return x after a transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    qkv = forward(f"{at}.attn.c_attn", layers.LINEAR, forward.normalize(f"{at}.ln_1", x))
+    y = forward(f"{at}.attn.c_proj", layers.LINEAR, forward(f"{at}.attn", layers.ATTENTION, qkv))
+    x = forward(f"{at}.attn", layers.ADD, x, forward.drop(f"{at}.attn.c_proj", y))
+    hidden = forward(f"{at}.mlp.c_fc", layers.LINEAR, forward.normalize(f"{at}.ln_2", x))
+    hidden = forward(f"{at}.mlp", layers.GELU, hidden)
+    y = forward(f"{at}.mlp.c_proj", layers.LINEAR, hidden)
+    return forward(f"{at}.mlp", layers.ADD, x, forward.drop(f"{at}.mlp.c_proj", y))
 
 
 def place_of(at: str) -> int:
-    """The number by which what is dropped at a place of the model differs from what is dropped at others."""
+    """Return the number of a place in the model, by which its random numbers differ from those of others."""
     if at == EMBEDDED:
         return 0
     _, block_number, part = at.split(".", 2)
     return 1 + len(DROPPED) * int(block_number) + DROPPED.index(part)
 
 
-def attend(tape: Tape, config: GPT2Config, at: str, qkv: da.Array, inputs: Inputs, rate: float = 0.0) -> da.Array:
-    """Attention over whole sequences: the one place where the token chunks of a sequence meet."""
-
-    def attention(whole: da.Array) -> da.Array:
-        if not rate:
-            return tape(at, layers.ATTENTION, whole, heads=config.heads)
-        options = {"heads": config.heads, "place": place_of(at), "rate": rate}
-        return tape(at, layers.DROPPED_ATTENTION, whole, inputs["streams"], **options)
-
-    if qkv.numblocks[1] == 1:
-        return attention(qkv)
-    whole = tape(f"{at}.qkv", layers.GATHER, qkv, inputs["positions"])
-    return tape(f"{at}.y", layers.SPLIT, attention(whole), inputs["positions"])
-
-
-def normalise(tape: Tape, config: GPT2Config, p: Parameters, at: str, x: da.Array) -> da.Array:
-    layer = layers.NORMS[config.norm]
-    return tape(at, layer, x, *(p[f"{at}.{name}"] for name in layer.forward.arguments.split()[1:]))
-
-
-def linear(tape: Tape, p: Parameters, at: str, x: da.Array) -> da.Array:
-    return tape(at, layers.LINEAR, x, p[f"{at}.weight"], p[f"{at}.bias"])
-
-
 def mean_loss(
     tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0, count: int = 0
 ) -> da.Array:
-    """Mean cross-entropy of the next token over B*T, a 0-d array, in nats.
+    """Return the mean cross-entropy of the next token over B*T, a 0-d array, in nats.
 
-    rate    of dropout, see `transformer`
+    rate    of dropout, see `Forward`
     count   of tokens that it is the mean over, where these are some of a batch; 0 = these
     """
-    tokens, targets = inputs["tokens"], inputs["targets"]
-    check_tokens(config, tokens, targets)
-    x = transformer(tape, config, p, inputs, rate)
-    losses = tape("losses", layers.CROSSENTROPY, x, p["wte.weight"], targets, vocabulary=config.vocabulary)
-    return tape("loss", layers.MEAN, losses, count=count or tokens.size)
+    tokens = inputs["tokens"]
+    check_tokens(config, tokens, inputs["targets"])
+    forward = Forward(tape, config, p, inputs)
+    losses = forward("losses", layers.CROSSENTROPY, transformer(tape, config, p, inputs, rate))
+    return forward("loss", layers.MEAN, losses, count=count or tokens.size)
 
 
-def logits(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs) -> da.Array:
-    """Scores of every row of the padded vocabulary, (B, T, V) in the chunks of the tokens."""
-    return tape("logits", layers.UNEMBEDDING, transformer(tape, config, p, inputs), p["wte.weight"])
+def logits(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rows: Any = slice(None)) -> Any:
+    """Return the scores of every row of the padded vocabulary, (B, T, V) in the chunks of the tokens.
+
+    rows   the tokens that are scored
+    """
+    x = transformer(tape, config, p, inputs)[:, rows]
+    return Forward(tape, config, p, inputs)("logits", layers.UNEMBEDDING, x)
 
 
 def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -> Inputs:
-    """The inputs of somebody's own dask arrays."""
+    """Return the inputs of a step from dask arrays of tokens."""
     positions = np.arange(tokens.shape[1], dtype=np.int32)
     inputs = {"tokens": tokens, "positions": from_numpy(f"positions-{tape.token}", positions, (tokens.chunks[1],))}
     return inputs | ({} if targets is None else {"targets": targets})
@@ -122,3 +152,31 @@ def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> Non
     got = {"sequence_length": length, "positions": config.positions}
     advice = "Shorten the sequence or use a model with more positions."
     require(length <= config.positions, "loss", rule, got, advice)
+
+
+def replaced_rows() -> str:
+    """Name what was replaced of GPT-2, with the kernels (`GELU=mine.relu`); empty where nothing was."""
+    found = [(name, kernel) for name, kernel in _functions().items() if _OWN.get(name) is not kernel]
+    said = [f"{name}={kernel.__module__}.{kernel.__qualname__}" for name, kernel in found]
+    changed = {(row.name, row) for row in _OWN_PARAMETERS} ^ {(row.name, row) for row in parameters.PARAMETERS}
+    return ", ".join(sorted(said) + sorted({f"PARAMETERS[{name!r}]" for name, _ in changed}))
+
+
+def _functions() -> dict[str, Any]:
+    """Return the functions that compute a forward pass, by name."""
+    found: dict[str, Any] = {name: row for name, row in vars(layers).items() if isinstance(row, Layer)}
+    found |= {f"NORMS[{name!r}]": row for name, row in layers.NORMS.items()}
+    return {name: row.forward.kernel for name, row in found.items()} | {"block": block}
+
+
+# What other programs' files mean, and what the kernels of `kernels.decoding` compute.
+_OWN, _OWN_PARAMETERS = _functions(), parameters.PARAMETERS
+
+
+def require_own_layers(where: str) -> None:
+    """Refuse a model with replaced layers where another program would compute GPT-2's own.
+
+    Errors   ValueError naming the layers
+    """
+    rule, advice = "the layers must be GPT-2's own", "Put back what was replaced, or save to daskgpt's own format."
+    require(not replaced_rows(), where, rule, replaced_rows(), advice)

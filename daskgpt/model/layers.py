@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskgpt.config.errors import require
 from daskgpt.kernels import (
     add,
     attention,
     crossentropy,
     dropout,
     embedding,
-    gather,
     gelu,
     layernorm,
     linear,
@@ -50,6 +48,7 @@ class Layer:
                PASS where the gradient is dy itself. An argument that is missing has no gradient.
     new_axes   sizes of axes that occur in an output but in no argument
     cheap      whether the output is computed again in backward instead of being kept
+    dropped    the layer that stands here in training with dropout, where that is another one
     """
 
     name: str
@@ -58,6 +57,7 @@ class Layer:
     backward: Mapping[str, Row | None]
     new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
     cheap: bool = False
+    dropped: Layer | None = None
 
 
 PASS = None
@@ -129,47 +129,43 @@ DROPOUT = Layer(
     backward={"x": Row(dropout.dropped, "btC, b, t -> btC", "dy streams positions", "place rate")},
 )
 
+
+DROPPED_ATTENTION = Layer(
+    name="attention",
+    forward=Row(attention.forward, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
+    outputs="y logsumexp",
+    backward={
+        "qkv": Row(attention.backward, "bTC, bTX, bTC, bHT, b -> bTX", "dy qkv y logsumexp streams", "heads place rate")
+    },
+    new_axes=lambda sizes, options: {"C": sizes["X"] // 3, "H": options["heads"]},
+)
+
 ATTENTION = Layer(
     name="attention",
     forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads"),
     outputs="y logsumexp",
     backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads")},
-    new_axes=lambda sizes, options: {"C": sizes["X"] // 3, "H": options["heads"]},
-)
-
-# The same of a model that drops some of the probabilities while it is trained.
-DROPPED_ATTENTION = Layer(
-    name="attention",
-    forward=Row(attention.forward_dropped, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
-    outputs="y logsumexp",
-    backward={
-        "qkv": Row(
-            attention.backward_dropped,
-            "bTC, bTX, bTC, bHT, b -> bTX",
-            "dy qkv y logsumexp streams",
-            "heads place rate",
-        )
-    },
-    new_axes=ATTENTION.new_axes,
+    new_axes=DROPPED_ATTENTION.new_axes,
+    dropped=DROPPED_ATTENTION,
 )
 
 GATHER = Layer(
     name="gather",
-    forward=Row(gather.gather, "btX, t -> bTX", "x positions"),
+    forward=Row(attention.gather, "btX, t -> bTX", "x positions"),
     outputs="y",
-    backward={"x": Row(gather.split, "bTX, t -> btX", "dy positions")},
+    backward={"x": Row(attention.split, "bTX, t -> btX", "dy positions")},
 )
 
 SPLIT = Layer(
     name="split",
-    forward=Row(gather.split, "bTC, t -> btC", "x positions"),
+    forward=Row(attention.split, "bTC, t -> btC", "x positions"),
     outputs="y",
-    backward={"x": Row(gather.gather, "btC, t -> bTC", "dy positions")},
+    backward={"x": Row(attention.gather, "btC, t -> bTC", "dy positions")},
 )
 
 UNEMBEDDING = Layer(
     name="unembedding",
-    forward=Row(linear.forward_without_bias, "btC, VC -> btV", "x wte"),
+    forward=Row(linear.forward, "btC, VC -> btV", "x wte"),
     outputs="logits",
     backward={
         "x": Row(linear.backward_x, "btV, VC -> btC", "dy wte"),
@@ -195,45 +191,7 @@ MEAN = Layer(
     backward={"losses": Row(crossentropy.mean_backward, ", bt -> bt", "dy losses", "count")},
 )
 
-LAYERS: tuple[Layer, ...] = (
-    EMBEDDING,
-    LAYERNORM,
-    RMSNORM,
-    LINEAR,
-    GELU,
-    ADD,
-    DROPOUT,
-    ATTENTION,
-    DROPPED_ATTENTION,
-    GATHER,
-    SPLIT,
-    UNEMBEDDING,
-    CROSSENTROPY,
-    MEAN,
-)
+LAYERS: tuple[Layer, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Layer))
 
 # The values of the configuration's `norm`.
 NORMS: Mapping[str, Layer] = {layer.name: layer for layer in (LAYERNORM, RMSNORM)}
-
-# What files of other programs mean, and what decoding has kernels for.
-OWN_KERNELS = {name: row.forward.kernel for name, row in globals().items() if isinstance(row, Layer)}
-
-
-def replaced_rows() -> str:
-    """Name the layers that somebody has replaced, with their kernels (`GELU=mine.relu`); empty where none is."""
-    rows = {name: globals()[name] for name in OWN_KERNELS}
-    found = {name: row.forward.kernel for name, row in rows.items() if row.forward.kernel is not OWN_KERNELS[name]}
-    found |= {f"NORMS[{name!r}]": row.forward.kernel for name, row in NORMS.items() if row not in rows.values()}
-    return ", ".join(f"{name}={kernel.__module__}.{kernel.__qualname__}" for name, kernel in sorted(found.items()))
-
-
-def require_own_layers(where: str) -> None:
-    """Refuse a model with a replaced layer, where another model than the one that was trained would come out.
-
-    Errors   ValueError naming the layers
-    """
-    rule, advice = (
-        "the layers must be GPT-2's own",
-        "Put the rows of daskgpt.model.layers back, or use daskgpt.fit alone.",
-    )
-    require(not replaced_rows(), where, rule, replaced_rows(), advice)

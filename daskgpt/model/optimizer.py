@@ -1,27 +1,85 @@
-"""Optimizers as a table of updates."""
+"""Optimizers as a table of updates, and the learning rate over the steps as a table of schedules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dask.array as da
 import numpy as np
 
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.config.settings import part_of
 from daskgpt.graph.calls import apply
-from daskgpt.kernels import adamw, momentum, muon
-from daskgpt.kernels.bfloat16 import rounded_layers
-from daskgpt.kernels.norm import LIMITS, TOLD, guard, squares
+from daskgpt.kernels import optimizers
+from daskgpt.kernels.bfloat16 import gemm
+from daskgpt.kernels.bfloat16.update import linear_update
+from daskgpt.kernels.optimizers import LIMITS, TOLD, guard, squares
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
-from daskgpt.model.schedules import learning_rate
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
 SQUARES, NORM = "squares", "norm"  # layers of the tasks behind the norm of all gradients
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One row.
+
+    warms  whether the learning rate rises in the first `warmup` steps
+    falls  over how many of the last steps it falls: from the configuration and the number of all steps, None for all
+           after the rise
+    left   how much of the fall is left where so much of its way, 0 .. 1, is done
+    """
+
+    name: str
+    warms: bool
+    falls: Callable[[OptimizerConfig, int], int | None]
+    left: Callable[[float], float]
+
+
+CONSTANT = Schedule("constant", warms=False, falls=lambda config, steps: 0, left=lambda way: 1.0)
+LINEAR = Schedule("linear", warms=True, falls=lambda config, steps: None, left=lambda way: 1 - way)
+# Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
+COSINE = Schedule("cosine", warms=True, falls=lambda config, steps: None, left=lambda way: _half_cosine(way))
+# Warmup, stable, decay: Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
+WSD = Schedule("wsd", warms=True, falls=lambda config, steps: part_of(config.cooldown, steps), left=lambda way: 1 - way)
+SCHEDULES = {row.name: row for row in (CONSTANT, LINEAR, COSINE, WSD)}
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Return the learning rate of a step, counted from 0, in a run of `steps`.
+
+    It rises linearly over `warmup` steps to the largest one, and falls to the final one, which the last step has; see
+    `SCHEDULES`.
+    """
+    row = SCHEDULES[config.schedule]
+    warmup = part_of(config.warmup, steps) if row.warms else 0
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    room = steps - 1 - warmup
+    wanted = row.falls(config, steps)
+    if wanted == 0:
+        return config.learning_rate
+    falls = room if wanted is None else min(wanted, room)
+    way = (step - (steps - 1 - falls)) / max(falls, 1)
+    height = config.learning_rate - config.final_learning_rate
+    return config.final_learning_rate + height * row.left(min(max(way, 0.0), 1.0))
+
+
+# C libraries differ in the last bit of a cosine, and a run's bits would depend on the machine.
+def _half_cosine(progress: float) -> float:
+    """(1 + cos(π progress)) / 2 for progress from 0 to 1: the square of cos(π progress / 2), by its Taylor series."""
+    angle = math.pi / 2 * progress
+    square = angle * angle
+    total = term = 1.0
+    for number in range(1, 27, 2):
+        term *= -square / (number * (number + 1))
+        total += term
+    return total * total
 
 
 @dataclass(frozen=True)
@@ -31,7 +89,8 @@ class Optimizer:
     kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), the weight alone where
               there are no moments
     in_place  the same of some rows, written over weight and moments
-    moments   names of the arrays like the weight that pass from step to step, zero at the start
+    moments   names of the arrays that pass from step to step, zero at the start, each of the weight's shape
+    per_row   those of them that have one number a row of the weight instead
     options   what is the same in every step, of a tensor
     hyper     what changes from step to step: float64 (hyper_size,), from the step and the number of all steps
     fused     summing kernel -> kernel that makes its sum and this update in one pass
@@ -48,6 +107,7 @@ class Optimizer:
     hyper: Callable[[OptimizerConfig, int, int], np.ndarray]
     hyper_size: int
     fused: Mapping[Kernel, Kernel] = field(default_factory=dict)
+    per_row: tuple[str, ...] = ()
     whole: bool = False
     updates: Callable[[Tensor], bool] = lambda tensor: True
     others: Optimizer | None = None
@@ -57,13 +117,13 @@ class Optimizer:
         return self if self.others is None or self.updates(tensor) else self.others.of(tensor)
 
     def state(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a state beside the weights: "MOMENT.NAME" -> whose moment it is, moment by moment."""
+        """The tensors of a state beside the weights: "MOMENT.NAME" -> whose moment it is, with the moment's shape."""
         kinds = dict.fromkeys(kind for tensor in known.values() for kind in self.of(tensor).moments)
         return {
-            f"{kind}.{name}": tensor
+            f"{kind}.{name}": replace(tensor, shape=tensor.shape[:1]) if kind in row.per_row else tensor
             for kind in kinds
             for name, tensor in known.items()
-            if kind in self.of(tensor).moments
+            if kind in (row := self.of(tensor)).moments
         }
 
 
@@ -80,13 +140,13 @@ def _adamw_hyper(config: OptimizerConfig, step: int, steps: int) -> np.ndarray:
 
 ADAMW = Optimizer(
     name="adamw",
-    kernel=adamw.adamw,
-    in_place=adamw.adamw_inplace,
+    kernel=optimizers.adamw,
+    in_place=optimizers.adamw_inplace,
     moments=("m", "v"),
     options=_adamw_options,
     hyper=_adamw_hyper,
     hyper_size=3,
-    fused={rounded_layers.linear_backward_weight: rounded_layers.linear_update},
+    fused={gemm.backward_weight: linear_update},
 )
 
 
@@ -96,8 +156,8 @@ def _momentum_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, f
 
 MOMENTUM = Optimizer(
     name="momentum",
-    kernel=momentum.momentum,
-    in_place=momentum.momentum_inplace,
+    kernel=optimizers.momentum,
+    in_place=optimizers.momentum_inplace,
     moments=("m",),
     options=_momentum_options,
     hyper=lambda config, step, steps: np.array([learning_rate(config, step, steps)]),
@@ -112,8 +172,8 @@ def _muon_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float
 
 MUON = Optimizer(
     name="muon",
-    kernel=muon.muon,
-    in_place=muon.muon_inplace,
+    kernel=optimizers.muon,
+    in_place=optimizers.muon_inplace,
     moments=("m",),
     options=_muon_options,
     hyper=_adamw_hyper,
@@ -129,15 +189,15 @@ OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM
 class Guarded:
     """An optimizer's kernel for gradients that are clipped, and for updates that may be left out.
 
-    It is told what `kernels.norm.guard` returns in place of hyper, of some rows as well as of all.
+    In place of hyper it is given what `kernels.optimizers.guard` returns, for some rows as well as for all.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
-        *moments, told = others
-        hyper, (_, scale, made) = told[:-TOLD], told[-TOLD:]
+        *moments, info = others
+        hyper, (_, scale, made) = info[:-TOLD], info[-TOLD:]
         if not made:
             return (weight, *moments) if moments else weight
         if scale != 1:
@@ -151,14 +211,14 @@ def guards(config: OptimizerConfig) -> bool:
 
 
 def hyper_size(config: OptimizerConfig, optimizer: Optimizer) -> int:
-    """How many numbers a step is given for its updates."""
+    """Return how many numbers a step gets for its updates."""
     return optimizer.hyper_size + (LIMITS if guards(config) else 0)
 
 
 def hyper_of(
     config: OptimizerConfig, optimizer: Optimizer, step: int, steps: int, limits: tuple[float, float] = (math.inf,) * 2
 ) -> np.ndarray:
-    """What a step is given for its updates: float64 (hyper_size,).
+    """Return what a step gets for its updates: float64 (hyper_size,).
 
     limits   of loss and norm, above which no update is made
     """
@@ -175,14 +235,14 @@ def guarded(
     optimizer: Optimizer,
     tape: Tape,
 ) -> da.Array:
-    """What updates are told in place of hyper, see `kernels.norm.guard`: it needs the gradients of all tensors."""
+    """Return what updates get in place of hyper, see `kernels.optimizers.guard`, from the gradients of all tensors."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
         origin = Origin(SQUARES, "update", name, tensor.block)
         signature = f"{'OC'[: len(tensor.shape)]} -> "
         sums += apply(origin.name(tape.token), squares, signature, [gradients[name]], origin=origin)
     origin = Origin(NORM, "update", "gradients")
-    (told,) = apply(
+    (info,) = apply(
         origin.name(tape.token),
         guard,
         f"S{', ' * (1 + len(sums))} -> N",
@@ -191,7 +251,7 @@ def guarded(
         new_axes={"N": optimizer.hyper_size + TOLD},
         origin=origin,
     )
-    return told
+    return info
 
 
 def update(
@@ -203,7 +263,7 @@ def update(
     optimizer: Optimizer,
     tape: Tape,
 ) -> dict[str, da.Array]:
-    """One update of every tensor, a task each: the new state, by the names of the old one.
+    """Update every tensor, a task each; return the new state by the names of the old one.
 
     state    "weight.NAME" of every tensor, and "MOMENT.NAME" of those that have it
     hyper    what changes from step to step, see `Optimizer.hyper` and `guarded`
@@ -214,11 +274,11 @@ def update(
         kinds = ["weight", *row.moments]
         first, *moments = (state[f"{kind}.{name}"] for kind in kinds)
         origin = Origin(row.name, "update", name, tensor.block, parameter=name)
-        inputs = ", ".join([axes] * (len(kinds) + 1))
+        outputs = [axes[:1] if kind in row.per_row else axes for kind in kinds]
         results = apply(
             origin.name(tape.token),
             tape.precision.update(Guarded(row.kernel) if guards(config) else row.kernel),
-            f"{inputs}, S -> {', '.join([axes] * len(kinds))}",
+            f"{', '.join([axes, axes, *outputs[1:]])}, S -> {', '.join(outputs)}",
             [first, gradients[name], *moments, hyper],
             options=row.options(config, tensor),
             origin=origin,

@@ -1,4 +1,4 @@
-"""Where in the model a task comes from: what instruments, grouping and memory ask, instead of reading names of keys."""
+"""Where in the model a task comes from: instruments, grouping and memory read it instead of the names of keys."""
 
 from __future__ import annotations
 

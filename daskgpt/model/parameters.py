@@ -22,14 +22,15 @@ class Parameter:
     """One row of the table.
 
     name      GPT-2's published name; `{block}` stands for the block's number
-    axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C hidden
+    axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C
+              hidden; or a function of the configuration
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) where the output is added to x
     multiplied   whether activations are multiplied with it (the positions are only added)
     exists       whether a model of this configuration has it
     """
 
     name: str
-    axes: tuple[str, ...]
+    axes: tuple[str | Callable[[GPT2Config], int], ...]
     initial: str
     multiplied: bool = False
     exists: Callable[[GPT2Config], bool] = lambda config: True
@@ -57,7 +58,9 @@ class Parameter:
     def shape(self, config: GPT2Config) -> tuple[int, ...]:
         """Shape in a model of this size; matrices are (out, in)."""
         sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels}
-        return tuple(int(axis[:-1] or 1) * sizes[axis[-1]] for axis in self.axes)
+        return tuple(
+            int(axis[:-1] or 1) * sizes[axis[-1]] if isinstance(axis, str) else axis(config) for axis in self.axes
+        )
 
 
 def _has_mean(config: GPT2Config) -> bool:
@@ -144,10 +147,22 @@ def value_count(config: GPT2Config, *, multiplied: bool = False) -> int:
     return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
 
-class RandomParameters(Mapping[str, np.ndarray]):
-    """GPT-2's initial values, each made when it is asked for: as itself it is as small as its configuration.
+def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -> int:
+    """Floating-point operations of the matrix products of one step, nothing that is computed twice counted twice.
 
-    Every tensor has a random stream of its own, so that none depends on another's size or turn.
+    6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N values that are multiplied,
+    for each token, in the forward pass and twice in the backward one; and the same for attention's two products, where
+    a token meets the (T + 1) / 2 tokens up to itself on average.
+    """
+    tokens = batch_size * sequence_length
+    attention = config.blocks * config.channels * (sequence_length + 1)
+    return 6 * tokens * (parameter_count(config, multiplied=True) + attention)
+
+
+class RandomParameters(Mapping[str, np.ndarray]):
+    """GPT-2's initial values, each made when it is read: the mapping itself is as small as its configuration.
+
+    Every tensor has a random stream of its own, so that none depends on another's size or order.
 
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """

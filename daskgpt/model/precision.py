@@ -9,18 +9,14 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import nearest, require
-from daskgpt.kernels import attention, crossentropy, embedding, linear, muon
-from daskgpt.kernels.bfloat16 import (
-    from_bfloat16,
-    outruns_float32,
-    rounded_attention,
-    rounded_layers,
-    rounded_muon,
-    to_bfloat16,
-    unit,
-)
-from daskgpt.kernels.bfloat16.packed_weight import empty_weight, pack_weight
-from daskgpt.kernels.bfloat16.rounded_layers import PackedUpdate, TrainedWeight
+from daskgpt.kernels import attention, crossentropy, embedding, linear, optimizers
+from daskgpt.kernels.bfloat16 import attention as bf16_attention
+from daskgpt.kernels.bfloat16 import gemm
+from daskgpt.kernels.bfloat16 import layers as bf16_layers
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight, empty_weight, pack_weight
+from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
+from daskgpt.kernels.bfloat16.layers import PackedUpdate
+from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
@@ -28,6 +24,16 @@ Kernel = Callable[..., Any]
 TILE_TOKENS = 32  # of the bfloat16 units
 PACKED_ROWS = 256  # that are widened at a time: some hundred kilobytes, in the second cache
 LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
+
+
+@dataclass(frozen=True)
+class OfArrays:
+    """A kernel that knows arrays, for parameters that are held in any precision."""
+
+    kernel: Kernel
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.kernel(*map(values_of, arguments), **options)
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,9 @@ class Precision:
     at_once: Mapping[Kernel, int] = field(default_factory=dict)
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """The kernel that runs for one of the tables."""
+        """The kernel that runs for one of the tables; those from outside of the package get arrays, nothing packed."""
+        if self.packed and not getattr(kernel, "__module__", "").startswith("daskgpt."):
+            return OfArrays(kernel)
         return self.replaced.get(kernel, kernel)
 
     def update(self, kernel: Kernel) -> Kernel:
@@ -115,29 +123,25 @@ BFLOAT16 = Precision(
     "bfloat16",
     np.dtype("float32"),
     {
-        embedding.forward: rounded_layers.embedding_forward,
-        linear.forward: rounded_layers.linear_forward,
-        linear.forward_without_bias: rounded_layers.linear_without_bias,
-        attention.forward: rounded_attention.forward,
-        attention.backward: rounded_attention.backward,
-        attention.forward_dropped: rounded_attention.forward_dropped,
-        attention.backward_dropped: rounded_attention.backward_dropped,
-        linear.backward_x: rounded_layers.linear_backward_x,
-        linear.backward_weight: rounded_layers.linear_backward_weight,
-        crossentropy.forward: rounded_layers.crossentropy_forward,
-        crossentropy.backward_x: rounded_layers.crossentropy_backward_x,
-        crossentropy.backward_wte: rounded_layers.crossentropy_backward_wte,
-        muon.muon: rounded_muon.muon,
-        muon.muon_inplace: rounded_muon.muon_inplace,
+        embedding.forward: bf16_layers.embedding_forward,
+        linear.forward: gemm.forward,
+        attention.forward: bf16_attention.forward,
+        attention.backward: bf16_attention.backward,
+        linear.backward_x: gemm.backward_x,
+        linear.backward_weight: gemm.backward_weight,
+        crossentropy.forward: bf16_layers.crossentropy_forward,
+        crossentropy.backward_x: bf16_layers.crossentropy_backward_x,
+        crossentropy.backward_wte: bf16_layers.crossentropy_backward_wte,
+        optimizers.muon: bf16_layers.muon,
+        optimizers.muon_inplace: bf16_layers.muon_inplace,
     },
     packed=True,
     rounding=frozenset(
         (
-            rounded_layers.linear_forward,
-            rounded_layers.linear_without_bias,
-            rounded_layers.linear_backward_x,
-            rounded_layers.crossentropy_forward,
-            rounded_layers.crossentropy_backward_x,
+            gemm.forward,
+            gemm.backward_x,
+            bf16_layers.crossentropy_forward,
+            bf16_layers.crossentropy_backward_x,
         )
     ),
     at_once=dict.fromkeys((linear.backward_weight, crossentropy.backward_wte), TILE_TOKENS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -11,7 +11,7 @@ import dask.array as da
 
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import apply, parse
-from daskgpt.model.layers import ADD, PASS, Layer, Row
+from daskgpt.model.layers import ADD, GATHER, PASS, SPLIT, Layer, Row
 from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import block_of
 from daskgpt.model.precision import FLOAT32, Precision
@@ -44,26 +44,34 @@ class Tape:
         self.recomputed: dict[str, da.Array] = {}
 
     def __call__(self, where: str, layer: Layer, *arguments: da.Array, **options: Any) -> da.Array:
-        """The layer's first output, recorded for `backward`."""
+        """Call a layer, record it for `backward`, and return its first output."""
         arrays = dict(zip(layer.forward.arguments.split(), arguments, strict=True))
-        sizes = {
-            axis: size
-            for a, axes in zip(arguments, parse(layer.forward.signature)[0])
-            for axis, size in zip(axes, a.shape)
-        }
         results = self._apply(
             Origin(layer.name, "forward", where, block_of(where)),
             layer.forward,
             arguments,
             options,
-            new_axes=layer.new_axes(sizes, options),
+            new_axes=_new_axes(layer, arguments, options),
         )
         arrays |= dict(zip(layer.outputs.split(), results, strict=True))
         self.records.append(Record(where, layer, arrays, options))
         return results[0]
 
+    def over_sequences(
+        self, where: str, layer: Layer, x: da.Array, *others: da.Array, positions: da.Array, **options: Any
+    ) -> da.Array:
+        """Call a layer that mixes the tokens of a sequence, and return its first output.
+
+        The chunks of its first argument are gathered before it, and its output is cut into the same chunks.
+        """
+        if x.numblocks[1] == 1:
+            return self(where, layer, x, *others, **options)
+        whole = self(f"{where}.{layer.forward.arguments.split()[0]}", GATHER, x, positions)
+        y = self(where, layer, whole, *others, **options)
+        return self(f"{where}.{layer.outputs.split()[0]}", SPLIT, y, positions)
+
     def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
-        """Gradient of sum(y * dy) with respect to every array that went in, by the array's name.
+        """Return the gradient of sum(y * dy) with respect to every array that went in, by the array's name.
 
         A sum over the chunks takes up an earlier gradient of the same array as its start; other gradients that meet
         (a residual stream that forks) are added.
@@ -102,18 +110,20 @@ class Tape:
         gradients[name] = dx if summed or before is None else self._add(record.where, argument, before, dx)
 
     def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
-        """What a cheap layer computed, computed again once the gradient has come so far: nobody keeps it until then."""
+        """Return an array; what a cheap layer made is not kept, but computed again once the gradient is there."""
         if array.name in self.recomputed:
             return self.recomputed[array.name]
         record = next((r for r in self.records if r.layer.cheap and r.arrays[r.layer.outputs].name == array.name), None)
         if record is None:
             return array
         row = record.layer.forward
+        arguments = [record.arrays[name] for name in row.arguments.split()]
         (self.recomputed[array.name],) = self._apply(
             Origin(record.layer.name, "backward", record.where, block_of(record.where), again=True),
             row,
-            [record.arrays[name] for name in row.arguments.split()],
+            arguments,
             record.options,
+            new_axes=_new_axes(record.layer, arguments, record.options),
             after=after,
         )
         return self.recomputed[array.name]
@@ -135,6 +145,13 @@ class Tape:
             groups=self.groups,
             **places,
         )
+
+
+def _new_axes(layer: Layer, arguments: Sequence[da.Array], options: dict[str, Any]) -> Mapping[str, int]:
+    """Sizes of the output's axes that no argument has."""
+    axes = parse(layer.forward.signature)[0]
+    sizes = {axis: size for a, own in zip(arguments, axes) for axis, size in zip(own, a.shape)}
+    return layer.new_axes(sizes, options)
 
 
 def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Items through tasks, as many at a time as keep the threads busy; results are taken in order, by one process."""
+"""A map over a stream of items with bounded memory: as many are in tasks as keep the threads busy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PLACES = 512  # items in one graph of a local scheduler
-NOTHING = object()  # what stands where the items have come to an end
+NOTHING = object()  # marks the end of the items
 
 
 def ahead_of(threads: int) -> int:
-    """How many items may be under way before the first of them is taken: what is held grows with it."""
+    """Return how many items may be in progress before the result of the first one is taken."""
     return 2 * threads + 2
 
 
@@ -29,8 +29,8 @@ def each_local(
     items: Iterator[Item],
     take: Callable[[Result], None],
 ) -> None:
-    """Read, call and take as one dataflow: item n is read behind item n - 1, and once item n - ahead is taken; results
-    are taken one behind the other, by whichever thread is free.
+    """Run read, call and take as one dataflow: item n is read after item n - 1 and once item n - ahead is taken;
+    results are taken one after the other, by any free thread.
 
     Errors   those of items, function and take, of which the first one ends it
     """
@@ -70,9 +70,9 @@ def each_submitted(
     items: Iterator[Item],
     take: Callable[[Result], None],
 ) -> None:
-    """The same on a cluster, whose workers call; items are read, and results taken, in this process.
+    """Do the same on a cluster, whose workers call; items are read, and results taken, in this process.
 
-    submit   begins to call a function on a worker, under a name; its handle
+    submit   submits a call under a name and returns its future
     """
     under_way: deque[Any] = deque()
     number = 0

@@ -1,4 +1,4 @@
-"""What a run tells its cluster's scheduler of its steps, for whoever looks on there."""
+"""What a run publishes on its cluster's scheduler: events of its steps, and kernel calls for Dask's task stream."""
 
 from __future__ import annotations
 
@@ -6,44 +6,42 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distributed.diagnostics.task_stream import TaskStreamPlugin
-
 from daskgpt.graph.program import Span
+from daskgpt.schedulers.dask_internals import add_to_task_stream
 from daskgpt.schedulers.protocol import Scheduler
 
 TOPIC = "daskgpt"  # of the events
-EVERY = 0.25  # seconds: a step may be shorter than what telling takes
-FIELDS = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")  # that somebody looks at
+EVERY = 0.25  # seconds between two events: a step may be shorter than publishing it
+FIELDS = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")  # of a step's metrics
+
+CALLS = 300  # of a worker's window that are shown, the last ones: Dask's page shows a thousand rectangles
+TOGETHER = 1e-4  # seconds between calls of one kernel that are drawn as one
+RECEIVE = "receive."  # prefix of the names of tasks that wait for a message
 
 
-class Telling:
-    """Gathers records of steps and tells them together."""
+class Events:
+    """Collects metrics of steps and publishes them together."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.records, self.at = scheduler, list[dict[str, Any]](), 0.0
 
-    def note(self, record: Mapping[str, Any]) -> None:
-        """A step's metrics."""
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step."""
         if self.scheduler.in_place:
             return
-        self.records.append({name: record[name] for name in FIELDS if name in record})
+        self.records.append({name: metrics[name] for name in FIELDS if name in metrics})
         if time.monotonic() - self.at > EVERY:
             self.flush()
 
     def flush(self) -> None:
-        """What has not been told yet."""
+        """Publish what was collected."""
         if self.records:
             self.scheduler.tell(TOPIC, self.records)
             self.records, self.at = [], time.monotonic()
 
 
-CALLS = 300  # of a worker that are shown of a window, the last ones: Dask's page shows a thousand rectangles
-TOGETHER = 1e-4  # seconds between calls of one kernel that are shown as one
-RECEIVE = "receive."  # as the names of tasks begin that wait for a message
-
-
 class ShownCall(NamedTuple):
-    """One rectangle: a kernel and its place in the model, a thread, from when to when by the time of day."""
+    """One rectangle of the task stream: a kernel and its place in the model, a thread, begin and end by the clock."""
 
     name: str
     thread: int
@@ -52,12 +50,12 @@ class ShownCall(NamedTuple):
 
 
 def shown_calls(spans: Sequence[Span], offset: float) -> list[ShownCall]:
-    """The last kernel calls of some spans, in order; calls of one kernel in one place that follow each other are one.
+    """Return the last kernel calls of some spans; calls of one kernel in one place that follow each other are joined.
 
     offset   from the spans' clock to the time of day
     """
     found: list[ShownCall] = []
-    latest: dict[int, int] = {}  # of a thread, its last call in the list
+    latest: dict[int, int] = {}  # thread -> its last call in the list
     for span in spans[-4 * CALLS :]:
         name, start, end = span.key[0].partition("_-")[0], span.start + offset, span.end + offset
         before = found[latest[span.thread]] if span.thread in latest else None
@@ -69,16 +67,13 @@ def shown_calls(spans: Sequence[Span], offset: float) -> list[ShownCall]:
     return found[-CALLS:]
 
 
-async def show(calls: Mapping[str, Sequence[ShownCall]], dask_scheduler: Any) -> None:
-    """Add calls to the task stream of a scheduler; run there.
+async def show_calls(calls: Mapping[str, Sequence[ShownCall]], dask_scheduler: Any) -> None:
+    """Draw kernel calls on the task stream of a scheduler, in whose process this runs.
 
     calls   by the worker's address
     """
-    for plugin in dask_scheduler.plugins.values():
-        if isinstance(plugin, TaskStreamPlugin):
-            for worker, own in calls.items():
-                for call in own:
-                    action = "transfer" if call.name.startswith(RECEIVE) else "compute"
-                    times = [{"action": action, "start": call.start, "stop": call.end}]
-                    known = {"worker": worker, "thread": call.thread, "status": "OK", "startstops": times}
-                    plugin.transition(call.name, "processing", "memory", nbytes=0, type=b"", typename="", **known)
+    for worker, own in calls.items():
+        for call in own:
+            action = "transfer" if call.name.startswith(RECEIVE) else "compute"
+            span = {"action": action, "start": call.start, "stop": call.end}
+            add_to_task_stream(dask_scheduler, worker, call.thread, call.name, span)

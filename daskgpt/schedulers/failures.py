@@ -1,4 +1,4 @@
-"""Results that are lost on a cluster: the errors that say so, and copies on other workers, which outlive a worker."""
+"""Failures of a cluster: the errors of lost results, copies on other workers, and workers that do not answer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from distributed.scheduler import heartbeat_interval
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, as_it_is, task
+from daskgpt.schedulers.dask_internals import end_worker, holders, sizes
 from daskgpt.schedulers.membership import members, running
 
-COPY = "recovery.copy"  # what Dask calls the tasks that copy
-EVERY = 0.5  # seconds between two looks at the heartbeats of workers
-HEARTBEATS = 3  # that must be missing at least; of many workers each sends fewer
-NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the whole machine is gone
-# With what Dask's client says that results are gone: the first for those that nobody can compute again, the second for
-# a task that was on several workers as they died, an OSError for a connection that broke meanwhile (also a timeout).
+COPY = "recovery.copy"  # the names of tasks that copy begin so
+EVERY = 0.5  # seconds between two looks at heartbeats
+HEARTBEATS = 3  # at least so many must be missing; each of many workers sends fewer
+# Errors of Dask's client for lost results: that cannot be computed again; of a task that was on several workers when
+# they died; of a connection that broke meanwhile, or timed out; of a scheduler that is gone.
 SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
-LOST_SOURCE = "Worker holding Actor was lost"  # what Dask says of any result whose source cannot be made again
+LOST_SOURCE = "Worker holding Actor was lost"  # Dask's message for any result whose source cannot be made again
 
 
 class LostResults(RuntimeError):
-    """Results that a run needs are gone with a worker that held them. Whoever kept copies can go on from these.
+    """Results of a run were lost with the worker that held them. A run continues from its copies of them.
 
     where, rule, got   as of `config.errors.refusal`
     """
@@ -43,12 +43,12 @@ class LostResults(RuntimeError):
 
 
 class LostCluster(LostResults):
-    """There is nobody left to go on with: the scheduler is gone, or no worker came in time."""
+    """The cluster is lost: the scheduler is gone, or no worker came in time."""
 
 
 @contextmanager
 def telling_losses(client: Any) -> Iterator[None]:
-    """Say what Dask's client says of lost results as one error of ours.
+    """Raise the different errors of Dask's client for lost results as one.
 
     Errors   LostResults, LostCluster where the scheduler is gone
     """
@@ -65,7 +65,7 @@ def telling_losses(client: Any) -> Iterator[None]:
 
 
 def loss(client: Any, sign: str) -> LostResults:
-    """The error for a loss, of which something is known by a name."""
+    """Return the error of a loss; `sign` is how it was noticed."""
     lost: type[LostResults]
     if client.status == "running":
         lost, who, what = LostResults, "every worker", "a worker lost with its part of the parameters"
@@ -76,31 +76,30 @@ def loss(client: Any, sign: str) -> LostResults:
 
 
 def present(client: Any, handles: Sequence[Any]) -> list[bool]:
-    """Whether each result is in some worker's memory now, by what the scheduler knows; what is held here is."""
+    """Return whether each result is in the memory of a worker; values of this process are."""
     keys = [handle.key for handle in handles if isinstance(handle, Future) and handle.status == "finished"]
-    held = client.sync(client.scheduler.who_has, keys=keys) if keys else {}
+    held = holders(client, keys)
     return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
 
 
 def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[list[Future]]:
-    """A task for each result that returns it on another worker than it is on, on another host if possible.
+    """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
 
-    Empty where there is one worker. Each has a key of its own, for Dask's memory manager drops replicas of a key
-    (those of `Client.replicate`, say), whichever it likes. A copy may come to lie elsewhere where its worker dies
-    meanwhile.
+    Empty where there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
+    such as those of `Client.replicate`. A copy may be made elsewhere where its worker dies meanwhile.
 
-    ready   as of `running`: on others only where nobody is
+    ready   as of `running`; workers without it are used only where there are no others
     """
     keys = [handle.key for handle in handles]
-    holders = client.sync(client.scheduler.who_has, keys=keys)
+    held = holders(client, keys)
     try:
-        sizes = client.sync(client.scheduler.nbytes, keys=keys, summary=False)
+        nbytes = sizes(client, keys)
     except KeyError:  # the scheduler has forgotten one meanwhile
         raise loss(client, "a result") from None
     workers = running(client, ready) or running(client)
     if len(workers) < 2:
         return []
-    places = places_apart([(sizes[key], holders.get(key, ())) for key in keys], workers)
+    places = places_apart([(nbytes[key], held.get(key, ())) for key in keys], workers)
     token = uuid4().hex[:8]
     copies = [(f"{COPY}-{number}_-{token}",) for number in range(len(keys))]
     graph: Graph = {own: task(own, as_it_is, [key]) for own, key in zip(copies, keys)}
@@ -109,15 +108,15 @@ def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> lis
 
 
 def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequence[str]) -> list[str]:
-    """Another worker for each result (its bytes, and who has it) than those that have it.
+    """Return another worker for each result (its bytes, and its holders) than those that have it.
 
-    The largest first, each time to who has been given least.
+    The largest result is placed first, each on the worker that has been given the fewest bytes.
     """
     given: Counter[str] = Counter()
     places = {}
-    for number, (size, holders) in sorted(enumerate(results), key=lambda item: -item[1][0]):
-        others = [worker for worker in workers if worker not in holders] or list(workers)
-        hosts = {_host(worker) for worker in holders}
+    for number, (size, where) in sorted(enumerate(results), key=lambda item: -item[1][0]):
+        others = [worker for worker in workers if worker not in where] or list(workers)
+        hosts = {_host(worker) for worker in where}
         elsewhere = [worker for worker in others if _host(worker) not in hosts] or others
         places[number] = min(elsewhere, key=lambda worker: given[worker])
         given[places[number]] += size
@@ -125,27 +124,27 @@ def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequen
 
 
 class Silence:
-    """Notices workers that say nothing, while results are waited for, and has Dask end them.
+    """Detects workers that send no heartbeats while results are waited for, and lets Dask end them.
 
-    A process that ends closes its connections, which the scheduler sees at once. One that is stopped, and a machine
-    that is cut off or loses power, closes nothing: Dask waits 5 minutes (`distributed.scheduler.worker-ttl`, a setting
-    of the process in which the scheduler was started, not of ours) and a whole run with it.
+    A process that ends closes its connections, which the scheduler sees at once. A stopped process, or a machine that
+    is cut off or loses power, closes nothing: Dask waits 5 minutes (`distributed.scheduler.worker-ttl`, a setting of
+    the scheduler's process, not of this one), and a run with it.
 
-    Silence counts by looks, a late look for no more than any other: where this process or the scheduler was held up,
-    everybody seems silent.
+    Silence is counted in looks, a late look for no more than any other: after a delay of this process or of the
+    scheduler all workers seem silent.
 
-    seconds  for which a worker may say nothing; 0 = as long as Dask itself waits
+    seconds  without a heartbeat after which a worker is ended; 0 = only Dask's own limit
     left     addresses of the workers that were ended
     """
 
     def __init__(self, client: Any, ready: str) -> None:
-        """ready   what the heartbeats of a worker tell of that is prepared"""
+        """ready   a metric in the heartbeats of workers that are prepared"""
         self.client, self.ready, self.seconds, self.left = client, ready, 0.0, set[str]()
         self.looked = 0.0
         self.heard: dict[str, tuple[float, float]] = {}  # of a worker: its last heartbeat, and silence since then
 
     def look(self) -> None:
-        """Called about every half second."""
+        """Look at the heartbeats; called about every half second."""
         now = time.monotonic()
         if not self.seconds or now - self.looked < EVERY:
             return
@@ -163,10 +162,9 @@ class Silence:
     def _end(self, address: str) -> None:
         logging.getLogger("distributed.scheduler").warning("%s said nothing for %g s", address, self.seconds)
         self.left.add(address)
-        how = {"wait_for_workers": False, "on_error": "return", "timeout": NANNY_SECONDS}
-        self.client.sync(self.client.scheduler.restart_workers, workers=[address], stimulus_id="daskgpt-silent", **how)
+        end_worker(self.client, address)
 
 
 def _host(address: str) -> str:
-    """Of a worker's address, protocol://host:port."""
+    """Return the host of a worker's address, protocol://host:port."""
     return address.rpartition("://")[2].rpartition(":")[0]

@@ -8,20 +8,147 @@ import pickle
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from distributed.protocol import to_serialize
 
-OP = "daskgpt-message"  # what workers call it
-SMALL_BYTES = 1 << 19  # of an array that is copied: what a part of a message costs besides its bytes
+from daskgpt.schedulers.dask_internals import event_loop, handle_messages
+
+OP = "daskgpt-message"  # the handler of a worker
+SMALL_BYTES = 1 << 19  # arrays below this are copied, which costs less than a part of a message of their own
+
+
+class LostRank(OSError):
+    """Another rank is gone, or has failed."""
+
+
+@dataclass(eq=False)
+class WorkerRanks:
+    """What a worker is for the runs that it takes part in.
+
+    programs   by run: objects with a `link`
+    links      by epoch
+    done       tasks, busy seconds, and bytes sent and received of ranks, which Dask does not count
+    """
+
+    programs: dict[str, Any] = field(default_factory=dict)
+    links: dict[str, WorkerLink] = field(default_factory=dict)
+    done: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+_RANKS: WeakKeyDictionary[Any, WorkerRanks] = WeakKeyDictionary()
+
+
+def ranks_of(worker: Any) -> WorkerRanks:
+    """Return what a worker of this process is for its runs."""
+    return _RANKS.setdefault(worker, WorkerRanks())
+
+
+def end_programs(run: str, dask_worker: Any) -> None:
+    """Remove the programs of runs whose names begin with `run` from a worker, with their states."""
+    programs = ranks_of(dask_worker).programs
+    for name in [name for name in programs if name.startswith(run)]:
+        programs.pop(name).link.close()
+
+
+class WorkerLink:
+    """Connects one rank with the others of an epoch; a `graph.distribute.Link`.
+
+    Messages go one way on a connection that stays open: when the connection to another rank ends, that rank is gone.
+
+    lost   why another rank is gone; empty while all are there
+    """
+
+    def __init__(self, worker: Any, epoch: str, number: int, addresses: Sequence[str]) -> None:
+        """addresses   of the workers of all ranks, by number"""
+        self.worker, self.epoch, self.number = worker, epoch, number
+        self.loop, self.ranks = event_loop(worker), ranks_of(worker)
+        self.arrived: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)
+        self.changed = Condition()
+        self.lost = ""
+        self.outgoing: dict[int, asyncio.Queue[Any]] = {}
+        self.pumps: list[asyncio.Task[None]] = []
+        self.ranks.links[epoch] = self
+        handle_messages(worker, OP, self._handle)
+        logging.getLogger("distributed.worker").addFilter(_is_not_reported)
+        asyncio.run_coroutine_threadsafe(self._open(addresses), self.loop).result()
+
+    async def _open(self, addresses: Sequence[str]) -> None:
+        for rank, address in enumerate(addresses):
+            if rank != self.number:
+                self.outgoing[rank] = asyncio.Queue()
+                self.pumps.append(asyncio.create_task(self._pump(rank, address)))
+
+    async def _pump(self, rank: int, address: str) -> None:
+        """Send messages to a rank until it is gone."""
+        comm = None
+        try:
+            comm, copied = await self.worker.rpc.connect(address), address.startswith("inproc")
+            gone = asyncio.create_task(comm.read())  # nothing comes back: it ends with the connection
+            gone.add_done_callback(lambda ended: self._ended(rank, address, ended))
+            while (message := await self.outgoing[rank].get()) is not None:
+                parts = _parts(message, copied=copied)
+                self.ranks.done["sent"] += sum(part.data.nbytes for part in parts)
+                await comm.write({"op": OP, "reply": False, "epoch": self.epoch, "parts": parts})
+        except OSError as error:
+            self.fail(f"worker {address}: {error}")
+        finally:
+            if comm is not None:
+                comm.abort()
+
+    def _ended(self, rank: int, address: str, ended: asyncio.Task[Any]) -> None:
+        """Handle the end of the connection to a rank."""
+        if not ended.cancelled():
+            self.fail(f"worker {address}: {ended.exception() or 'it has ended'}")
+            self.outgoing[rank].put_nowait(None)
+
+    def send(self, rank: int, channel: Hashable, value: Any) -> None:
+        """Begin to send a value to a rank."""
+        self.loop.call_soon_threadsafe(self.outgoing[rank].put_nowait, (self.number, channel, value))
+
+    def receive(self, rank: int, channel: Hashable) -> Any:
+        """Wait for the next value of a channel. Errors   LostRank where a rank is gone"""
+        queue = self.arrived[rank, channel]
+        with self.changed:
+            while not queue:
+                if self.lost:
+                    raise LostRank(self.lost)
+                self.changed.wait()
+            return queue.popleft()
+
+    def _handle(self, epoch: str, parts: Sequence[np.ndarray]) -> None:
+        """Take a message for any rank of this worker; those of earlier epochs are dropped."""
+        self.ranks.done["received"] += sum(part.nbytes for part in parts)
+        if (link := self.ranks.links.get(epoch)) is not None:
+            rank, channel, value = pickle.loads(parts[0].data, buffers=[part.data for part in parts[1:]])
+            with link.changed:
+                link.arrived[rank, channel].append(value)
+                link.changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Raise LostRank in all tasks that wait for a message, now and later."""
+        with self.changed:
+            self.lost = self.lost or reason
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """End the connections."""
+        self.ranks.links.pop(self.epoch, None)
+        if not self.ranks.links:
+            handle_messages(self.worker, OP, None)
+        self.fail("the epoch is over")
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(lambda: [pump.cancel() for pump in self.pumps])
 
 
 def _parts(message: Any, *, copied: bool) -> list[Any]:
-    """A message as few arrays of bytes: its pickle with small arrays in it, and large ones apart.
+    """Return a message as few arrays of bytes: its pickle with the small arrays, and the large ones.
 
-    copied   whether these are copied: to a worker of the same process they would come as they are
+    copied   whether large arrays are copied as well: a worker of the same process would get them as they are
     """
     large: list[pickle.PickleBuffer] = []
 
@@ -36,128 +163,6 @@ def _parts(message: Any, *, copied: bool) -> list[Any]:
     return [to_serialize(np.frombuffer(part, np.uint8)) for part in parts]
 
 
-class LostRank(OSError):
-    """Another rank is gone, or was told to go no further."""
-
-
-def _is_told_elsewhere(record: logging.LogRecord) -> bool:
-    """Keep the traceback of a lost rank out of a worker's log: the run says it in one line."""
+def _is_not_reported(record: logging.LogRecord) -> bool:
+    """Filter tracebacks of lost ranks from a worker's log: the run reports them in one line."""
     return LostRank.__name__ not in record.getMessage()
-
-
-class WorkerLink:
-    """The link of one rank to the others of an epoch, see `graph.distribute.Link`.
-
-    A message goes one way, on a connection that stays open: a rank whose connection to another one ends knows at once
-    that this one is gone.
-    """
-
-    def __init__(self, worker: Any, epoch: str, number: int, addresses: Sequence[str]) -> None:
-        self.worker, self.epoch, self.number = worker, epoch, number
-        self.loop = worker.loop.asyncio_loop
-        self.arrived: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)
-        self.changed = Condition()
-        self.lost = ""
-        mailboxes(worker)[epoch] = self
-        self.outgoing: dict[int, asyncio.Queue[Any]] = {}
-        self.pumps: list[asyncio.Task[None]] = []
-        asyncio.run_coroutine_threadsafe(self._open(addresses), self.loop).result()
-
-    async def _open(self, addresses: Sequence[str]) -> None:
-        for rank, address in enumerate(addresses):
-            if rank != self.number:
-                self.outgoing[rank] = asyncio.Queue()
-                self.pumps.append(asyncio.create_task(self._pump(rank, address)))
-
-    async def _pump(self, rank: int, address: str) -> None:
-        """Send what is to be sent to a rank, and notice when it is gone."""
-        comm = None
-        try:
-            comm, copied = await self.worker.rpc.connect(address), address.startswith("inproc")
-            gone = asyncio.create_task(comm.read())  # nobody answers: it ends with the connection
-            gone.add_done_callback(lambda ended: self._ended(rank, address, ended))
-            while (message := await self.outgoing[rank].get()) is not None:
-                parts = _parts(message, copied=copied)
-                done_of(self.worker)["sent"] += sum(part.data.nbytes for part in parts)
-                await comm.write({"op": OP, "reply": False, "epoch": self.epoch, "parts": parts})
-        except OSError as error:
-            self.fail(f"worker {address}: {error}")
-        finally:
-            if comm is not None:
-                comm.abort()
-
-    def _ended(self, rank: int, address: str, ended: asyncio.Task[Any]) -> None:
-        """Called with the end of the connection to a rank."""
-        if not ended.cancelled():
-            self.fail(f"worker {address}: {ended.exception() or 'it has ended'}")
-            self.outgoing[rank].put_nowait(None)
-
-    def send(self, rank: int, channel: Hashable, value: Any) -> None:
-        self.loop.call_soon_threadsafe(self.outgoing[rank].put_nowait, (self.number, channel, value))
-
-    def receive(self, rank: int, channel: Hashable) -> Any:
-        """Errors   LostRank where the rank is gone"""
-        queue = self.arrived[rank, channel]
-        with self.changed:
-            while not queue:
-                if self.lost:
-                    raise LostRank(self.lost)
-                self.changed.wait()
-            return queue.popleft()
-
-    def deliver(self, rank: int, channel: Hashable, value: Any) -> None:
-        """Keep a message until it is asked for."""
-        with self.changed:
-            self.arrived[rank, channel].append(value)
-            self.changed.notify_all()
-
-    def fail(self, reason: str) -> None:
-        """Let everybody who waits know that nothing will come."""
-        with self.changed:
-            self.lost = self.lost or reason
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        """End the connections."""
-        links = mailboxes(self.worker)
-        links.pop(self.epoch, None)
-        if not links:
-            self.worker.handlers.pop(OP, None)
-        self.fail("the epoch is over")
-        with suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(lambda: [pump.cancel() for pump in self.pumps])
-
-
-def mailboxes(worker: Any) -> dict[str, WorkerLink]:
-    """The links of a worker by epoch; the first call lets the worker take messages."""
-    links: dict[str, WorkerLink] = worker.__dict__.setdefault("daskgpt_links", {})
-
-    def deliver(epoch: str, parts: Sequence[np.ndarray]) -> None:
-        done_of(worker)["received"] += sum(part.nbytes for part in parts)
-        if epoch in links:  # else of ranks that are over
-            links[epoch].deliver(*pickle.loads(parts[0].data, buffers=[part.data for part in parts[1:]]))
-
-    worker.handlers.setdefault(OP, deliver)
-    logging.getLogger("distributed.worker").addFilter(_is_told_elsewhere)
-    return links
-
-
-def programs_of(worker: Any) -> dict[str, Any]:
-    """What a worker is a rank of, by run: objects with a `link`."""
-    found: dict[str, Any] = worker.__dict__.setdefault("daskgpt_programs", {})
-    return found
-
-
-def done_of(worker: Any) -> dict[str, float]:
-    """What a worker's ranks have done besides what Dask counts: tasks, bytes sent and received, and busy seconds that
-    windows of steps were not.
-    """
-    found: dict[str, float] = worker.__dict__.setdefault("daskgpt_done", defaultdict(float))
-    return found
-
-
-def end_programs(run: str, dask_worker: Any) -> None:
-    """Forget the programs of a worker whose runs begin with this name, and their states."""
-    found = programs_of(dask_worker)
-    for name in [name for name in found if name.startswith(run)]:
-        found.pop(name).link.close()

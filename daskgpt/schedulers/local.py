@@ -1,13 +1,4 @@
-"""Tell glibc to keep the memory it is given back.
-
-By default it returns each piece of 32 MiB or more to the kernel when it is freed, and the next array of that size costs
-a page fault every 4 KiB: more than the kernel that fills it, for layers that are bound by memory.
-
-A process that runs already can only be told in part: a thread that has asked for memory before keeps its own heap, of
-which glibc gives back whole pieces of 64 MiB, and with many such threads the limit on heaps is not looked at any more.
-So workers that we start have it in their environment. (gpt2 on two workers: 15 instead of 11.7 s a step, 3 of them in
-the system, and in some runs only.)
-"""
+"""Dask's schedulers of this process: synchronous or threaded; and the memory allocator that they need."""
 
 from __future__ import annotations
 
@@ -31,15 +22,18 @@ from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 # From <malloc.h>
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
-
-# The same for a process that begins.
+# The same for a new process.
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"}
 
 
 def keep_memory() -> bool:
-    """Serve every allocation of this process from one heap that only grows; whether the C library does so.
+    """Let glibc serve every allocation of this process from one heap that only grows; return whether it does.
 
-    One heap, because glibc's heaps of other threads hold no piece above 64 MiB. It cannot be undone.
+    By default glibc returns each piece of 32 MiB or more to the system when it is freed, and the next array of that
+    size costs a page fault every 4 KiB: more than the kernel that fills it, for layers that are bound by memory. There
+    must be one heap, since those of other threads hold no piece above 64 MiB. The setting cannot be undone, and comes
+    too late for threads that have a heap of their own: workers that this package starts have it in their environment.
+    (Without it some runs of gpt2 on two workers took 15 s a step instead of 11.7.)
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -50,7 +44,7 @@ def keep_memory() -> bool:
 class LocalScheduler:
     """Dask's synchronous or threaded scheduler: results are arrays of this process."""
 
-    in_place = True  # no worker is lost here, so no task is computed twice
+    in_place = True  # no worker can be lost, so no task runs twice
 
     def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
         self.get, self.description, self.threads = get, description, threads
@@ -74,7 +68,7 @@ class LocalScheduler:
         return [True] * len(handles)
 
     def copies(self, handles: list[Any]) -> list[list[Any]]:
-        return []  # this process is all there is
+        return []  # there is no other process
 
     def addresses(self) -> set[str]:
         return {""}
@@ -111,7 +105,7 @@ class LocalScheduler:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -123,7 +117,7 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> None:
-    """Call functions at the same time, each in a thread of Dask's threaded scheduler; a single one in this thread."""
+    """Call functions concurrently in threads of Dask's threaded scheduler; a single one in this thread."""
     if len(functions) == 1:
         functions[0]()
         return

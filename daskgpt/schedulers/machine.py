@@ -1,4 +1,4 @@
-"""How much memory the processes of this machine, or of the container around them, may take."""
+"""Limits of this machine: memory that processes may use, and measured rates of products and copies."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MEMORY_INFO = Path("/proc/meminfo")
 
 
 def memory_limit() -> tuple[int, str]:
-    """Bytes that this process and those that it starts can have, and whose limit that is: of the machine or of a
-    container (a control group, the least of those that this process is in). 0 where the system does not say.
+    """Return the bytes that this process and its children can use, and whose limit that is: the machine's or a
+    container's (the least of the control groups that this process is in). 0 where the system does not say.
     """
     known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
@@ -32,7 +32,7 @@ def memory_limit() -> tuple[int, str]:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be had now without making anybody swap; None where the system does not say.
+    """Return the bytes that are available without swapping; None where the system does not say.
 
     The system's own estimate, or what a control group leaves where that is less: its limit less what it holds.
     """
@@ -79,7 +79,7 @@ IN_BRIEF = (2, 3)  # products and rounds: some tenth of a second in all
 
 
 def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -> float:
-    """Float32 operations a second that NumPy's BLAS reaches, through the kernels' way to it, on some threads at once.
+    """Measure the float32 operations a second of NumPy's BLAS, called as kernels call it, on some threads at once.
 
     Every thread multiplies large square matrices of its own; the rate is that of all, the median of some rounds.
     """
@@ -98,7 +98,7 @@ def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -
 
 
 def seconds_of_all(work: Callable[[int, int], None], threads: int, count: int) -> float:
-    """Seconds until the last of some threads is done."""
+    """Return the seconds until the last of some threads is done."""
     workers = [threading.Thread(target=work, args=(number, count)) for number in range(threads)]
     start = perf_counter()
     for worker in workers:
@@ -112,7 +112,7 @@ COPIED, COPY_ROUNDS = 1 << 27, 5  # bytes: more than the caches of most machines
 
 
 def copy_rate(threads: int) -> float:
-    """Bytes a second that are read and written by copies of arrays that fit no cache, on some threads at once.
+    """Measure the bytes a second that are read and written by copies of arrays larger than caches, on some threads.
 
     The best of some rounds: a share is of what the memory can do.
     """

@@ -1,4 +1,4 @@
-"""What a run gives to the scheduler and the workers of a cluster goes with it, and what another run has given stays."""
+"""Members of a cluster: which workers there are, which may work for a run, and the plugins that a run registers."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from distributed import SchedulerPlugin, WorkerPlugin
-from distributed.client import ClosedClientError
-from distributed.core import Status
 
 import daskgpt
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.bfloat16.units import unit
+from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
+from daskgpt.schedulers.dask_internals import plugin_names, refuse_work, remove_plugins, scheduler_identity
 
+PREFIX = "daskgpt-"  # of the names of plugins
 TRIES, PAUSE = 10, 0.2  # seconds between two
+PACKAGES = ("dask", "distributed", "numpy", "numba")
 
 
-def named(client: Any, name: str) -> str:
-    """The name of a plugin that one run gives: two runs at once have one each, and the first to end takes its own."""
-    return f"daskgpt-{name}-{client.id}"
+def plugin_name(client: Any, name: str) -> str:
+    """Return the name of a run's plugin; two runs at once have one each."""
+    return f"{PREFIX}{name}-{client.id}"
 
 
-def give(client: Any, plugin: Any) -> None:
-    """Give a plugin to the scheduler, or to all workers; again where one of those leaves as it is told.
+def register(client: Any, plugin: Any) -> None:
+    """Register a plugin with the scheduler or with all workers; retry when a worker leaves meanwhile.
 
-    Errors   OSError where that happens again and again, or the scheduler is gone
+    Errors   OSError where all tries fail, or the scheduler is gone
     """
     for more in reversed(range(TRIES)):
         try:
@@ -46,56 +48,38 @@ def give(client: Any, plugin: Any) -> None:
             time.sleep(PAUSE)
 
 
-async def take_back(client: str, dask_scheduler: Any) -> None:
-    """Take every plugin that a run has given from the scheduler, and from all workers.
+async def remove_plugins_of(client: str, dask_scheduler: Any) -> None:
+    """Remove the plugins that a client's run has registered from the scheduler and from all workers.
 
     client   its id
     """
-    for name in [name for name in dask_scheduler.plugins if _of(name, client)]:
-        dask_scheduler.plugins.pop(name, None)
-    for name in [name for name in dask_scheduler.worker_plugins if _of(name, client)]:
-        with suppress(Exception):  # a worker that has just gone; the scheduler may be closing
-            await dask_scheduler.unregister_worker_plugin(None, name)
+    names = dict.fromkeys(chain(*plugin_names(dask_scheduler)))
+    own = [name for name in names if name.startswith(PREFIX) and name.endswith(f"-{client}")]
+    with suppress(Exception):  # a worker has just gone, or the scheduler is closing
+        await remove_plugins(dask_scheduler, own)
 
 
-class TakeBack(SchedulerPlugin):
-    """Takes back what a run has given when its client has gone, in whatever way."""
+class RemovePlugins(SchedulerPlugin):
+    """Removes a run's plugins when its client has gone, in whatever way; other runs' plugins stay."""
 
     def __init__(self, client: Any) -> None:
-        self.name, self.client = named(client, "take-back"), client.id
-        self.taking: asyncio.Task[None] | None = None
+        self.name, self.client = plugin_name(client, "remove-plugins"), client.id
+        self.removing: asyncio.Task[None] | None = None
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        if client == self.client and self.taking is None:  # called when it says goodbye, and when its connection ends
-            self.taking = asyncio.create_task(take_back(client, scheduler))
-
-
-def _of(name: str, client: str) -> bool:
-    return name.startswith("daskgpt-") and name.endswith(f"-{client}")
-
-
-def scheduler_identity(client: Any) -> dict[str, Any]:
-    """What the scheduler says of itself and of all workers.
-
-    Not `Client.scheduler_info`, which returns what the client has got last: every two seconds it asks for an answer
-    without workers, and where that one comes meanwhile, nobody seems to be there.
-
-    Errors   ClosedClientError, and OSError where the scheduler does not answer
-    """
-    if client.scheduler is None:
-        raise ClosedClientError
-    return dict(client.sync(client.scheduler.identity, n_workers=-1))
+        if client == self.client and self.removing is None:  # called when it says goodbye, and when its connection ends
+            self.removing = asyncio.create_task(remove_plugins_of(client, scheduler))
 
 
 def members(client: Any) -> dict[str, dict[str, Any]]:
-    """What the scheduler knows of each worker, by address. Errors   those of `scheduler_identity`"""
+    """Return what the scheduler knows of each worker, by address. Errors   those of `scheduler_identity`"""
     return dict(scheduler_identity(client)["workers"])
 
 
 def running(client: Any, ready: str = "") -> list[str]:
-    """Addresses of the workers that take tasks: not of those that only begin, end, or have no memory left.
+    """Return the addresses of the workers that take tasks: not of those that start, end, or are out of memory.
 
-    ready   what the heartbeats of a worker must tell of as well
+    ready   a metric that their heartbeats must contain
 
     Errors   those of `scheduler_identity`
     """
@@ -103,11 +87,8 @@ def running(client: Any, ready: str = "") -> list[str]:
     return [a for a, worker in known if worker["status"] == "running" and (not ready or ready in worker["metrics"])]
 
 
-PACKAGES = ("dask", "distributed", "numpy", "numba")
-
-
 def identity(packed: bool) -> dict[str, str]:
-    """Versions of this process, and who multiplies here: what bits and messages between processes depend on.
+    """Return the versions of this process, and what multiplies here: bits and messages depend on these.
 
     packed   whether products run in bfloat16
     """
@@ -118,7 +99,7 @@ def identity(packed: bool) -> dict[str, str]:
 
 @functools.cache
 def _sources() -> str:
-    """What tells this package's sources from others of the same version."""
+    """Return a digest of the package's sources, which differ between builds of one version."""
     folder = Path(daskgpt.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py"), key=str):
@@ -126,8 +107,8 @@ def _sources() -> str:
     return digest.hexdigest()[:8]
 
 
-class Admission(WorkerPlugin):
-    """Refuses a worker that is another than the run's own process: one that comes ends, for one that is there already
+class VersionCheck(WorkerPlugin):
+    """Refuses workers that differ from the run's own process: one that joins is closed; with one that was there before
     the run does not begin.
     """
 
@@ -146,16 +127,15 @@ class Admission(WorkerPlugin):
         error = refusal(RuntimeError, "daskgpt", rule, got, "Start it in an equal environment.")
         if worker.address in self.there:
             raise error
-        # Of a worker that comes Dask would log the error, and let it work. Closed like this, no nanny starts it again.
+        # Dask would log the error of a worker that joins, and let it work.
         logging.getLogger("distributed.worker").error(str(error))
-        worker.status = Status.paused  # begins with no task meanwhile
-        worker.loop.add_callback(worker.close, executor_wait=False, reason="not equal to the run")
+        refuse_work(worker)
 
 
-def admit_equals(client: Any, packed: bool) -> None:
-    """Let only workers take part, those that are there and those that come, that are equal to this process.
+def check_versions(client: Any, packed: bool) -> None:
+    """Let only workers take part that are equal to this process, whether they are there or join later.
 
     Errors   RuntimeError naming a worker that is there and what of it differs
     """
     there = tuple(members(client))
-    give(client, Admission(named(client, "admission"), identity(packed), packed, there))
+    register(client, VersionCheck(plugin_name(client, "version-check"), identity(packed), packed, there))

@@ -1,4 +1,4 @@
-"""What every scheduler offers: all that the rest of the package knows of it."""
+"""The interface of schedulers, which is all that the rest of the package uses of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProcessSpans:
 
     name      "" for this process
     threads   in which it runs tasks
-    offset    seconds that its perf_counter lacks to the time of day, which all processes share
+    offset    from its perf_counter to the time of day, which all processes share [s]
     """
 
     name: str
@@ -30,9 +30,9 @@ class ProcessSpans:
 class Scheduler(Protocol):
     """Runs submissions of recorded graphs.
 
-    description  for people
-    in_place     whether no task is ever run twice, so that tasks may write over arrays
-    runs         how many runs it has been given: the number of the next one, by which spans are told apart
+    description  for the header of a run
+    in_place     whether no task is ever run twice, so that tasks may update arrays in place
+    runs         number of the next run, which distinguishes spans
     """
 
     description: str
@@ -41,82 +41,82 @@ class Scheduler(Protocol):
 
     @property
     def threads(self) -> int:
-        """How many tasks can run at once."""
+        """Number of tasks that can run at once."""
         ...
 
     def run(self, submission: Submission) -> list[Any]:
-        """Handles of the results of its keys, which are left where they were made."""
+        """Submit a graph; return handles of its results, which stay where they are made."""
         ...
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        """The results here, waited for.
+        """Wait for results and return them.
 
-        Errors   schedulers.losses.LostResults where one is gone with the process that held it
+        Errors   LostResults where one was lost with the process that held it
         """
         ...
 
     def settle(self, handles: list[Any]) -> None:
-        """Wait until these are made, and leave them where they are."""
+        """Wait until results are made, and leave them where they are."""
         ...
 
     def settled(self, handles: list[Any]) -> bool:
-        """Whether these are made, without waiting. Errors as of `fetch`."""
+        """Return whether results are made, without waiting. Errors as of `fetch`."""
         ...
 
     def present(self, handles: list[Any]) -> list[bool]:
-        """Whether each of these is still somewhere."""
+        """Return whether each result is still held by a process."""
         ...
 
     def copies(self, handles: list[Any]) -> list[list[Any]]:
-        """Begin to copy results that are made: some copies of each, of which one outlives the loss of any process.
+        """Begin to copy results to other processes, so that one copy of each outlives the loss of any process.
         Empty where there is one process only.
         """
         ...
 
     def addresses(self) -> set[str]:
-        """Of the processes that take tasks now; "" is this one."""
+        """Return the addresses of the processes that take tasks now; "" is this one."""
         ...
 
     def admit(self, packed: bool) -> None:
-        """From here on only processes that are equal to this one in versions and arithmetic run tasks.
+        """Let only processes run tasks that are equal to this one in versions and arithmetic, from here on.
 
         packed   whether products run in bfloat16
 
-        Errors   RuntimeError naming one that is there and what of it differs
+        Errors   RuntimeError naming a process and what differs
         """
         ...
 
     def leave_silent(self, seconds: float) -> None:
-        """From here on a process that says nothing for so long counts as gone; 0 = as long as Dask itself waits."""
+        """Treat a process as gone that sends no heartbeat for so long; 0 = as long as Dask itself waits."""
         ...
 
     def silent(self) -> set[str]:
-        """Addresses of the processes that were left because they said nothing."""
+        """Return the addresses of the processes that were ended because they sent no heartbeat."""
         ...
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
-        """What a function returns in each process that runs tasks; with `here`, in this one anyhow."""
+        """Call a function in each process that runs tasks, with `here` also in this one; return the results."""
         ...
 
     def told(self, name: str) -> dict[str, Any]:
-        """What processes that run tasks have said of themselves under a name with their last heartbeats, by their own
-        names: nobody is asked, so that nobody is waited for. Empty where there is this process only.
+        """Return a metric of the latest heartbeats by the names of the processes, without waiting for any of them.
+        Empty where there is this process only.
 
         Errors   LostResults where the scheduler is gone
         """
         ...
 
     def tell(self, topic: str, message: Any) -> None:
-        """Tell who coordinates the processes something, for whoever looks on there; nobody waits for it here."""
+        """Publish an event on the scheduler, without waiting."""
         ...
 
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
-        """Call a function on each item in tasks, as they come, and give each result to `take` in this process, in the
-        order of the items. No more of them are held than keep the threads busy.
+        """Call a function on each item in tasks, and pass the results to `take` in this process, in the order of the
+        items. Only as many items are held as keep the threads busy.
 
-        name     of the tasks, for the dashboard
+        name     prefix of the tasks on the dashboard
 
         Errors   those of items, function and take; as of `fetch`
         """
@@ -128,5 +128,5 @@ class Scheduler(Protocol):
 
 
 def clock_offset() -> float:
-    """What must be added to this process's perf_counter to get the time of day, in seconds."""
+    """Return the offset from this process's perf_counter to the time of day, in seconds."""
     return time() - perf_counter()

@@ -1,35 +1,33 @@
-"""How a cluster's workers use their time: tasks, idle threads, bytes got and given, told with each heartbeat."""
+"""How a cluster's workers use their time: tasks, idle threads, bytes received and sent, with each heartbeat."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
 
+from daskgpt.schedulers.dask_internals import Received, executed, memory, thread_count
 from daskgpt.schedulers.failures import LostResults
-from daskgpt.schedulers.links import done_of
+from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate
 from daskgpt.schedulers.protocol import Scheduler
 
-METRIC = "daskgpt"  # among those that a worker sends with its heartbeats
-EVERY = 10.0  # seconds between two looks; one asks the scheduler, and nobody waits for a worker
+METRIC = "daskgpt"  # its name among the metrics of a heartbeat
+EVERY = 10.0  # seconds between two readings, which ask the scheduler and wait for no worker
 HEARTBEATS = 1.5  # seconds in which every worker of a small cluster has sent some
-BUSY = ("thread-cpu", "thread-noncpu")  # what Dask's workers call the time in which a thread runs a task, but for
-KERNEL = "kernel "  # before layer and pass: what we call the time of its kernels, which Dask takes off from it
-SHOWN = 8  # workers at the end of a run
+SHOWN = 8  # workers in the table at the end of a run
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a worker has done since its count began, or between two looks.
+    """What a worker has done since its count began, or between two readings.
 
     began      when its count began, by its own clock
-    seconds    since then, or between the looks
+    seconds    since then, or between the readings
     busy       seconds in tasks, of all its threads together
     received   bytes from other workers
     sent       bytes to other workers
@@ -48,17 +46,17 @@ class Use:
     products: float = 0.0
 
     def since(self, before: Use | None) -> Use:
-        """What came after an earlier look: everything, where there was none, or the worker has begun anew."""
-        if before is None or before.began != self.began:
-            return self
-        done = self.tasks - before.tasks, self.busy - before.busy
-        passed = self.received - before.received, self.sent - before.sent
-        return Use(self.began, self.seconds - before.seconds, self.threads, *done, *passed, self.memory, self.products)
+        """Return what came after an earlier reading; all of it if there was none, or the worker has restarted."""
+        return self if before is None or before.began != self.began else self._with(before, -1)
 
-    def and_then(self, more: Use) -> Use:
-        done = self.tasks + more.tasks, self.busy + more.busy
-        passed = self.received + more.received, self.sent + more.sent
-        return Use(self.began, self.seconds + more.seconds, more.threads, *done, *passed, more.memory, more.products)
+    def plus(self, more: Use) -> Use:
+        """Return the sum of two intervals, with the memory of the later one."""
+        return more._with(self, 1)
+
+    def _with(self, other: Use, sign: int) -> Use:
+        names = ("seconds", "tasks", "busy", "received", "sent")
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in names}
+        return Use(**(asdict(self) | sums))
 
     @property
     def busy_share(self) -> float:
@@ -66,7 +64,7 @@ class Use:
         return self.busy / (self.seconds * self.threads)
 
     def rates(self) -> dict[str, float]:
-        """A second, the share of its threads' time in which they ran no task, and the memory that it has taken."""
+        """Return the figures a second, the share of its threads' time without tasks, and its memory."""
         return {
             "tasks_per_s": round(self.tasks / self.seconds, 2),
             "idle": round(max(0.0, 1 - self.busy_share), 3),
@@ -77,78 +75,67 @@ class Use:
 
 
 class Count:
-    """Counts what a worker does from here on: called by the worker with each heartbeat, from sums that Dask keeps
-    anyway, but for what it receives, of which Dask keeps a list of the latest.
-    """
+    """Counts what a worker does from here on; called by the worker with each heartbeat."""
 
     def __init__(self, worker: Any) -> None:
-        self.products = product_rate(worker.state.nthreads, *IN_BRIEF)
-        self.began, self.received = time.time(), 0.0
-        self.latest = next(reversed(worker.transfer_incoming_log), None)
+        self.products = product_rate(thread_count(worker), *IN_BRIEF)
+        self.began, self.received = time.time(), Received(worker)
         self.before = self._sums(worker)
 
     def __call__(self, worker: Any) -> dict[str, float]:
-        log = worker.transfer_incoming_log
-        new = list(takewhile(lambda entry: entry is not self.latest, reversed(log)))
-        self.received += sum(entry["total"] for entry in new)
-        self.latest = new[0] if new else self.latest
-        tasks, busy, sent, got = (now - before for now, before in zip(self._sums(worker), self.before))
-        seconds = time.time() - self.began
-        memory = worker.monitor.recent()["memory"]
-        threads = worker.state.nthreads
-        return asdict(Use(self.began, seconds, threads, tasks, busy, self.received + got, sent, memory, self.products))
+        tasks, busy, received, sent = (now - before for now, before in zip(self._sums(worker), self.before))
+        work = {"tasks": tasks, "busy": busy, "received": received, "sent": sent}
+        known = {"began": self.began, "seconds": time.time() - self.began, "threads": thread_count(worker)}
+        return known | work | {"memory": memory(worker), "products": self.products}
 
-    @staticmethod
-    def _sums(worker: Any) -> tuple[float, float, float, float]:
-        """Tasks, busy seconds, sent and received bytes since the worker began, of the last those of ranks alone."""
-        sums = worker.digests_total.items()
-        busy = sum(seconds for key, seconds in sums if key[0] == "execute" and _in_task(key[-2]))
-        done, sent = done_of(worker), worker.transfer_outgoing_bytes_total
-        return worker.state.executed_count + done["tasks"], busy + done["busy"], sent + done["sent"], done["received"]
-
-
-def _in_task(label: Any) -> bool:
-    return label in BUSY or str(label).startswith(KERNEL)
+    def _sums(self, worker: Any) -> tuple[float, float, float, float]:
+        """Return tasks, busy seconds, received and sent bytes: what Dask counts, and what ranks count."""
+        tasks, busy, sent = executed(worker)
+        done = ranks_of(worker).done
+        return tasks + done["tasks"], busy + done["busy"], self.received.count() + done["received"], sent + done["sent"]
 
 
 def imbalance(uses: Mapping[str, Use]) -> float:
-    """By how much the busiest worker's time in tasks exceeds the mean, as a share of that."""
+    """Return by how much the busiest worker's share of time in tasks exceeds the mean, relative to the mean."""
     shares = [own.busy_share for own in uses.values()]
     return max(shares) / fmean(shares) - 1 if any(shares) else 0.0
 
 
 class Usage:
-    """Looks at the workers of a scheduler; there is nothing to see under a local one."""
+    """Reads the metrics of a scheduler's workers; a local scheduler has none.
+
+    products   float32 operations a second of all workers, or of this process under a local scheduler
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.at = 0.0
         self.last: dict[str, Use] = {}
         self.whole: dict[str, Use] = {}  # of the run
-        self.products = 0.0  # float32 operations a second of all that take part
+        self.products = 0.0
 
     def begin(self, products: bool = True) -> None:
-        """What is told from here on.
+        """Start counting.
 
-        products   whether somebody wants to know how fast this process multiplies, which takes some tenth of a second
+        products   whether to measure the rate of products of this process, which takes some tenth of a second
         """
-        self.at, self.last = time.perf_counter(), self._told()
+        self.at, self.last = time.perf_counter(), self._read()
         if products and self.scheduler.in_place:
             self.products = product_rate(self.scheduler.threads, *IN_BRIEF)
 
     def news(self, every: float = EVERY) -> dict[str, Any]:
-        """What each worker did a second since the last look, as metrics of a step; empty where that was just now.
+        """Return what each worker did a second since the last reading, as metrics of a step; empty if it is recent.
 
-        Of a worker that has said nothing since then nothing is told.
+        Workers that have sent no heartbeat since then are left out.
         """
         if self.scheduler.in_place or time.perf_counter() - self.at < every:
             return {}
-        told, self.at = self._told(), time.perf_counter()
-        known = {name: told[name].since(self.last.get(name)) for name in sorted(told)}
+        latest, self.at = self._read(), time.perf_counter()
+        known = {name: latest[name].since(self.last.get(name)) for name in sorted(latest)}
         known = {name: own for name, own in known.items() if own.seconds > 0}
-        self.last |= told
+        self.last |= latest
         for name, own in known.items():
-            self.whole[name] = self.whole[name].and_then(own) if name in self.whole else own
+            self.whole[name] = self.whole[name].plus(own) if name in self.whole else own
         if not known:
             return {}
         return {
@@ -158,11 +145,11 @@ class Usage:
         }
 
     def lines(self) -> list[str]:
-        """What they did in the run, for people: those that were idle longest first."""
+        """Return a table of what the workers did in the run, those first that were idle longest."""
         end = time.perf_counter() + HEARTBEATS
         self.news(every=0)
         while not self.whole and not self.scheduler.in_place and time.perf_counter() < end:
-            time.sleep(0.1)  # a run that is shorter than the time between two heartbeats
+            time.sleep(0.1)  # the run was shorter than the time between two heartbeats
             self.news(every=0)
         rows = sorted(self.whole.items(), key=lambda row: row[1].busy_share)
         if not rows:
@@ -170,16 +157,16 @@ class Usage:
         lines = [f"{'workers':10} {'tasks/s':>9} {'idle':>6} {'received/s':>11} {'sent/s':>9}"]
         for name, use in rows[:SHOWN]:
             own = use.rates()
-            got, gave = (tqdm.format_sizeof(own[f"{way}_bytes_per_s"], "B") for way in ("received", "sent"))
-            lines.append(f"{'':10} {own['tasks_per_s']:9,.1f} {own['idle']:6.0%} {got:>11} {gave:>9}  {name}")
+            received, sent = (tqdm.format_sizeof(own[f"{way}_bytes_per_s"], "B") for way in ("received", "sent"))
+            lines.append(f"{'':10} {own['tasks_per_s']:9,.1f} {own['idle']:6.0%} {received:>11} {sent:>9}  {name}")
         lines += [f"{'':10} and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
         busiest = f"{'':10} the busiest was {imbalance(self.whole):.0%} busier than the mean"
         return [*lines, busiest] if len(rows) > 1 else lines
 
-    def _told(self) -> dict[str, Use]:
+    def _read(self) -> dict[str, Use]:
         try:
-            told = {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
-            self.products = sum(own.products for own in told.values()) or self.products
-            return told
+            found = {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
         except LostResults:
-            return {}  # whoever asks for results next is told
+            return {}  # the next request for results raises it
+        self.products = sum(own.products for own in found.values()) or self.products
+        return found

@@ -1,4 +1,4 @@
-"""What a worker process does besides running tasks: prepare itself, and record when asked."""
+"""Plugins of worker processes: preparation for tasks, and recording of kernel calls."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.program import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
+from daskgpt.schedulers.dask_internals import KERNEL, send_heartbeat
 from daskgpt.schedulers.links import end_programs
 from daskgpt.schedulers.local import keep_memory
-from daskgpt.schedulers.membership import named
+from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import clock_offset
-from daskgpt.schedulers.worker_metrics import KERNEL, METRIC, Count
+from daskgpt.schedulers.worker_metrics import METRIC, Count
 
 
 class PrepareWorker(WorkerPlugin):
-    """One BLAS thread a task (only a nanny sets that by itself), and kernels compiled before tasks wait for them.
+    """Limits BLAS to one thread a task (only a nanny does that by itself) and compiles kernels before tasks need them.
 
-    From then on the worker's heartbeats say what it does: who says nothing of that is not ready for tasks. All of it
-    stays until the last run that has asked for it is over.
+    From then on the worker's heartbeats contain `METRIC`: without it a worker is not ready for tasks. All of this is
+    undone when the last run that uses the worker has ended.
     """
 
-    users: ClassVar[Counter[Any]] = Counter()  # by worker; None = of this process
+    users: ClassVar[Counter[Any]] = Counter()  # runs by worker; None = of this process
     limits: ClassVar[Any] = None
 
     def __init__(self, client: Any) -> None:
-        self.name, self.client = named(client, "prepare"), client.id
+        self.name, self.client = plugin_name(client, "prepare"), client.id
 
     async def setup(self, worker: Any) -> None:
         if not self.users[None]:
@@ -42,8 +43,7 @@ class PrepareWorker(WorkerPlugin):
         RECORDER.meter = meter_kernels
         if METRIC not in worker.metrics:
             worker.metrics[METRIC] = Count(worker)
-        if worker.periodic_callbacks["heartbeat"].is_running():  # else it only begins, and will send one
-            await worker.heartbeat()
+        await send_heartbeat(worker)
 
     def teardown(self, worker: Any) -> None:
         end_programs(self.client, worker)
@@ -57,7 +57,7 @@ class PrepareWorker(WorkerPlugin):
 
 
 def meter_kernels(seconds: Mapping[str, float]) -> None:
-    """Add the kernels of a merged task to Dask's fine performance metrics, which know tasks only."""
+    """Add the kernel times of a merged task to Dask's fine performance metrics, which know tasks only."""
     for kind, own in seconds.items():
         context_meter.digest_metric(f"{KERNEL}{kind}", own, "seconds")
 
@@ -75,6 +75,6 @@ class RecordSpans(WorkerPlugin):
 
 
 def take_spans() -> tuple[float, list[Span]]:
-    """A worker's clock offset, and the spans that it has recorded so far."""
+    """Return a worker's clock offset and the spans that it has recorded so far."""
     spans, RECORDER.spans = RECORDER.spans or [], []
     return clock_offset(), spans

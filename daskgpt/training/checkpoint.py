@@ -31,17 +31,11 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, set_aside, sync_folder
-from daskgpt.formats.published import in_memory
-from daskgpt.formats.run_model import StoredModel, read_run_model, write_run_models
-from daskgpt.formats.safetensors_files import (
-    ENDING,
-    INDEX_ENDING,
-    NamedTensor,
-    TensorFiles,
-    read_json,
-    short,
-    write_tensor_files,
-)
+from daskgpt.formats.checks import read_json, short
+from daskgpt.formats.layouts import in_memory
+from daskgpt.formats.run_model import open_run_model, write_run_models
+from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, TensorFiles, write_tensor_files
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import Tensor, tensors
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
@@ -54,14 +48,16 @@ STEP = re.compile(r"step-(\d{8,})")
 class Checkpoint:
     """The state of a run after some steps.
 
-    moments   "m.NAME" and so on, float32, in the shapes of the parameters
+    moments   "m.NAME" and so on, float32
     facts     the other entries of state.json: configuration, versions and so on
+    shapes    of moments that do not have the parameter's shape
     """
 
     step: int
     model: StoredModel
     moments: Mapping[str, np.ndarray]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class DamagedCheckpoint(ValueError):
@@ -121,9 +117,9 @@ def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """Write the moments in the order of the model's tensors; return the SHA-256 of each file."""
     kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
     named = [
-        NamedTensor(key, tensor.shape, "F32", partial(checkpoint.moments.__getitem__, key))
+        NamedTensor(key, shape, "F32", partial(checkpoint.moments.__getitem__, key))
         for kind, (name, tensor) in product(kinds, tensors(checkpoint.model.config).items())
-        if (key := f"{kind}.{name}") in checkpoint.moments
+        if (key := f"{kind}.{name}") in checkpoint.moments and (shape := checkpoint.shapes.get(key, tensor.shape))
     ]
     metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
     return write_tensor_files(folder, named, metadata, where="write_checkpoint", name=OPTIMIZER)
@@ -266,19 +262,16 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
     Errors    ValueError where the optimizer's file does not hold these moments
     """
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
-    rule, advice = (
-        "the moments must be those of the model's tensors",
-        "Another program wrote the file.",
-    )
-    wrong = moments.keys() ^ set(files.names)
+    rule, advice = "the moments must be those of the model's tensors", "Another program wrote the file."
+    wrong = moments.keys() ^ files.keys()
     got = {"path": files.path, "tensor": short(min(wrong, default=""))}
     require(not wrong, "read_checkpoint", rule, got, advice)
     for name, tensor in moments.items():
-        right = files.dtype(name) == "F32" and files.shape(name) == tensor.shape
-        got = {"path": files.path, name: f"{files.dtype(name)} {files.shape(name)}"}
+        right = files[name].dtype == "F32" and files[name].shape == tensor.shape
+        got = {"path": files.path, name: f"{files[name].dtype} {files[name].shape}"}
         require(right, "read_checkpoint", rule, got, advice)
-    values = {name: in_memory(files.read(name)) for name in moments}
-    return Checkpoint(state["step"], read_run_model(_tensor_path(folder, MODEL)), values, state)
+    values = {name: in_memory(files[name].read()) for name in moments}
+    return Checkpoint(state["step"], open_run_model(_tensor_path(folder, MODEL)).loaded(), values, state)
 
 
 def _tensor_path(folder: Path, name: str) -> Path:

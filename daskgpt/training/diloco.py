@@ -22,7 +22,7 @@ from daskgpt.graph.distribute import Peers, own_part
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.recording import STATE, Layout, Runnable, Submission
 from daskgpt.kernels.floating_point import flush_to_zero
-from daskgpt.kernels.nesterov import nesterov
+from daskgpt.kernels.optimizers import nesterov
 from daskgpt.model.optimizer import hyper_of
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import Precision, copy_of, values_of

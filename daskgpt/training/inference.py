@@ -16,7 +16,7 @@ import numpy as np
 from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.data.dataset import validation_batches
-from daskgpt.data.encodings import get_encoding, sizes_of
+from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.graph.nodes import Key, from_numpy, task
 from daskgpt.graph.recording import Layout, Recorded, Submission
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer

@@ -23,10 +23,11 @@ from daskgpt.config.run import (
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.text import STANDARD_LIBRARY
+from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
-from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address, resolved_address
+from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address, resolved_address
 from daskgpt.schedulers.machine import memory_limit
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.horizon import Horizon
@@ -41,6 +42,7 @@ class Job:
 
     dataset   what it trains on; None where tokens come from elsewhere, as in a benchmark
     horizon   its number of steps, which is estimated again and again where the run's length is given in minutes
+    replaced  the layers that are not GPT-2's own in the process that made the job
 
     Errors    ValueError where settings do not fit each other
     """
@@ -53,6 +55,7 @@ class Job:
     dataset: Dataset | None = None
     local: LocalConfig = field(default_factory=LocalConfig)
     horizon: Horizon = field(init=False, repr=False, compare=False)
+    replaced: str = field(init=False, default_factory=replaced_rows)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape)))

@@ -1,4 +1,4 @@
-"""What a worker runs of a job that several of them share: one rank's steps, a window of them in one task."""
+"""The program of one rank on its worker: windows of steps, each window in one task."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from distributed import get_worker
 
+from daskgpt.config.errors import require
 from daskgpt.graph.distribute import Peers, Rank
 from daskgpt.graph.program import Span, recorded_spans
+from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
+from daskgpt.schedulers.dask_internals import thread_count
 from daskgpt.schedulers.events import RECEIVE, ShownCall, shown_calls
-from daskgpt.schedulers.links import LostRank, WorkerLink, done_of, end_programs, programs_of
+from daskgpt.schedulers.links import LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.training.diloco import LocalSteps
@@ -27,17 +30,17 @@ Owned = dict[str, Rows]  # of each array of a state
 
 
 class RankProgram:
-    """One rank of a job on its worker: the recorded step, the weights, and the moments that it owns."""
+    """One rank of a job: its recorded step, the weights, and the moments of the rows that it owns."""
 
     def __init__(self, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> None:
         worker = get_worker()
         self.job, self.epoch, self.count = job, epoch, len(addresses)
         self.link = WorkerLink(worker, epoch, number, addresses)
-        threads = worker.state.nthreads
+        threads = thread_count(worker)
         self.scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         self.said: list[str] = []
         self.state: State | None = None
-        self.first, self.kept = 0, list[Span]()  # step of the first run, and what a timeline shows
+        self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
         self.steps = self._steps(number)
 
     def _steps(self, number: int) -> Any:
@@ -45,7 +48,7 @@ class RankProgram:
         return JobSteps(self.job, self.scheduler, self.said.append, rank=rank if self.count > 1 else None)
 
     def owned(self) -> Owned:
-        """The rows of each array that are updated here."""
+        """Return the rows of each array that are updated here."""
         found: Owned = {}
         weights = {f"weight.{name}": tensor for name, tensor in tensors(self.job.config).items()}
         for name, tensor in (weights | self.job.moments).items():
@@ -54,7 +57,7 @@ class RankProgram:
         return {name: rows for name, rows in found.items() if rows}
 
     def load(self, values: Mapping[str, np.ndarray], step: int) -> None:
-        """Begin with a state: all weights, and the moments that are owned, or none for zeros."""
+        """Begin with a state: all weights, and the owned moments, or none for zeros."""
         parameters = {name.removeprefix("weight."): np.array(v) for name, v in values.items() if name[:7] == "weight."}
         self.state = self.steps.initial(parameters, None, step)
         held = self.state.layout.unpack(self.state.packs)
@@ -64,7 +67,7 @@ class RankProgram:
                     held[name][rows] = value[rows]
 
     def run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
-        """A step a batch; returns what they tell."""
+        """Make a step a batch; return their outcomes."""
         state = self.state_after(first)
         self.first = first - self.scheduler.runs
         outcomes: list[Outcome] = []
@@ -77,21 +80,21 @@ class RankProgram:
         return outcomes
 
     def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-        """Copies of some rows of arrays of the state after some steps."""
+        """Return copies of rows of the state after some steps."""
         state = self.state_after(step)
         held = state.layout.unpack(state.packs)
         values = [values_of(held[name]) for name in names]
         return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
 
     def state_after(self, step: int) -> State:
-        """The state, which must be the one after so many steps."""
+        """Return the state, which must be the one after so many steps."""
         if self.state is None or self.state.step != step or self.link.lost:
             raise LostRank(self.link.lost or f"the state after {step} steps is gone")
         return self.state
 
 
 class LocalRankProgram(RankProgram):
-    """One rank of a job of local steps: some replicas, and the packs of the state that are at home with them."""
+    """One rank of a job with local steps: some replicas, and the packs of the state that belong to them."""
 
     def _steps(self, number: int) -> Any:
         return LocalSteps(self.job, self.scheduler, self.said.append, Peers(number, self.count, self.link))
@@ -131,9 +134,8 @@ class LocalRankProgram(RankProgram):
 
 
 def programs() -> dict[str, RankProgram]:
-    """The programs of this worker by run."""
-    found: dict[str, RankProgram] = programs_of(get_worker())
-    return found
+    """Return the programs of this worker by run."""
+    return ranks_of(get_worker()).programs
 
 
 def _program(run: str, epoch: str) -> RankProgram:
@@ -144,7 +146,13 @@ def _program(run: str, epoch: str) -> RankProgram:
 
 
 def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> Owned:
-    """Make this worker a rank: it records its step. Returns the rows that it owns."""
+    """Make this worker a rank, which records its step; return the rows that it owns.
+
+    Errors   ValueError where the worker would train another model than the client wants
+    """
+    rule, advice = "a worker must have the client's layers", "Replace them on the workers too (dask worker --preload)."
+    got = {"client": job.replaced or "GPT-2's own", "worker": replaced_rows() or "GPT-2's own"}
+    require(replaced_rows() == job.replaced, "fit", rule, got, advice)
     end_programs(run, get_worker())
     kind = LocalRankProgram if job.local.local_steps else RankProgram
     program = programs()[run] = kind(job, epoch, number, addresses)
@@ -152,7 +160,7 @@ def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[
 
 
 def load_rank(run: str, epoch: str, step: int, names: Sequence[Sequence[str]] | int, *packs: Sequence[Any]) -> None:
-    """Let a rank begin with a state, of which it is given these packs; names: a seed for random weights."""
+    """Give a rank its state: packs of arrays with these names; `names` is a seed for random weights."""
     program = _program(run, epoch)
     if isinstance(names, int):
         random = RandomParameters(program.job.config, names)
@@ -163,13 +171,14 @@ def load_rank(run: str, epoch: str, step: int, names: Sequence[Sequence[str]] | 
 
 
 class Window(NamedTuple):
-    """What a rank has done.
+    """What a rank returns of a window of steps.
 
-    told      by its steps
+    told      outcomes of its steps
     seconds   that they took
-    said      lines for people
+    said      lines for the terminal
     calls     the last kernel calls, for Dask's task stream
-    tasks     of one of its steps, and how large they are
+    tasks     number of tasks of a step
+    grain     their size
     """
 
     told: Any
@@ -183,7 +192,7 @@ class Window(NamedTuple):
 def run_window(
     run: str, epoch: str, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool
 ) -> Window:
-    """Make some steps; kept: whether their kernel calls are kept for a timeline."""
+    """Make some steps; kept: whether to keep their kernel calls for a timeline."""
     program, start = _program(run, epoch), time.perf_counter()
     with recorded_spans() as spans:
         try:
@@ -193,7 +202,7 @@ def run_window(
             raise
     program.kept += spans if kept else []
     said, program.said[:] = program.said[:], []
-    seconds, done = time.perf_counter() - start, done_of(get_worker())
+    seconds, done = time.perf_counter() - start, ranks_of(get_worker()).done
     kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
     done["busy"] += sum(span.end - span.start for span in kernels) - seconds
     step = program.steps.step
@@ -203,12 +212,12 @@ def run_window(
 
 
 def copy_rows(run: str, epoch: str, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-    """Copies of some rows of arrays of the state."""
+    """Return copies of rows of arrays of the state."""
     return _program(run, epoch).copy(step, names, rows)
 
 
 def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
-    """Whole arrays from copies of their rows.
+    """Join whole arrays from copies of their rows.
 
     rows   of each part, of each array
     """
@@ -226,13 +235,13 @@ def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarr
 
 
 def hold_pack(job: Job, names: Sequence[str], arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
-    """Weights as a step holds them."""
+    """Return weights as a step holds them."""
     known = tensors(job.config)
     return tuple(job.precision.hold(known[name.partition(".")[2]], array) for name, array in zip(names, arrays))
 
 
 async def abort(run: str, epoch: str, dask_worker: Any) -> None:
-    """Let a rank that waits for others fail."""
-    program = programs_of(dask_worker).get(run)
+    """Let the tasks of a rank fail that wait for other ranks."""
+    program = ranks_of(dask_worker).programs.get(run)
     if program is not None and program.epoch == epoch:
         program.link.fail("another rank has failed")

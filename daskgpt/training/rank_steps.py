@@ -1,4 +1,4 @@
-"""The steps of a job on a cluster whose workers share each batch: windows of steps, one task a worker."""
+"""Steps of a job on a cluster whose workers share each batch: windows of steps, one task a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Layout, Submission
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.events import show
+from daskgpt.schedulers.events import show_calls
 from daskgpt.schedulers.links import end_programs
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
@@ -31,7 +31,7 @@ PACK_BYTES = 1 << 25  # of small arrays that are copied, sent and kept together
 
 
 class LiveState(State):
-    """The state on the ranks after some steps. Whoever asks for its packs before the next step gets copies."""
+    """The state on the ranks after some steps; its packs are copies, made on request before the next step."""
 
     def __init__(self, steps: RankSteps, step: int) -> None:
         self.steps, self.step = steps, step
@@ -41,12 +41,12 @@ class LiveState(State):
 
     @property
     def packs(self) -> list[Any]:  # type: ignore[override]
-        """Futures of copies."""
+        """Futures of copies of all arrays."""
         return self._copied(range(len(self.layout.packs)))
 
     @property
     def weights(self) -> State:
-        """Copies of the parameters alone, as a step holds them."""
+        """Copies of the parameters, as a step holds them."""
         numbers = [n for n, names in enumerate(self.layout.packs) if names[0].startswith("weight.")]
         layout, copies = Layout(tuple(self.layout.packs[number] for number in numbers)), self._copied(numbers)
         job, run = self.steps.job, self.steps.scheduler.run
@@ -73,9 +73,9 @@ class LiveState(State):
 class RankSteps:
     """Runs a job's steps on the workers of a cluster; used like `JobSteps`.
 
-    epoch   of the ranks that have the state: others begin with each change of workers and each loss
-    owned   of each rank the rows of each array that it updates
-    local   the local steps of the job, where it has any
+    epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
+    owned   rows of each array that each rank updates
+    local   the local steps of the job, if it has any
     """
 
     open = False  # chunks and grain are settled by each rank
@@ -100,26 +100,26 @@ class RankSteps:
 
     @property
     def grain(self) -> str:
-        """What was asked for."""
+        """The grain of the settings; each rank chooses its own."""
         return self.job.dataflow.grain
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """Sequences and tokens in a chunk, where a batch is not shared by ranks."""
+        """Sequences and tokens of a chunk where one process has the whole batch."""
         return self.local.chunk if self.local else self.chunks.first
 
     @property
     def described_chunks(self) -> str:
-        """For people: each rank chooses its own."""
+        """Description of the chunks; each rank chooses its own."""
         return self.local.described_chunks if self.local else "chosen by each worker for its share of the batch"
 
     @property
     def described_tasks(self) -> str:
-        """What a task is, for people."""
+        """Description of a task."""
         return f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
 
     def together(self, number: int) -> int:
-        """How many steps from this one on are a window."""
+        """Return how many steps from this one on are a window."""
         most = max(1, round(WINDOW_SECONDS / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
         if self.job.optimizer.skip_outliers:
@@ -129,13 +129,13 @@ class RankSteps:
         return min(most, every - number % every) if every > 0 else most
 
     def look(self, workers: int) -> None:
-        """Told every few seconds how many workers there are: other ranks begin once it is the same at two looks."""
+        """Note the number of workers, every few seconds; new ranks begin once it is the same twice."""
         if workers == self.seen:
             self.workers = workers
         self.seen = workers
 
     def layout_after(self, step: int) -> Layout:
-        """The packs that there are after some steps: where replicas meet, they have no weights of their own."""
+        """Return the packs after some steps: where replicas meet, they have no weights of their own."""
         if self.local and self.job.begins_round(step):
             return Layout(self.layout.packs[: -self.local.replicas])
         return self.layout
@@ -143,7 +143,7 @@ class RankSteps:
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """A state that ranks can begin with: packs of what is given, kept by workers; random weights are no pack."""
+        """Return a state that ranks can begin with, its packs on workers; random weights need none."""
         if isinstance(parameters, RandomParameters) and not moments:
             return State(Layout(()), [], step)
         layout = Layout(tuple(own for own in self.layout_after(step).packs if moments or own[0].startswith("weight.")))
@@ -154,7 +154,7 @@ class RankSteps:
         return State(layout, packs, step)
 
     def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
-        """A step a batch: what they tell, and the state after them."""
+        """Make a step a batch; return their outcomes and the state after them."""
         if state is not self.live or (self.workers != len(self.addresses) and self._ranks() != self.addresses):
             self._begin(state)
         first, length = state.step, self.job.horizon.at(state.step)
@@ -170,14 +170,14 @@ class RankSteps:
             self.say(f"rank 0     {line}")
         self.tasks, self.used_grain = sum(window.tasks for window in ended), ended[0].grain
         calls = {address: window.calls for address, window in zip(self.addresses, ended)}
-        with suppress(OSError):  # nobody needs it
-            self.scheduler.client.run_on_scheduler(show, calls, wait=False)
+        with suppress(OSError):  # the run does not need it
+            self.scheduler.client.run_on_scheduler(show_calls, calls, wait=False)
         self.live = LiveState(self, first + len(batches))
         outcomes = self.local.mean([window.told for window in ended]) if self.local else ended[0].told
         return outcomes, self.live
 
     def close(self) -> None:
-        """Forget the state on the workers, and the copies of it."""
+        """Remove the state and its copies from the workers."""
         self.scheduler.needed = set()
         if self.live:
             self.live.copies, self.live.held, self.live = {}, [], None
@@ -185,7 +185,7 @@ class RankSteps:
             self.scheduler.client.run(end_programs, self.run_name, on_error="ignore")
 
     def _sequences(self, rank: int) -> slice:
-        """The sequences of the batch that a rank works on."""
+        """Return the sequences of the batch that a rank works on."""
         count = len(self.addresses)
         if self.local:
             replicas, size = share_of_rank(rank, count, self.local.replicas), self.job.replica_shape[0]
@@ -194,12 +194,12 @@ class RankSteps:
         return slice(own.first * size, (own.first + own.count) * size)
 
     def _ranks(self) -> list[str]:
-        """Addresses of the workers that would share the batch if they began now."""
+        """Return the addresses of the workers that share the batch from now on."""
         addresses = sorted(self.scheduler.addresses(), key=lambda a: (a not in self.addresses, a))
         return addresses[: self.local.replicas if self.local else self.job.groups]
 
     def _begin(self, state: State) -> None:
-        """Make the workers that are there ranks, with this state."""
+        """Make the present workers ranks with this state."""
         start = time.perf_counter()
         packs, layout = list(state.packs), state.layout
         self.live, self.epoch, self.scheduler.needed = None, uuid4().hex[:8], set()
@@ -225,12 +225,12 @@ class RankSteps:
             self.say(f"workers    {count} share each batch from now on ({seconds:.1f} s)")
 
     def _is_read(self, names: Sequence[str], rank: int) -> bool:
-        """Whether a rank begins with some of these arrays: all have all weights, replicas those at home with them."""
+        """Return whether a rank needs some of these arrays: all weights, and what it owns."""
         everywhere = not self.local and names[0].startswith("weight.")
         return everywhere or not self.owned[rank].keys().isdisjoint(names)
 
     def copied(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
-        """Futures of copies of arrays, a pack each."""
+        """Return futures of copies of arrays, one a pack."""
         assert state is self.live, "the state of a step before"
         found, at = [], (self.run_name, self.epoch, state.step)
         for names in packs:
@@ -252,7 +252,7 @@ class RankSteps:
         return self.scheduler.submit_to(address, name, function, *given)
 
     def _each(self, name: str, calls: Sequence[tuple[Callable[..., Any], Sequence[Any], str]]) -> list[Any]:
-        """The results of a task of each rank; where one fails, the others are told, who may wait for it."""
+        """Return the results of a task of each rank; once one fails, let those fail that wait for it."""
         handles = [self._submit(f"rank.{name}", *call) for call in calls]
         try:
             return self.scheduler.fetch_together(handles)
@@ -263,7 +263,7 @@ class RankSteps:
 
 
 def _packs(job: Job) -> Iterator[tuple[str, ...]]:
-    """The arrays of a state by kind, small ones together."""
+    """Yield the names of the arrays of a state in packs: by kind, small arrays together."""
     known = tensors(job.config)
     for names in ([f"weight.{name}" for name in known], list(job.moments)):
         pack, size = list[str](), 0

@@ -18,11 +18,11 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import open_no_link, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.data.encodings import VOCABULARY, encoding_named, encoding_of_model
+from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import INDEX, MODEL
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.vocabulary_file import learned_size
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers, set_damaged_aside
 from daskgpt.training.metrics import ALWAYS, METRICS, Logs
 
@@ -190,16 +190,16 @@ def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
     >>> config.blocks, parameters["ln_f.weight"].dtype
     (1, dtype('float32'))
     """
-    model = open_model_of(path)
-    return model.config, model.parameters()
+    model = open_model_of(path).loaded()
+    return model.config, dict(model.parameters)
 
 
-def open_model_of(path: str | Path) -> OpenedModel:
+def open_model_of(path: str | Path) -> StoredModel:
     """Open the model of `load` without reading its tensors."""
     return open_with_state(path)[0]
 
 
-def open_with_state(path: str | Path) -> tuple[OpenedModel, Mapping[str, Any]]:
+def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     """Open a model; return it with the state of its checkpoint, which is empty for a model file alone.
 
     A damaged checkpoint that is passed over is a line on stderr.
@@ -215,12 +215,12 @@ def open_with_state(path: str | Path) -> tuple[OpenedModel, Mapping[str, Any]]:
         require(holds, "load", rule, {"path": path}, advice, FileNotFoundError)
     model = open_model_file(path if path.is_file() else folder)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
-    known = model.encoding in ("", *VOCABULARY) or learned_size(model.encoding) > 0
+    known = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
     require(known, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model, state
 
 
-def encoding_and_length(model: OpenedModel, encoding: str = "") -> tuple[str, int]:
+def encoding_and_length(model: StoredModel, encoding: str = "") -> tuple[str, int]:
     """Return the encoding of a model and the length of the sequences that it was trained on.
 
     encoding   replaces the model's own

@@ -20,8 +20,8 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import Submission
+from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.precision import values_of
-from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.job import Job

@@ -16,8 +16,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import CanGoOn
-from daskgpt.formats.opened import ReadLater
-from daskgpt.formats.run_model import StoredModel
+from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine import available_memory
@@ -218,7 +217,8 @@ class Saver:
             weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
             moments = ReadLater((n for n in arrays if not n.startswith("weight.")), arrays.__getitem__)
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
-            checkpoint = Checkpoint(save.step, model, moments, facts)
+            shapes = {name: tensor.shape for name, tensor in job.moments.items()}
+            checkpoint = Checkpoint(save.step, model, moments, facts, shapes)
             try:
                 folder.require_held()
                 write_checkpoint(folder.path, checkpoint, before_rename)

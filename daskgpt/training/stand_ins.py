@@ -89,6 +89,7 @@ class Trial(LocalScheduler):
         """Try one step, or several that overlap."""
         super().__init__(dask.local.get_sync, "nothing is run")
         self.step, self.precision, self.tensors = step, step.precision, tensors(step.config)
+        self.moments = step.row.state(self.tensors)
         self.account = Account()
         self.results: dict[Key, int] = {}
         values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.recorded.inputs.items()}
@@ -113,7 +114,7 @@ class Trial(LocalScheduler):
     def _state(self, name: str) -> StandIn:
         """A tensor of the state by its name there, KIND.NAME."""
         kind, _, tensor = name.partition(".")
-        return self._held(kind, self.tensors[tensor])
+        return self._held(kind, self.moments[name] if name in self.moments else self.tensors[tensor])
 
     def _held(self, kind: str, tensor: Tensor) -> StandIn:
         precision = self.precision
@@ -197,8 +198,8 @@ class Trial(LocalScheduler):
     def _results(self, key: Key, call: KernelCall) -> Any:
         origin, results = call.origin, call.results(key)
         if isinstance(origin, Origin) and origin.parameter:
-            kinds = ["weight", *["moment"] * (len(results) - 1)]
-            made = [self._held(kind, self.tensors[origin.parameter]) for kind in kinds]
+            kinds = ["weight", *self.step.row.of(self.tensors[origin.parameter]).moments]
+            made = [self._state(f"{kind}.{origin.parameter}") for kind in kinds]
             return made[0] if len(made) == 1 else tuple(made)
         summed = isinstance(call, ChunkSum) and isinstance(origin, Origin) and origin.phase == "backward"
         made = [self._array("gradients" if summed else "activations", result) for result in results]

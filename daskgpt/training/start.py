@@ -17,17 +17,15 @@ import daskgpt
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
-from daskgpt.data.dataset import Dataset, is_token_source, load_dataset
-from daskgpt.data.encodings import encoding_named, encoding_of, encoding_of_model
-from daskgpt.data.own_vocabulary import is_to_be_learned
-from daskgpt.data.prepared import is_token_folder, load_prepared
+from daskgpt.data.dataset import Dataset, is_token_folder, is_token_source, load_dataset, load_prepared
+from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned
+from daskgpt.formats.checks import short
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.opened import OpenedModel
-from daskgpt.formats.safetensors_files import short
-from daskgpt.kernels.bfloat16 import unit
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
-from daskgpt.schedulers.addresses import LOCAL_SCHEDULERS, chosen_address
+from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import (
     NO_BEST,
@@ -102,7 +100,7 @@ class WarmStart:
     """
 
     init: str
-    model: OpenedModel
+    model: StoredModel
     data: Mapping[str, Any]
 
     @classmethod
@@ -190,7 +188,7 @@ def start_values(
         check_parameters(job.config, parameters)
         check_dtypes("fit", parameters, np.float32)
         return {name: value.copy() for name, value in parameters.items()}  # a run may write over its parameters
-    return start.model.parameters() if start else RandomParameters(job.config, job.run.seed)
+    return start.model.loaded().parameters if start else RandomParameters(job.config, job.run.seed)
 
 
 def checkpoint_facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from daskgpt.graph.distribute import Rank, Rows, ShardUpdate, distribute
 from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, Recorded
-from daskgpt.kernels.norm import TOLD, squares
-from daskgpt.kernels.philox import streams
+from daskgpt.kernels.dropout import streams
+from daskgpt.kernels.optimizers import TOLD, squares
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.optimizer import OPTIMIZERS, Guarded, Optimizer, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.origins import Origin
@@ -49,7 +49,7 @@ class Moment:
 
     tokens, targets   (B, T) int32; targets are None where nothing needs them
     hyper             what the optimizer is told, float64 (S,)
-    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.philox`; None where there
+    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None where there
                       are none
     """
 

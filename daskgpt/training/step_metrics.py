@@ -11,7 +11,7 @@ import psutil
 
 from daskgpt.graph.recording import Recorded
 from daskgpt.model.origins import PHASES
-from daskgpt.model.step_operations import step_operations
+from daskgpt.model.parameters import step_operations
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import Usage
 from daskgpt.training.job import Job

@@ -19,12 +19,11 @@ from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
-from daskgpt.data.loading import BatchLoader
+from daskgpt.data.dataset import BatchLoader
+from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import check_config
-from daskgpt.model.schedules import learning_rate
-from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.schedulers.cluster import client_address
-from daskgpt.schedulers.events import Telling
+from daskgpt.schedulers.connect import client_address, open_scheduler
+from daskgpt.schedulers.events import Events
 from daskgpt.schedulers.failures import LostCluster, LostResults
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.worker_metrics import Usage
@@ -270,7 +269,7 @@ class _Trainer:
         self.outliers = Outliers(job.optimizer.skip_outliers, initial.outliers)
         self.finite = Finite(job, self.losses, self.wait)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.usage, self.events = Usage(scheduler), Telling(scheduler)
+        self.usage, self.events = Usage(scheduler), Events(scheduler)
         self.metrics = StepMetrics(job, self.usage, lambda: self.seconds)
         self.measure = self.metrics.measure
         known = initial.step, initial.best

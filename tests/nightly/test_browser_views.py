@@ -1,4 +1,4 @@
-"""Tests of pages in a browser: timelines, curves of runs, and the page "daskgpt" on Dask's dashboard of a real run."""
+"""Tests of pages in a browser: timelines, and the page "daskgpt" on Dask's dashboard of a real run."""
 
 import urllib.request
 
@@ -7,12 +7,10 @@ from chromium import PATH, visit
 from distributed import Client
 from machines import wait_until
 from small_runs import MODEL, OPTIMIZER
-from test_plot import write_run
 from test_timeline import recorded
 
 import daskgpt
-from daskgpt import plot
-from daskgpt.instruments.dashboard.collected import Collected, column
+from daskgpt.instruments.dashboard import Collected, column
 from daskgpt.instruments.timeline import write_side_by_side
 from daskgpt.schedulers.worker_metrics import METRIC
 
@@ -20,7 +18,6 @@ READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle
 BARS = """Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")
     .flatMap((plot) => plot.renderers.filter((r) => "task" in r.data_source.data))
     .map((r) => r.data_source.get_length()).reduce((a, b) => a + b, 0)"""
-NAMED = "[...Bokeh.documents[0].all_models].filter(m => m.name === 'slow').length"
 LONGEST = """["y", "worker", "seconds"].map((name) => Math.max(0, ...Bokeh.documents
     .flatMap((d) => [...d._all_models.values()]).filter((m) => m.type === "ColumnDataSource" && m.data[name])
     .map((m) => m.data[name].length)))"""
@@ -40,12 +37,6 @@ def test_several_timelines_on_one_page(tmp_path):
     timelines = {name: recorded(name, [(10, 11)] if name == "none" else [(10,)])[1] for name in ("layer", "none")}
     page = write_side_by_side(timelines, tmp_path / "barriers.html", "two barriers")
     assert seen(page, tmp_path, BARS) == [sum(len(own.events) for own in timelines.values())]
-
-
-@needs_browser
-def test_curves_of_runs(tmp_path):
-    plot.main([write_run(tmp_path / "slow"), write_run(tmp_path / "b"), "--out", str(tmp_path / "curves.html")])
-    assert seen(tmp_path / "curves.html", tmp_path, NAMED)[0] > 0
 
 
 def test_the_dashboard_of_a_run(small_text, tmp_path):

@@ -17,7 +17,7 @@ from distributed import Client
 from machines import ROOT, session_of, started, terminal, wait_until
 from small_runs import FLAGS, tensors_of
 
-from daskgpt.schedulers.cluster import BETWEEN_TASKS
+from daskgpt.schedulers.connect import BETWEEN_TASKS
 from daskgpt.schedulers.local import ENVIRONMENT
 
 FOLDER = ROOT / "cluster"

@@ -10,7 +10,7 @@ from conftest import SMALL, random_batch, random_parameters
 from long_run import long_run, table
 
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.schedulers.addresses import open_scheduler
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import TrainingStep
 
 STATUS = Path("/proc/self/statm")

@@ -14,7 +14,7 @@ from command_lines import PATIENCE
 from product_cases import UNITS
 from test_one_number import EXPECTED, LARGER, needs_own_product
 
-from daskgpt.kernels.vectors.processor import features
+from daskgpt.kernels.simd.lanes import features
 
 # Instruction sets as LLVM names them; NUMBA_CPU_FEATURES gives Numba these alone.
 AVX2 = {"64bit", "cmov", "cx8", "cx16", "fxsr", "mmx", "sse", "sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt"}

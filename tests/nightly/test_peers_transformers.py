@@ -17,7 +17,7 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
 from daskgpt.config.model import GPT2Config
-from daskgpt.data import encodings
+from daskgpt.data import tokenizer as encodings
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 
@@ -148,7 +148,7 @@ def test_the_lines_that_convert_nanogpts_checkpoint(tmp_path, monkeypatch, biase
     sizes |= {"bias": biases, "vocab_size": SMALL.vocabulary, "dropout": 0.0}
     torch.save({"model": state, "model_args": sizes, "iter_num": 7, "config": {"dataset": "x"}}, tmp_path / "ckpt.pt")
     monkeypatch.chdir(tmp_path)
-    exec(dedent(convert.LINES[convert.LINES.index("    import json") :]), {})
+    exec(dedent(convert.__doc__[convert.__doc__.index("    import json") :]), {})
     assert_same_logits(tmp_path / "NEW_FOLDER", model)
 
 

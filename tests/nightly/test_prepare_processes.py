@@ -11,8 +11,8 @@ import pytest
 from command_lines import SMALL, refused, run
 from prepared_texts import files_of, prepared, write_corpus
 
-from daskgpt.data.corpus.manifest import MANIFEST, VOCABULARY_FILE
-from daskgpt.formats.vocabulary_file import read_vocabulary
+from daskgpt.data.corpus.folder import MANIFEST, VOCABULARY_FILE
+from daskgpt.formats.vocabulary import read_vocabulary
 
 
 @pytest.fixture(scope="module")

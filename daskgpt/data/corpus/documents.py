@@ -1,36 +1,27 @@
-"""A block's documents, and to which part each belongs: what is held out for validation follows from a text's hash."""
+"""A block's documents, to which part each belongs, and their tokens: what one task makes of it, wherever it runs.
+
+What is held out for validation follows from a text's hash.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import tiktoken
+
 from daskgpt.config.errors import refusal, require
-from daskgpt.data.corpus.cuts import passages
-from daskgpt.data.corpus.sources import RECORDS, WHERE, Block, Piece, content_of
+from daskgpt.data.corpus.sources import RECORDS, REPLACE, SKIP, WHERE, Block, Piece, PrepareConfig, in_text
+from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats.vocabulary import END_OF_TEXT, know_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document, of which whole passages are held out
-REFUSE, REPLACE, SKIP = "refuse", "replace", "skip"
-POLICIES = (REFUSE, REPLACE, SKIP)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How documents are found in files.
-
-    field         of JSONL's objects
-    separator     between the documents of a text file, b"" where a file is one
-    undecodable   what happens to bytes that are no UTF-8: refuse, replace, or skip (the document)
-    fraction      share of documents, and of passages of text files, that is held out
-    """
-
-    field: str
-    separator: bytes
-    undecodable: str
-    fraction: float
 
 
 @dataclass(frozen=True)
@@ -47,101 +38,172 @@ class Passage:
     held_out: bool
 
 
-def passages_of(block: Block, reading: Reading) -> Iterator[Passage | None]:
-    """The passages of a block in order; None for one that was skipped.
+def passages_of(block: Block, config: PrepareConfig) -> Iterator[Passage | None]:
+    """Yield the passages of a block in order; None for one that was skipped.
 
-    Errors   ValueError for records that are none and bytes that cannot be decoded, OSError for files
+    Errors   ValueError for records that are none and bytes that cannot be decoded
     """
     for piece in block:
         opens = piece.start == 0  # else a text goes on from the block before
-        for raw, place, whole in _raw(piece, reading):
-            text = raw if isinstance(raw, str) else _decoded(raw, piece, place, reading)
-            text = _encodable(text, piece, place, reading) if text is not None else None
+        for text, whole in _texts(piece, config):
             if text is None:
                 yield None
                 opens = True
                 continue
             opens = opens or whole
-            if opens and not text.strip():
-                continue
-            encoded = raw if isinstance(raw, bytes) and reading.undecodable != REPLACE else text.encode()
-            yield Passage(text, len(encoded), opens, _is_held_out(encoded, reading.fraction))
-            opens = False
-
-
-def _raw(piece: Piece, reading: Reading) -> Iterator[tuple[bytes | str, int, bool]]:
-    """What a piece consists of: text or bytes, where it stands, and whether it is a document of its own."""
-    if isinstance(piece.content, tuple):
-        yield from ((text, piece.start + number, True) for number, text in enumerate(piece.content))
-        return
-    content, start = content_of(piece, reading.separator)
-    if piece.kind == RECORDS:
-        place = start
-        for line in content.split(b"\n"):
-            if line.strip():
-                yield _field(line, piece, place, reading), place, True
-            place += len(line) + 1
-    elif reading.separator:
-        place = start
-        for document in content.split(reading.separator):
-            yield document.strip(b"\r\n"), place, True
-            place += len(document) + len(reading.separator)
-    else:
-        for low, high in passages(content, PASSAGE_BYTES):
-            yield content[low:high], start + low, False
-
-
-def _field(line: bytes, piece: Piece, place: int, reading: Reading) -> str | bytes:
-    """The text of a record; the record as it is where it cannot be decoded."""
-    try:
-        text = line.decode(errors="replace" if reading.undecodable == REPLACE else "strict")
-    except UnicodeDecodeError:
-        return line
-    got: dict[str, Any] = {"file": piece.path, "byte": place}
-    try:
-        known = json.loads(text)
-    except ValueError as error:
-        raise refusal(ValueError, WHERE, "every line must be JSON", got | {"line": repr(text[:40])}, _JSON) from error
-    names = ", ".join(known)[:80] if isinstance(known, dict) else type(known).__name__
-    holds = isinstance(known, dict) and reading.field in known
-    rule = "every record must have the field"
-    require(holds, WHERE, rule, got | {"field": reading.field, "fields": names}, "Name it by --field.")
-    value = known[reading.field]
-    rule = "the field of every record must be text"
-    require(isinstance(value, str), WHERE, rule, got | {reading.field: repr(value)[:40]}, "Name another by --field.")
-    return str(value)
-
-
-_JSON = "JSONL has one object a line; give other texts an ending such as .txt."
-
-
-def _decoded(raw: bytes, piece: Piece, place: int, reading: Reading) -> str | None:
-    try:
-        return raw.decode(errors="replace" if reading.undecodable == REPLACE else "strict")
-    except UnicodeDecodeError as error:
-        _require_skipped(f"file={piece.path}, byte={place + error.start}", reading)
-        return None
-
-
-def _encodable(text: str, piece: Piece, place: int, reading: Reading) -> str | None:
-    """The text, where it is one: JSON may hold halves of characters."""
-    try:
-        if not text.isascii():
-            text.encode()
-        return text
-    except UnicodeEncodeError:
-        if reading.undecodable == REPLACE:
-            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        _require_skipped(f"file={piece.path}, byte={place} (half of a character)", reading)
-        return None
-
-
-def _require_skipped(got: str, reading: Reading) -> None:
-    """Errors   ValueError unless what cannot be decoded is skipped"""
-    advice = "Convert it, or say --undecodable replace or skip."
-    require(reading.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
+            if not opens or text.strip():
+                encoded = text.encode()
+                yield Passage(text, len(encoded), opens, _is_held_out(encoded, config.validation_fraction))
+                opens = False
 
 
 def _is_held_out(encoded: bytes, fraction: float) -> bool:
     digest = hashlib.blake2b(encoded, digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def _texts(piece: Piece, config: PrepareConfig) -> Iterator[tuple[str | None, bool]]:
+    """Yield the texts of a piece, None for one that was skipped, and whether each is a document of its own."""
+    content, place = piece.content, piece.start
+    if isinstance(content, tuple):
+        for number, row in enumerate(content):
+            yield _decoded(row, piece, place + number, config), True
+    elif piece.kind == RECORDS:
+        for line in content.split(b"\n"):
+            if line.strip():
+                text = _decoded(line, piece, place, config)
+                yield text and _decoded(_field(text, piece, place, config), piece, place, config), True
+            place += len(line) + 1
+    elif config.separator:
+        separator = config.separator.encode()
+        for document in content.split(separator):
+            yield _decoded(document.strip(b"\r\n"), piece, place, config), True
+            place += len(document) + len(separator)
+    else:
+        end = 0
+        while end < len(content):
+            begin, end = end, end + PASSAGE_BYTES
+            if end < len(content):
+                end += in_text(content[end : end + PASSAGE_BYTES])
+            yield _decoded(content[begin:end], piece, place + begin, config), False
+
+
+def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) -> str | None:
+    """Return a text, None where it is none and is skipped: JSON may hold halves of characters."""
+    try:
+        text = raw if isinstance(raw, str) else raw.decode()
+        if isinstance(raw, str) and not raw.isascii():
+            raw.encode()
+        return text
+    except UnicodeError as error:
+        if config.undecodable == REPLACE and isinstance(raw, str):
+            return raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if config.undecodable == REPLACE and isinstance(raw, bytes):
+            return raw.decode(errors="replace")
+        wrong = getattr(error, "start", 0) if isinstance(raw, bytes) else 0
+        got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or say --undecodable replace or skip."
+        require(config.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
+        return None
+
+
+def _field(line: str, piece: Piece, place: int, config: PrepareConfig) -> str:
+    """Return the text of a record."""
+    got: dict[str, Any] = {"file": piece.path, "byte": place}
+    try:
+        known = json.loads(line)
+    except ValueError as error:
+        advice = "JSONL has one object a line; give other texts an ending such as .txt."
+        got["line"] = repr(line[:40])
+        raise refusal(ValueError, WHERE, "every line must be JSON", got, advice) from error
+    names = ", ".join(known)[:80] if isinstance(known, dict) else type(known).__name__
+    holds = isinstance(known, dict) and config.field in known
+    fields = {"field": config.field, "fields": names}
+    require(holds, WHERE, "every record must have the field", got | fields, "Name it by --field.")
+    value = known[config.field]
+    rule, got = "the field of every record must be text", got | {config.field: repr(value)[:40]}
+    require(isinstance(value, str), WHERE, rule, got, "Name another by --field.")
+    return str(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A block as tokens, each document behind an end-of-text.
+
+    tokens       of both parts, (N,) uint16
+    documents    of both parts; passages of one text that follow one another count once
+    sizes        of both parts' texts in UTF-8 [bytes]
+    continues    whether it may go on from the block before: then its first tokens have no end-of-text before them
+    first, last  parts to which its first and its last passage belong, -1 where there is none
+    skipped      documents that could not be decoded
+    end_of_text  its id
+    """
+
+    tokens: list[np.ndarray]
+    documents: list[int]
+    sizes: list[int]
+    continues: bool
+    first: int
+    last: int
+    skipped: int
+    end_of_text: int
+
+
+@dataclass(frozen=True)
+class BlockEncoder:
+    """Encodes blocks; it is sent to the tasks that do so, with a learned vocabulary if there is one.
+
+    name      of the encoding
+    content   of its file where it is a learned one, else ""
+    """
+
+    name: str
+    content: str
+    config: PrepareConfig
+
+    def __call__(self, block: Block) -> Encoded:
+        """Cost   tiktoken's time: it holds no lock of Python's while it encodes"""
+        codec = _codec(self.name, self.content, threading.get_ident())
+        runs: tuple[list[list[str]], list[list[str]]] = ([], [])
+        sizes, skipped, first, last, continues = [0, 0], 0, -1, -1, False
+        for passage in passages_of(block, self.config):
+            if passage is None:
+                skipped, last = skipped + 1, -1
+                continue
+            part = int(passage.held_out)
+            if first < 0:
+                first, continues = part, not passage.opens
+            if part != last or passage.opens:
+                runs[part].append([])
+            runs[part][-1].append(passage.text)
+            sizes[part] += passage.size
+            last = part
+        goes_on = [continues and part == first for part in range(2)]
+        tokens = [_encoded(codec, own, unmarked) for own, unmarked in zip(runs, goes_on)]
+        documents = [len(own) - unmarked for own, unmarked in zip(runs, goes_on)]
+        return Encoded(tokens, documents, sizes, continues, first, last, skipped, codec.eot_token)
+
+
+@lru_cache(maxsize=256)
+def _codec(name: str, content: str, thread: int) -> tiktoken.Encoding:
+    """Return the encoding of a thread.
+
+    An encoding's regular expressions keep what they work with in a pool. Its first thread has a place there, all others
+    take turns: two threads with one encoding lose a tenth to two fifths of their time.
+    """
+    if content:
+        know_vocabulary(content, name)
+    return get_encoding(name)
+
+
+def _encoded(codec: tiktoken.Encoding, runs: list[list[str]], unmarked: bool) -> np.ndarray:
+    """Return runs of passages as tokens, end-of-text before each; unmarked: not before the first one."""
+    texts = ["".join(run) for run in runs]
+    if not texts:
+        return np.empty(0, np.uint16)
+    if codec.name == "bytes" or any(END_OF_TEXT in text for text in texts):
+        mark = np.array([codec.eot_token], np.uint16)
+        found = [array for text in texts for array in (mark, encode(codec, text))]
+        return np.concatenate(found[unmarked:])
+    # One call for all of them: documents may be short, and each call costs some microseconds under Python's lock.
+    whole = END_OF_TEXT.join(texts if unmarked else ["", *texts])
+    return codec.encode_to_numpy(whole, allowed_special={END_OF_TEXT}, disallowed_special=()).astype(np.uint16)

@@ -1,74 +1,149 @@
-"""A folder of token files while it is written: shards that fill one after the other, and a journal to go on from.
+"""A folder of token files: its manifest, and how it is written, with a journal to go on from.
 
-    DIR/train_000000.bin ...   llm.c's token files, each under its name when it is full
+    DIR/train_000000.bin ...   llm.c's token files; one that is not full has no header yet
         val_000000.bin ...
         vocabulary.tiktoken    where it was learned
         manifest.json          written last: without it nothing here counts
 
-The journal says up to which block of the input all is on the disk, and how long each file is there. Whoever goes on
-cuts the files back to that and does the rest: what was written after the journal, whole or half, is made again.
+The journal says up to which block of the input all is on the disk, and how long each file is there. A process that goes
+on cuts the files back to that and does the rest: what was written after the journal, whole or half, is made again.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from hashlib import file_digest
+from dataclasses import asdict, dataclass, field
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written, replacing, sync_folder
-from daskgpt.data.corpus.encoding import Encoded
-from daskgpt.data.corpus.manifest import JOURNAL, LOCK, MANIFEST, PARTS, VOCABULARY_FILE, Part, Shard, digest_of
-from daskgpt.formats.llmc_tokens import HEADER_BYTES, token_header
+from daskgpt.data.corpus.documents import Encoded
+from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
 
 WHERE = "prepare"
+MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.tiktoken"
+VERSION = 1
+PARTS = ("train", "val")
 BLOCKS_BETWEEN = 32  # of which the journal is written anew
 
 
+@dataclass
+class Shard:
+    """A file of tokens; its SHA-256 is of the whole file."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass
+class Part:
+    """What is to be trained on, or held out.
+
+    bytes   of its text in UTF-8, without end-of-text
+    """
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    shards: list[Shard] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, known: dict[str, Any]) -> Part:
+        """Return the part that JSON holds."""
+        return cls(**known | {"shards": [Shard(**shard) for shard in known["shards"]]})
+
+
+@dataclass
+class Manifest:
+    """All that decides the tokens of a folder, and what came of it: a pure function of inputs and settings.
+
+    encoding     by name; a learned one's file lies beside
+    ids          of the encoding, end-of-text, the last one, among them
+    settings     that decide the tokens
+    inputs       number, bytes, and digest of names and sizes of the files
+    skipped      documents that could not be decoded
+    """
+
+    encoding: str
+    ids: int
+    settings: dict[str, Any]
+    inputs: dict[str, Any]
+    train: Part
+    val: Part
+    skipped: int = 0
+
+    def write(self, folder: Path) -> None:
+        """Write it, whole or not at all: with it a folder is complete.
+
+        Errors   OSError where the system refuses
+        """
+        known = {"version": VERSION, "kind": "daskgpt tokens", **asdict(self)}
+        with replacing(folder / MANIFEST, WHERE) as file:
+            file.write(json.dumps(known | {"check": digest_of(known)}, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def digest_of(known: Any) -> str:
+    """Return the SHA-256 of what JSON writes."""
+    return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(folder: Path, where: str) -> Manifest:
+    """Return the manifest of a folder.
+
+    Errors   FileNotFoundError where it has none; ValueError where it is damaged or of another version
+    """
+    path, begun = folder / MANIFEST, (folder / JOURNAL).is_file()
+    rule = "the folder must hold prepared tokens, to the end" if begun else "the folder must hold prepared tokens"
+    advice = "Give the command that prepared it once more: it goes on." if begun else "Name one of daskgpt.prepare's."
+    require(path.is_file(), where, rule, {"folder": folder}, advice, FileNotFoundError)
+    rule, advice = "the manifest must be as it was written", "Prepare it again."
+    try:
+        known = json.loads(path.read_bytes())
+        check = known.pop("check")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise refusal(ValueError, where, rule, f"path={path} ({type(error).__name__})", advice) from None
+    require(check == digest_of(known), where, rule, {"path": path, "check": str(check)[:12]}, advice)
+    rule, got = f"its version must be {VERSION}", {"path": path, "version": known.pop("version")}
+    require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: read it with that.")
+    del known["kind"]
+    return Manifest(**known | {name: Part.of(known[name]) for name in PARTS})
+
+
 class _PartWriter:
-    """The shards of one part."""
+    """The shards of one part, cut back to what the journal knows of them."""
 
     def __init__(self, folder: Path, name: str, part: Part, shard_tokens: int) -> None:
         self.folder, self.name, self.part, self.shard_tokens = folder, name, part, shard_tokens
-        self.file: BinaryIO | None = None
         self.held = part.tokens - sum(shard.tokens for shard in part.shards)
-        self._cut_back()
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{self.name}_{number:06}.bin"
-
-    def _open_path(self) -> Path:
-        path = self._path(len(self.part.shards))
-        return path.with_name(f".{path.name}.tmp")
-
-    def _cut_back(self) -> None:
-        """Leave of the files what the journal knows."""
-        known = {shard.file for shard in self.part.shards}
-        open_path, number = self._open_path(), len(self.part.shards)
-        if self.held and not open_path.exists():  # it was full when the journal was not written any more
-            os.rename(self._path(number), open_path)
-        for path in (*self.folder.glob(f"{self.name}_*.bin"), *self.folder.glob(f".{self.name}_*.bin.tmp")):
-            if path.name not in known and (path != open_path or not self.held):
+        self.file: BufferedRandom | None = None
+        known = {shard.file for shard in part.shards} | ({self._path().name} if self.held else set())
+        for path in folder.glob(f"{name}_*.bin"):
+            if path.name not in known:
                 path.unlink()
         if self.held:
-            self.file = open_path.open("r+b")
+            self.file = self._path().open("r+b")
             self.file.truncate(HEADER_BYTES + 2 * self.held)
             self.file.seek(0, os.SEEK_END)
+
+    def _path(self) -> Path:
+        return self.folder / f"{self.name}_{len(self.part.shards):06}.bin"
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, to as many files as they need."""
         tokens = np.ascontiguousarray(tokens, "<u2")
         while tokens.size:
             if self.file is None:
-                self.file = self._open_path().open("w+b")
+                self.file = self._path().open("w+b")
                 self.file.write(bytes(HEADER_BYTES))
             now, tokens = np.split(tokens, [self.shard_tokens - self.held])
             self.file.write(now.data)
@@ -78,41 +153,22 @@ class _PartWriter:
                 self.close()
 
     def close(self) -> None:
-        """Give the file that is being filled its header and its name."""
-        if self.file is None:
-            return
-        self.file.seek(0)
-        self.file.write(token_header(self.held))
-        self.sync()
-        self.file.close()
-        path = self._path(len(self.part.shards))
-        with self._open_path().open("rb") as whole:
-            digest = file_digest(whole, "sha256").hexdigest()
-        os.rename(self._open_path(), path)
-        self.part.shards.append(Shard(path.name, self.held, digest))
-        self.file, self.held = None, 0
+        """Give the file that is being filled its header."""
+        if self.file is not None:
+            self.file.seek(0)
+            self.file.write(header_of(TOKENS, 1, self.held))
+            self.sync()
+            self.file.seek(0)
+            digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+            self.file.close()
+            self.part.shards.append(Shard(self._path().name, self.held, digest))
+            self.file, self.held = None, 0
 
     def sync(self) -> None:
+        """Bring what was written to the disk."""
         if self.file is not None:
             self.file.flush()
             os.fsync(self.file.fileno())
-
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        if self.file is not None:
-            with suppress(OSError):  # of what is still to be written: the journal does not count it
-                self.file.close()
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Word what the system refuses, unless it is worded already."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise not_written(error, WHERE, error.filename or path) from error
 
 
 class FolderWriter:
@@ -131,32 +187,30 @@ class FolderWriter:
                   the system refuses
         """
         self.folder, self.decides = Path(path).expanduser(), digest_of(decides)
-        self.shard_tokens = shard_tokens
-        with _told(self.folder):
+        self.vocabulary = self.folder / VOCABULARY_FILE
+        self.writers: list[_PartWriter] = []
+        with _writing(self.folder):
             self._hold()
-        try:
-            for leftover in self._leftovers():
-                leftover.unlink(missing_ok=True)
-            known = self._known()
-            self.finished = (self.folder / MANIFEST).is_file()
-            self.blocks, self.last, self.skipped = (
-                known.get("blocks", 0),
-                known.get("last", -1),
-                known.get("skipped", 0),
-            )
-            self.parts = [Part.of(known[name]) if name in known else Part() for name in PARTS]
-            if not self.finished:
-                with _told(self.folder):
+            try:
+                known = self._known()
+                for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed
+                    leftover.unlink(missing_ok=True)
+                self.finished = (self.folder / MANIFEST).is_file()
+                self.blocks, self.last = known.get("blocks", 0), known.get("last", -1)
+                self.skipped = known.get("skipped", 0)
+                self.parts = [Part.of(known[name]) if name in known else Part() for name in PARTS]
+                if not self.finished:
                     self.writers = [_PartWriter(self.folder, *own, shard_tokens) for own in zip(PARTS, self.parts)]
                     self.save()
-        except BaseException:
-            self.lock.close()
-            raise
+            except BaseException:
+                self.lock.close()
+                raise
 
     def _hold(self) -> None:
-        fresh = not self.folder.exists()
+        names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+        fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
         rule, advice = "the folder must be new, empty, or begun by the same command", "Name another by --out."
-        good = fresh or (self.folder.is_dir() and (self._begun() or not any(self.folder.iterdir())))
+        good = (fresh or JOURNAL in names) and (self.folder.is_dir() or not self.folder.exists())
         require(good, WHERE, rule, {"out": self.folder}, advice)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = (self.folder / LOCK).open("ab")
@@ -169,24 +223,13 @@ class FolderWriter:
         except OSError:
             return  # a file system without locks
 
-    def _begun(self) -> bool:
-        names = {path.name for path in self.folder.iterdir()} - {path.name for path in self._leftovers()}
-        return bool(names & {JOURNAL, MANIFEST}) or names <= {LOCK}
-
-    def _leftovers(self) -> list[Path]:
-        """Files that a process which was killed has left under temporary names, at its very beginning perhaps alone."""
-        return [path for name in (JOURNAL, MANIFEST, VOCABULARY_FILE) for path in self.folder.glob(f".{name}.*.tmp")]
-
     def _known(self) -> dict[str, Any]:
-        """What the journal says: empty where this is the beginning.
+        """Return what the journal says: empty where this is the beginning.
 
         Errors   ValueError where it is that of something else
         """
         path = self.folder / JOURNAL
         if not path.is_file():
-            rule = "the folder must be new, empty, or begun by the same command"
-            got, advice = {"out": self.folder}, "Name another by --out."
-            require(not (self.folder / MANIFEST).is_file(), WHERE, rule, got, advice)
             return {}
         try:
             known: dict[str, Any] = json.loads(path.read_bytes())
@@ -198,7 +241,7 @@ class FolderWriter:
         return known
 
     def save(self) -> None:
-        """Let all that was written be on the disk, and the journal say so."""
+        """Bring all that was written to the disk, and note it in the journal."""
         for writer in self.writers:
             writer.sync()
         sync_folder(self.folder)
@@ -212,41 +255,45 @@ class FolderWriter:
 
         Errors   OSError where the system refuses, with the path
         """
-        if block.continues and self.last != block.first:
-            self._write(block.first, np.array([block.end_of_text], np.uint16))
-            self.parts[block.first].documents += 1
-        for number, part in enumerate(self.parts):
-            self._write(number, block.tokens[number])
-            part.documents += block.documents[number]
-            part.bytes += block.sizes[number]
-        if block.first >= 0 or block.skipped:
-            self.last = block.last
-        self.skipped += block.skipped
-        self.blocks += 1
-        if self.blocks % BLOCKS_BETWEEN == 0:
-            with _told(self.folder):
+        with _writing(self.folder):
+            if block.continues and self.last != block.first:
+                self.writers[block.first].write(np.array([block.end_of_text], np.uint16))
+                self.parts[block.first].documents += 1
+            for number, part in enumerate(self.parts):
+                self.writers[number].write(block.tokens[number])
+                part.documents += block.documents[number]
+                part.bytes += block.sizes[number]
+            if block.first >= 0 or block.skipped:
+                self.last = block.last
+            self.skipped += block.skipped
+            self.blocks += 1
+            if self.blocks % BLOCKS_BETWEEN == 0:
                 self.save()
 
-    def _write(self, part: int, tokens: np.ndarray) -> None:
-        with _told(self.folder):
-            self.writers[part].write(tokens)
-
     def close_shards(self) -> None:
-        """Every file under its name, and on the disk."""
-        with _told(self.folder):
+        """Finish every file, and bring it to the disk."""
+        with _writing(self.folder):
             for writer in self.writers:
                 writer.close()
             self.save()
-
-    @property
-    def vocabulary(self) -> Path:
-        return self.folder / VOCABULARY_FILE
 
     def __enter__(self) -> FolderWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.finished:
-            for writer in self.writers:
-                writer.abandon()
+        for writer in self.writers:
+            if writer.file is not None:
+                with suppress(OSError):  # of what is still to be written: the journal does not count it
+                    writer.file.close()
         self.lock.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise the system's errors in the form that all errors have."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # in this form already
+            raise
+        raise not_written(error, WHERE, error.filename or path) from error

@@ -1,41 +1,81 @@
-"""What a corpus is read from: files in an order of their own, cut into blocks that can be encoded apart.
+"""What a corpus is read from: files in an order of their own, cut into blocks that are encoded independently.
 
-A plain file's blocks are ranges, which whoever encodes them reads. What is compressed, and Parquet, can only be read
-from its beginning: its blocks come with their content.
+A file is cut at positions that follow from its bytes alone, so that its tokens depend neither on who encodes it nor on
+how it is packed. Text is cut in front of the last line break before a word: GPT-2's pattern, which every vocabulary
+here shares, ends a piece there anyhow, so that no token crosses the cut. Lines and documents that a separator divides
+are cut behind them.
 """
 
 from __future__ import annotations
 
 import gzip
-import os
+import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.paths import matching_files
-from daskgpt.data.corpus.cuts import record_cut, text_cut
-from daskgpt.data.text import files_below
+from daskgpt.config.files import matching_files
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import count as amount
+from daskgpt.data.text import files_below, readable
+from daskgpt.formats.llmc import LARGEST_COUNT
 
 WHERE = "prepare"
 BLOCK_BYTES = 2**22  # of text that one task encodes
+SEARCHED = 2**16  # bytes in which a text is searched for a place to cut; without one it is cut between two characters
 LOOKED_AT = 2**13  # bytes of a file in a folder: with a zero among them it is no text, and left out
 ROWS = 256  # of Parquet read at a time
 
 TEXT, RECORDS, ROWS_OF_TEXT = "text", "records", "rows"
 _ENDINGS = {".jsonl": RECORDS, ".ndjson": RECORDS, ".parquet": ROWS_OF_TEXT}
 _COMPRESSED = (".gz", ".zst")
+REFUSE, REPLACE, SKIP = "refuse", "replace", "skip"
+
+# Unicode's white space beyond ASCII, in UTF-8.
+_SPACES = rb"\s|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
+_BEFORE_A_WORD = re.compile(rb"\n(?!" + _SPACES + rb")(?=.)", re.DOTALL)
+_A_CHARACTER = re.compile(rb"[^\x80-\xbf]")
+
+
+@documented
+@dataclass(frozen=True)
+class PrepareConfig(Checked):
+    """What tokens are made of a corpus."""
+
+    out: str = setting("", "folder to write; one that this command has begun is gone on with")
+    encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
+    learn_vocabulary: int = setting(
+        0, "learn a vocabulary of so many ids from the corpus; 0 = none", unit="ids", least=0
+    )
+    shard_tokens: int = setting(100_000_000, "tokens in a file, such as 100M", unit="tokens", least=1, parse=amount)
+    validation_fraction: float = setting(
+        0.1, "share of the documents, by their hash, that is held out; of a text file whole passages", above=0, below=1
+    )
+    field: str = setting("text", "name of the text in JSONL's objects and Parquet's columns")
+    separator: str = setting("", "between the documents of a text file, such as <|endoftext|>; empty = one a file")
+    undecodable: str = setting(REFUSE, "what happens to a document that is no UTF-8", choices=(REFUSE, REPLACE, SKIP))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule, advice = "the tokens need a folder", "Add --out FOLDER."
+        require(bool(self.out), WHERE, rule, {"out": "none"}, advice)
+        rule, got = "a vocabulary is learned or given", {"learn_vocabulary": self.learn_vocabulary}
+        either = not (self.learn_vocabulary and self.encoding)
+        require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
+        rule = f"shard_tokens must be at most {LARGEST_COUNT}"
+        require(self.shard_tokens <= LARGEST_COUNT, WHERE, rule, {"shard_tokens": self.shard_tokens}, "Try 100M.")
 
 
 @dataclass(frozen=True)
 class SourceFile:
     """One file of a corpus.
 
-    name   as the manifest says it: what follows the input that it belongs to
+    name   in the manifest: what follows the input that it belongs to
     kind   text, records (JSONL), or rows (Parquet)
     """
 
@@ -51,22 +91,20 @@ class SourceFile:
 class Piece:
     """Bytes of a file, or rows of one.
 
-    start, stop   where it lies; both are moved on to the next cut by who reads it. Of rows, their numbers
-    content       what it holds, already cut; None where it is to be read from the file
+    start   where it lies in the file, unpacked; the number of its first row
     """
 
     path: str
     kind: str
     start: int
-    stop: int
-    content: bytes | tuple[str, ...] | None = None
+    content: bytes | tuple[str, ...]
 
 
 Block = tuple[Piece, ...]
 
 
 def list_sources(inputs: list[str]) -> list[SourceFile]:
-    """The files of some inputs: a file, a folder (all texts below it that are not hidden) or a glob, in sorted order.
+    """Return the files of some inputs, sorted: a file, a folder (all texts below it that are not hidden) or a glob.
 
     Errors   FileNotFoundError where there is none; ValueError for empty inputs; OSError where one cannot be read
     """
@@ -74,244 +112,138 @@ def list_sources(inputs: list[str]) -> list[SourceFile]:
     for source in inputs:
         path = Path(source).expanduser()
         if path.is_dir():
-            below = [_source(file, file.relative_to(path).as_posix()) for file in files_below(path)]
-            found += [file for file in below if not _is_binary(file)]
+            found += [_source(file, file.relative_to(path).as_posix(), text_only=True) for file in files_below(path)]
         else:
             found += [_source(file, file.name) for file in matching_files(source, WHERE)]
-    found = [file for file in found if file.size]
+    files = [file for file in found if file and file.size]
     rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
-    require(bool(found), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
-    return found
+    require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
+    return files
 
 
-def _source(path: Path, name: str) -> SourceFile:
-    endings = path.suffixes
+def _source(path: Path, name: str, *, text_only: bool = False) -> SourceFile | None:
+    """Return a file of a corpus; text_only: None for a file that is there for another reason than its text."""
     packing = path.suffix if path.suffix in _COMPRESSED else ""
-    inner = endings[-2] if packing and len(endings) > 1 else path.suffix
-    try:
-        with open(path, "rb"):
-            pass
-        known = path.stat()
-    except OSError as error:
-        raise unreadable(error, path) from error
-    kind = _ENDINGS.get(inner.lower(), TEXT)
-    if inner == ".json" and packing:  # as some corpora name their lines of JSON; alone it is one object
-        kind = RECORDS
+    inner = path.suffixes[-2] if packing and len(path.suffixes) > 1 else path.suffix
+    # .json.gz are lines of JSON in some corpora; .json alone is one object.
+    kind = RECORDS if inner == ".json" and packing else _ENDINGS.get(inner.lower(), TEXT)
+    with readable(path, WHERE), open(path, "rb") as file:
+        if text_only and kind == TEXT and not packing and b"\0" in file.read(LOOKED_AT):
+            return None
+    known = path.stat()
     return SourceFile(str(path.resolve()), name, kind, packing, known.st_size, known.st_mtime_ns)
 
 
-def _is_binary(source: SourceFile) -> bool:
-    """Whether a file in a folder is there for another reason than its text."""
-    if source.kind != TEXT or source.packing:
-        return False
-    with open(source.path, "rb") as file:
-        return b"\0" in file.read(LOOKED_AT)
+def blocks(sources: list[SourceFile], config: PrepareConfig) -> Iterator[Block]:
+    """Yield every file in pieces, small ones together: what one task works on.
 
-
-def unreadable(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """The refusal of a file that the system does not give."""
-    got = f"file={path} ({error.strerror or error})"
-    advice = "Check its permissions and its disk; workers of a cluster must find it under the same path."
-    return refusal(type(error), WHERE, "the file must be readable", got, advice)
-
-
-def blocks(sources: list[SourceFile], field: str, separator: bytes, size: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Every file in pieces, small ones together: what one task works on.
-
-    field       of Parquet's rows
-    separator   between the documents of a text file, b"" where a file is one document
-    size        bytes of a block: some more or fewer, as there is a place to cut
-
-    Errors      ValueError for what is not of its kind, OSError for what cannot be read, when its turn comes
+    Errors   ValueError for what is not of its kind, OSError for what cannot be read, when its turn comes
     """
     gathered: list[Piece] = []
     held = 0
     for source in sources:
-        small = source.size <= size and not source.packing and source.kind != ROWS_OF_TEXT
-        if gathered and (not small or held + source.size > size):
+        small = source.size <= BLOCK_BYTES and not source.packing and source.kind != ROWS_OF_TEXT
+        if gathered and (not small or held + source.size > BLOCK_BYTES):
             yield tuple(gathered)
             gathered, held = [], 0
-        if small:
-            gathered.append(Piece(source.path, source.kind, 0, source.size))
-            held += source.size
-        else:
-            for piece in _pieces(source, field, separator, size):
+        for piece in _rows(source, config.field) if source.kind == ROWS_OF_TEXT else _pieces(source, config.separator):
+            if small:
+                gathered.append(piece)
+                held += source.size
+            else:
                 yield (piece,)
     if gathered:
         yield tuple(gathered)
 
 
-def _pieces(source: SourceFile, field: str, separator: bytes, size: int) -> Iterator[Piece]:
-    if source.kind == ROWS_OF_TEXT:
-        yield from _rows(source, field, size)
-    elif source.packing:
-        yield from _unpacked(source, separator, size)
-    else:
-        for start in range(0, source.size, size):
-            yield Piece(source.path, source.kind, start, min(source.size, start + size))
-
-
-def cut_of(read: Any, kind: str, position: int, separator: bytes) -> int:
-    """Where a piece that would begin at `position` does begin."""
-    if kind == RECORDS:
-        return record_cut(read, position, b"\n")
-    return record_cut(read, position, separator) if separator else text_cut(read, position)
-
-
-def content_of(piece: Piece, separator: bytes) -> tuple[bytes, int]:
-    """The bytes of a piece that is read from its file, and where they begin.
-
-    Errors   OSError with the path
-    """
-    if isinstance(piece.content, bytes):
-        return piece.content, piece.start
-    try:
-        descriptor = os.open(piece.path, os.O_RDONLY)
-    except OSError as error:
-        raise unreadable(error, piece.path) from error
-    try:
-        end = os.fstat(descriptor).st_size
-
-        def read(position: int, size: int) -> bytes:
-            return os.pread(descriptor, size, position)
-
-        start = cut_of(read, piece.kind, piece.start, separator)
-        stop = end if piece.stop >= end else cut_of(read, piece.kind, piece.stop, separator)
-        return (_all(read, start, stop), start) if start < stop else (b"", start)
-    except OSError as error:
-        raise unreadable(error, piece.path) from error
-    finally:
-        os.close(descriptor)
-
-
-def _all(read: Any, start: int, stop: int) -> bytes:
-    found = [read(start, stop - start)]
-    while (held := sum(map(len, found))) < stop - start and found[-1]:
-        found.append(read(start + held, stop - start - held))
-    return b"".join(found)
-
-
-class _Stream:
-    """A stream as if it could be read anywhere, as far as it is not forgotten."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.begin, self.held = file, 0, bytearray()
-
-    def read(self, position: int, size: int) -> bytes:
-        missing = position + size - self.begin - len(self.held)
-        while missing > 0:
-            piece = self.file.read(max(missing, 2**20))
-            if not piece:
-                break
-            self.held += piece
-            missing -= len(piece)
-        return bytes(self.held[position - self.begin : position - self.begin + size])
-
-    def forget(self, position: int) -> None:
-        del self.held[: position - self.begin]
-        self.begin = position
-
-
-def _unpacked(source: SourceFile, separator: bytes, size: int) -> Iterator[Piece]:
-    """A compressed file in pieces: those that the same bytes would have in a plain one."""
+def _pieces(source: SourceFile, separator_text: str) -> Iterator[Piece]:
+    """Yield a file's content, cut at the first place for it from each multiple of BLOCK_BYTES on."""
+    separator = b"\n" if source.kind == RECORDS else separator_text.encode()
     try:
         with _opened(source) as file:
-            stream, start = _Stream(file), 0
+            held, start = bytearray(), 0  # what was read and not given yet, and where it begins
             for number in count(1):
-                if number * size <= start:  # within a record that is longer than a block
+                position = number * BLOCK_BYTES - start
+                if position <= 0:  # within a record that is longer than a block
                     continue
-                more = stream.read(number * size, 1)
-                stop = cut_of(stream.read, source.kind, number * size, separator) if more else None
-                content = stream.read(start, (stop - start) if stop is not None else number * size - start)
-                if content:
-                    yield Piece(source.path, source.kind, start, start + len(content), content)
-                if stop is None:
+                cut = _cut(file, held, position, separator)
+                if not held:
                     return
-                stream.forget(stop)
-                start = stop
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                yield Piece(source.path, source.kind, start, bytes(held[:cut]))
+                start += len(held[:cut])
+                del held[:cut]
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            with readable(source.path, WHERE):
+                raise
         got = f"file={source.path} ({error})"
         raise refusal(ValueError, WHERE, "a compressed file must be whole", got, "Make it again.") from error
-    except OSError as error:
-        raise unreadable(error, source.path) from error
+
+
+def _cut(file: Any, held: bytearray, position: int, separator: bytes) -> int:
+    """Return where content is cut that begins with `held`, from a position on; more of it is read as needed."""
+
+    def fill(size: int) -> bool:
+        while len(held) < size and (more := file.read(max(size - len(held), 2**20))):
+            held.extend(more)
+        return len(held) >= size
+
+    fill(position + SEARCHED)
+    if not separator:
+        return position + in_text(bytes(held[position : position + SEARCHED]))
+    searched = position
+    while (found := held.find(separator, searched)) < 0:
+        searched = max(position, len(held) - len(separator) + 1)
+        if not fill(len(held) + 1):
+            return len(held)
+    return found + len(separator)
+
+
+def in_text(window: bytes) -> int:
+    """Return where the text that begins with these bytes is cut: behind so many of them."""
+    found = _BEFORE_A_WORD.search(window) or _A_CHARACTER.search(window)
+    return found.start() if found else 0
 
 
 def _opened(source: SourceFile) -> Any:
-    if source.packing == ".gz":
-        return gzip.open(source.path, "rb")
-    return _opened_zstandard(_extra("zstandard", source), source.path)
+    if source.packing == ".zst":
+        return _library("pyarrow", source).input_stream(source.path, compression="zstd")
+    return gzip.open(source.path, "rb") if source.packing else open(source.path, "rb")
 
 
-@contextmanager
-def _opened_zstandard(library: Any, path: str) -> Iterator[_Zstandard]:
-    with open(path, "rb") as file:
-        yield _Zstandard(library, file)
-
-
-class _Zstandard:
-    """A zstd file of one or several frames, read to its end: a frame that is cut off is an error."""
-
-    def __init__(self, library: Any, file: BinaryIO) -> None:
-        self.library, self.file = library, file
-        self.unpacker, self.ready = library.ZstdDecompressor().decompressobj(), bytearray()
-        self.within = False
-
-    def read(self, size: int) -> bytes:
-        while len(self.ready) < size and (piece := self.file.read(2**17)):
-            while piece:
-                self.within = True
-                try:
-                    self.ready += self.unpacker.decompress(piece)
-                except self.library.ZstdError as error:
-                    raise EOFError(str(error)) from error
-                piece = self.unpacker.unused_data
-                if self.unpacker.eof:
-                    self.unpacker, self.within = self.library.ZstdDecompressor().decompressobj(), False
-        if len(self.ready) < size and self.within:
-            raise EOFError("it ends within a frame")
-        found = bytes(self.ready[:size])
-        del self.ready[:size]
-        return found
-
-
-def _extra(name: str, source: SourceFile) -> Any:
-    """A library that only some files need.
-
-    Errors   ValueError where it is not installed
-    """
-    from importlib import import_module
-
+def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
+    """Yield the texts of a Parquet file's column, some megabytes at a time."""
+    parquet, arrow = _library("pyarrow.parquet", source), _library("pyarrow", source)
     try:
-        return import_module(name)
-    except ImportError:
-        rule, got = f"{source.path.rpartition('.')[2]} files need {name.partition('.')[0]}", {"file": source.path}
-        raise refusal(ValueError, WHERE, rule, got, 'Run pip install "daskgpt[prepare]".') from None
-
-
-def _rows(source: SourceFile, field: str, size: int) -> Iterator[Piece]:
-    """The texts of a Parquet file's column, some megabytes at a time."""
-    library, arrow = _extra("pyarrow.parquet", source), _extra("pyarrow", source)
-    try:
-        with library.ParquetFile(source.path) as file:
-            names = file.schema_arrow.names
-            got = {"file": source.path, "field": field, "columns": ", ".join(names)[:120]}
-            require(field in names, WHERE, "the file must have a column of that name", got, "Name one by --field.")
+        with parquet.ParquetFile(source.path) as file:
+            names, got = file.schema_arrow.names, {"file": source.path, "field": field}
+            columns = got | {"columns": ", ".join(names)[:120]}
+            require(field in names, WHERE, "the file must have a column of that name", columns, "Name one by --field.")
             kind = file.schema_arrow.field(field).type
             texts = arrow.types.is_string(kind) or arrow.types.is_large_string(kind)
-            got = {"file": source.path, "field": field, "type": kind}
-            require(texts, WHERE, "the column must hold texts", got, "Name another by --field.")
-            held: list[str] = []
-            start = number = bytes_held = 0
+            require(texts, WHERE, "the column must hold texts", got | {"type": kind}, "Name another by --field.")
+            held, start, held_bytes = list[str](), 0, 0
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
                 for text in batch.column(0).to_pylist():
-                    number += 1
                     held.append(text or "")
-                    bytes_held += len(held[-1])
-                    if bytes_held >= size:
-                        yield Piece(source.path, source.kind, start, number, tuple(held))
-                        held, start, bytes_held = [], number, 0
+                    held_bytes += len(held[-1])
+                    if held_bytes >= BLOCK_BYTES:
+                        yield Piece(source.path, source.kind, start, tuple(held))
+                        held, start, held_bytes = [], start + len(held), 0
             if held:
-                yield Piece(source.path, source.kind, start, number, tuple(held))
+                yield Piece(source.path, source.kind, start, tuple(held))
     except arrow.ArrowException as error:
         found = f"file={source.path} ({str(error).splitlines()[0][:100]})"
         raise refusal(ValueError, WHERE, "the file must be whole Parquet", found, "Make it again.") from error
+
+
+def _library(name: str, source: SourceFile) -> Any:
+    """Return a library that only some files need.
+
+    Errors   ValueError where it is not installed
+    """
+    try:
+        return import_module(name)
+    except ImportError:
+        rule, got = f"{source.path.rpartition('.')[2]} files need pyarrow", {"file": source.path}
+        raise refusal(ValueError, WHERE, rule, got, 'Run pip install "daskgpt[prepare]".') from None

@@ -1,9 +1,9 @@
-"""What a study runs: points of the dataflow's dials, and the settings that all runs share."""
+"""The grid of a study: its settings, the points that it measures, and how they are named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
@@ -11,14 +11,20 @@ from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.instruments.random_tokens import BenchConfig, job_of
-from daskgpt.instruments.study.dials import BARRIERS, DIALS
-from daskgpt.schedulers.addresses import check_address
+from daskgpt.instruments.measure import BenchConfig, job_of
+from daskgpt.schedulers.connect import check_address
 from daskgpt.training.job import Job
 
+BARRIERS = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
+# Values that are words, in the order in which they are shown; the other settings of a point are numbers.
+ORDER: dict[str, tuple[str, ...]] = {
+    "scheduler": ("sync", "threads", "local"),
+    "barrier": tuple(BARRIERS),
+    "grain": ("kernel", "segment", "block", "chunk", "auto"),
+    "engine": ("ranks", "tasks"),
+}
 TOKEN_PARTS = (1, 2, 4, 8)
 MOST_CHUNKS = 8
-LARGEST_POWER = 10  # of two, of threads that the default grid tries
 
 
 @documented
@@ -44,7 +50,7 @@ class StudyConfig(Checked):
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One setting of every dial. In a study's grid chunks are sizes, not 0 for auto."""
+    """One setting of the dataflow. In a study's grid chunks are sizes, not 0 for auto."""
 
     threads: int
     scheduler: str
@@ -52,39 +58,50 @@ class Point:
     batch_chunk: int
     sequence_chunk: int
     grain: str
+    engine: str = "ranks"
 
     def runnable(self) -> Point:
-        """The same without what contradicts itself: the synchronous scheduler has one thread, and fork-join waits
-        after each layer, so that no task can hold more than one kernel.
+        """Return the point without contradictions: one thread with the synchronous scheduler, an engine on clusters
+        only, and with fork-join, which waits after each layer, tasks of one kernel.
         """
         point = replace(self, threads=1) if self.scheduler == "sync" else self
+        point = point if self.scheduler == "local" else replace(point, engine="ranks")
         return replace(point, grain="kernel") if self.barrier == "layer" else point
 
     def __str__(self) -> str:
-        return (
-            f"{self.threads} x {self.scheduler}, barrier {self.barrier}, chunks of {self.batch_chunk} x "
-            f"{self.sequence_chunk}, grain {self.grain}"
-        )
+        chunks = f"chunks of {self.batch_chunk} x {self.sequence_chunk}"
+        engine = ", engine tasks" * (self.engine == "tasks")
+        return f"{self.threads} x {self.scheduler}, barrier {self.barrier}, {chunks}, grain {self.grain}{engine}"
+
+
+DIALS = tuple(field.name for field in fields(Point))
+
+
+def sort_key(dial: str, value: Any) -> tuple[int, Any]:
+    """Return a key that sorts words as ORDER has them, and numbers by size."""
+    known = ORDER.get(dial, ())
+    return known.index(value) if value in known else len(known), value
 
 
 def base_point(study: StudyConfig, cores: int) -> Point:
-    """The point from which a study goes out along each dial: all cores, tasks without a barrier in a step."""
+    """Return the point that the others differ from in one setting: all cores, barrier step, grain block."""
     batch_chunk = study.batch_size // 2 if study.batch_size % 2 == 0 else study.batch_size
     return Point(cores, "threads", "step", batch_chunk, study.sequence_length, "block")
 
 
 def default_grid(study: StudyConfig, cores: int) -> list[Point]:
-    """The points of a study's five questions: threads and barriers, slicing, grain, and schedulers."""
+    """Return the points of a study's five questions: threads and barriers, slicing, grain, and schedulers."""
     base = base_point(study, cores)
     points = [replace(base, threads=n, barrier=barrier) for n in thread_counts(cores) for barrier in BARRIERS]
     points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in slicings(study)]
     points += [replace(base, grain=grain) for grain in ("kernel", "segment", "block", "chunk")]
-    points += [replace(base, scheduler=scheduler) for scheduler in ("threads", "sync", "local")]
+    points += [replace(base, scheduler=scheduler) for scheduler in ORDER["scheduler"]]
+    points += [replace(base, scheduler="local", engine="tasks")]
     return distinct(points)
 
 
 def quick_grid(study: StudyConfig, cores: int) -> list[Point]:
-    """A few points, with which every section of the report has something to say."""
+    """Return a few points, with which every section of the report has something to say."""
     base = base_point(study, min(cores, 2))
     points = [replace(base, threads=n, barrier=barrier) for n in (1, base.threads) for barrier in BARRIERS]
     points += [replace(base, batch_chunk=study.batch_size, sequence_chunk=study.sequence_length // 2)]
@@ -93,41 +110,42 @@ def quick_grid(study: StudyConfig, cores: int) -> list[Point]:
 
 
 def chosen_grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[Point]:
-    """Every combination of the chosen values, with those of the base point for the other dials."""
+    """Return every combination of the chosen values, with those of the base point for the other settings."""
     base = asdict(base_point(study, cores))
     values = [chosen.get(dial) or [base[dial]] for dial in DIALS]
     return distinct(Point(*combination) for combination in product(*values))
 
 
 def distinct(points: Iterable[Point]) -> list[Point]:
-    """Each runnable point once."""
+    """Return each runnable point once."""
     return list(dict.fromkeys(point.runnable() for point in points))
 
 
 def thread_counts(cores: int) -> list[int]:
-    """1, 2, 4 ... and all cores."""
-    return sorted({2**power for power in range(LARGEST_POWER) if 2**power < cores} | {cores})
+    """Return 1, 2, 4 ... and all cores."""
+    return [2**power for power in range(10) if 2**power < cores] + [cores]
 
 
 def slicings(study: StudyConfig) -> list[tuple[int, int]]:
-    """Chunks of all sequences (sliced by tokens only), of half of them, and of one, with their tokens in 1 to 8 parts;
-    one sequence as a whole even where that makes many chunks.
+    """Return chunks (sequences, tokens): all sequences, half of them and one, with their tokens in 1 to 8 parts.
+
+    No batch is cut into more than MOST_CHUNKS chunks, except into single sequences.
     """
-    size, length, found = study.batch_size, study.sequence_length, []
-    for sequences in dict.fromkeys((size, max(size // 2, 1), 1)):
-        for parts in TOKEN_PARTS:
-            divides = size % sequences == 0 and length % parts == 0
-            if divides and (parts == 1 or size // sequences * parts <= MOST_CHUNKS):
-                found.append((sequences, length // parts))
-    return found
+    size, length = study.batch_size, study.sequence_length
+    return [
+        (sequences, length // parts)
+        for sequences in dict.fromkeys((size, max(size // 2, 1), 1))
+        for parts in TOKEN_PARTS
+        if size % sequences == length % parts == 0 and (parts == 1 or size // sequences * parts <= MOST_CHUNKS)
+    ]
 
 
 def job_of_point(config: GPT2Config, study: StudyConfig, point: Point) -> Job:
-    """The checked job of a point's runs.
+    """Return the checked job of a point's runs.
 
     Errors   ValueError where the point does not fit the model or the batch
     """
     check_address(point.scheduler)
     batch = {name: getattr(study, name) for name in ("batch_size", "sequence_length", "groups", "seed")}
-    asked = BenchConfig(**batch)
-    return job_of(config, asked, DataflowConfig(**asdict(point), precision=study.precision, window=study.window))
+    dataflow = DataflowConfig(**asdict(point), precision=study.precision, window=study.window)
+    return job_of(config, BenchConfig(**batch), dataflow)

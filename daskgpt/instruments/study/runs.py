@@ -1,22 +1,57 @@
-"""Running a study: every run in a fresh process, the repetitions taking turns, so that noise hits all alike."""
+"""Running a study: every run in a fresh process, and the repetitions in turns, so that noise hits all points alike.
+
+`python -m daskgpt.instruments.study.runs JSON` makes one run and prints what it measured.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from tqdm import tqdm
 
 from daskgpt.config.model import GPT2Config
-from daskgpt.instruments.study.grid import Point, StudyConfig
-from daskgpt.instruments.study.one import ONE_THREAD, Order
-from daskgpt.instruments.study.table import Table
+from daskgpt.instruments import machine
+from daskgpt.instruments.measure import Steps
+from daskgpt.instruments.records import PACKAGES
+from daskgpt.instruments.statistics import Spread
+from daskgpt.instruments.study.grid import BARRIERS, Point, StudyConfig, job_of_point
+from daskgpt.instruments.study.table import SHARES, Table, model_name
+from daskgpt.instruments.timeline import (
+    Timeline,
+    describe_summary,
+    summarise,
+    write_picture,
+    write_side_by_side,
+    write_timeline,
+)
+from daskgpt.model.origins import PHASES
+from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.local import usable_cores
+from daskgpt.training.job import compile_kernels
+
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one run needs to know."""
+
+    model: GPT2Config
+    study: StudyConfig
+    point: Point
 
 
 def run_all(
@@ -27,7 +62,7 @@ def run_all(
     after   called after each repetition; once, where nothing was left to run
     """
     failed: list[str] = []
-    todo = {n: [p for p in _order(points, study, n) if (p, n) not in table] for n in range(study.repetitions)}
+    todo = {n: [p for p in shuffled(points, study, n) if (p, n) not in table] for n in range(study.repetitions)}
     start, took = time.monotonic(), 0.0
     bar = tqdm(total=sum(map(len, todo.values())), unit="run", dynamic_ncols=True)
     for repetition, own in todo.items():
@@ -52,13 +87,18 @@ def run_all(
     return failed
 
 
-def run_one(order: Order) -> dict[str, Any]:
-    """The row of one run.
+def shuffled(points: Sequence[Point], study: StudyConfig, repetition: int) -> list[Point]:
+    """Return the points in another order for each repetition, so that no point always follows the same one."""
+    return Random(f"{study.seed} {repetition}").sample(points, len(points))
 
-    Errors   RuntimeError with the last line that the run wrote, where it did not end well
+
+def run_one(order: Order) -> dict[str, Any]:
+    """Return the columns of one run, made by a process of its own.
+
+    Errors   RuntimeError with the last line that the process wrote, where it failed
     """
+    command = [sys.executable, "-m", "daskgpt.instruments.study.runs", json.dumps(asdict(order))]
     environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
-    command = [sys.executable, "-m", "daskgpt.instruments.study.one", order.text()]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["nothing was written"])[-1]
@@ -67,8 +107,93 @@ def run_one(order: Order) -> dict[str, Any]:
     return row
 
 
-def _order(points: Sequence[Point], study: StudyConfig, repetition: int) -> list[Point]:
-    """Another order for each repetition, so that no point always follows the same one."""
-    order = list(points)
-    Random(f"{study.seed} {repetition}").shuffle(order)
-    return order
+def run(order: Order) -> dict[str, Any]:
+    """Time and record some steps; return the columns of its row in the table.
+
+    The time of a step and those of its phases come from the same steps, in which every kernel call is recorded. Others
+    before and after them, which are not recorded, show what recording costs. A phase has a time of its own only where
+    it never runs beside another: its share of the recorded steps, of the median step.
+    """
+    study = order.study
+    job = job_of_point(order.model, study, order.point)
+    compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
+    others = machine.busy_cores()
+    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        steps = Steps(job, scheduler, study.seed)
+        number = max(study.steps, math.ceil(study.seconds / min(steps.run(study.warmup))))
+        steps.reset_peak()
+        bare = steps.run(-(-number // 2))
+        timeline = steps.timeline(number)
+        bare += steps.run(-(-number // 2))
+        peak = steps.peak()
+        found = summarise(timeline)
+        tasks, grain, chunk = steps.tasks, steps.grain, steps.steps.chunk
+    seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
+    low, middle, high = seconds.quartiles
+    part = 1e3 * middle / (sum(found.phases.values()) or 1.0)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "batch_chunk_used": chunk[0],
+        "sequence_chunk_used": chunk[1],
+        "grain_used": grain,
+        "tasks": tasks,
+        "steps": seconds.n,
+        "step_ms": round(1e3 * middle, 3),
+        "step_ms_q1": round(1e3 * low, 3),
+        "step_ms_q3": round(1e3 * high, 3),
+        "recording_cost": round(middle / Spread.of(bare).median - 1, 4),
+        "tokens_per_s": round(study.batch_size * study.sequence_length / middle, 1),
+        **{f"{name}_ms": round(part * found.phases[name], 3) if found.phases else None for name in PHASES},
+        "critical_path_ms": round(found.critical_path * 1e3 / found.steps, 3),
+        **{name: round(getattr(found, name), 4) for name in SHARES},
+        "peak_gb": round(peak / 1e9, 4),
+        "loss": repr(steps.losses[study.warmup + study.steps]),
+        "others_cores": others,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu": machine.processor(),
+        "cores": os.cpu_count(),
+        **machine.versions(*PACKAGES),
+    }
+
+
+def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None:
+    """Write FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has, FOLDER/barriers.html
+    with all of them on one time scale, and FOLDER/fork_join.svg with the first and the last.
+
+    A chunk holds a quarter of the sequences, so that there is something to overlap. A task is what one chunk does
+    between two gathers, for fork-join one kernel. Of --repetitions recordings the shortest is kept: other programs can
+    only make one longer.
+    """
+    chunk = max(study.batch_size // 4, 1)
+    timelines: dict[str, Timeline] = {}
+    for barrier, label in BARRIERS.items():
+        point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "segment").runnable()
+        job = job_of_point(model, study, point)
+        with open_scheduler("threads", point.threads) as scheduler:
+            steps = Steps(job, scheduler, study.seed)
+            steps.run(max(study.warmup, study.window))
+            found = [steps.timeline(study.window) for _ in range(study.repetitions)]
+        shortest = timelines[f"barrier {label}"] = min(found, key=lambda own: summarise(own).wall)
+        _, page = write_timeline(shortest, folder / barrier)
+        print(f"\nbarrier {barrier}: {page}\n{describe_summary(summarise(shortest))}")
+    name = model_name(asdict(model))
+    title = f"{study.window} steps of {name}, {study.batch_size} x {study.sequence_length} tokens a step"
+    first, *_, last = timelines
+    picture = write_picture({name: timelines[name] for name in (first, last)}, folder / "fork_join.svg")
+    print(f"\nfork-join beside barrier-free, a picture: {picture}")
+    print(f"all barriers on one time scale: {write_side_by_side(timelines, folder / 'barriers.html', title)}")
+
+
+def main() -> None:
+    """Make the run that the command line describes, on as many cores as it has threads."""
+    asked = json.loads(sys.argv[1])
+    order = Order(GPT2Config(**asked["model"]), StudyConfig(**asked["study"]), Point(**asked["point"]))
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(order.point.threads, 1)])
+    with contextlib.redirect_stdout(sys.stderr):
+        row = run(order)
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,9 @@
 """What ran when: kernel calls of some steps, recorded, summed up, and written as a trace and as a page."""
 
-from daskgpt.instruments.timeline.events import Event, Timeline, Window
-from daskgpt.instruments.timeline.recorder import StepRecorder
+from daskgpt.instruments.timeline.events import Event, Timeline, Window, color_of, is_message
+from daskgpt.instruments.timeline.files import is_bare, write_picture, write_side_by_side, write_timeline
+from daskgpt.instruments.timeline.recorder import StepRecorder, TimelineConfig, TimelineWatcher, recorder_of
 from daskgpt.instruments.timeline.summary import Summary, describe_summary, summarise
-from daskgpt.instruments.timeline.watcher import TimelineConfig, TimelineWatcher
-from daskgpt.instruments.timeline.writing import (
-    check_timeline_path,
-    timeline_paths,
-    write_picture,
-    write_side_by_side,
-    write_timeline,
-)
 
 __all__ = [
     "Event",
@@ -20,10 +13,12 @@ __all__ = [
     "TimelineConfig",
     "TimelineWatcher",
     "Window",
-    "check_timeline_path",
+    "color_of",
     "describe_summary",
+    "is_bare",
+    "is_message",
+    "recorder_of",
     "summarise",
-    "timeline_paths",
     "write_picture",
     "write_side_by_side",
     "write_timeline",

@@ -1,10 +1,12 @@
-"""The events of a timeline: kernel calls in the words of the model, and the graph of the tasks that made them."""
+"""The events of a timeline: kernel calls in the words of the model, their colors, and the graph of their tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from itertools import groupby
 from textwrap import fill
 
 from daskgpt.config.rich import html_text
@@ -13,9 +15,40 @@ from daskgpt.graph.grain import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.recording import Runnable
-from daskgpt.model.origins import Origin
 
 Task = tuple[int, Key]
+
+COLORS = {
+    "linear": "#4269d0",
+    "attention": "#ff725c",
+    "gelu": "#efb118",
+    "layernorm": "#3ca951",
+    "add": "#a463f2",
+    "crossentropy": "#ff8ab7",
+    "embedding": "#9c6b4e",
+    "adamw": "#7f8c99",
+    "muon": "#5b6770",
+    "gather": "#17becf",
+    "split": "#97bbf5",
+    "mean": "#303030",
+}
+MESSAGES = {"receive": "#d62728", "send": "#f4a3a3"}  # red, as on Dask's pages
+OTHER_COLOR = "#d0a842"
+DARKER = 0.62  # of a forward kernel's color: its backward kernels
+
+
+def is_message(layer: str) -> bool:
+    """Return whether an event of this name sends to another worker, or waits for one."""
+    return layer.partition(".")[0] in MESSAGES
+
+
+def color_of(layer: str, backward: bool) -> str:
+    """Return the color of a layer: bright forward, dark backward, red for messages."""
+    if is_message(layer):
+        return MESSAGES[layer.partition(".")[0]]
+    color = COLORS.get(layer, OTHER_COLOR)
+    parts = [int(color[at : at + 2], 16) * (DARKER if backward else 1) for at in (1, 3, 5)]
+    return "#" + "".join(f"{int(part):02x}" for part in parts)
 
 
 @dataclass(frozen=True)
@@ -57,6 +90,10 @@ class Event:
         """Layer and pass, as keys begin."""
         return self.layer if self.phase == "update" else f"{self.layer}.{self.phase}"
 
+    @property
+    def color(self) -> str:
+        return color_of(self.layer, self.phase == "backward")
+
 
 @dataclass(frozen=True)
 class Window:
@@ -84,7 +121,7 @@ class TaskGraph:
 
     @classmethod
     def of(cls, runnable: Runnable) -> TaskGraph:
-        """The tasks of a step; a cluster goes on with the updates while the next step starts."""
+        """Return the tasks of a step; a cluster goes on with the updates while the next step starts."""
         tasks = {key for key, node in runnable.graph.items() if not is_leaf(node)}
         needs = {key: set(runnable.graph[key].dependencies) & tasks for key in tasks}
         order = tuple(TopologicalSorter(needs).static_order())
@@ -111,79 +148,84 @@ class Timeline:
         return [step for window in self.windows for step in window.steps]
 
     def __repr__(self) -> str:
-        """Its numbers, on one screen."""
+        """Return its numbers, on one screen."""
         from daskgpt.instruments.timeline.summary import describe_summary, summarise  # which knows events
 
-        told = describe_summary(summarise(self)) if self.events else "no events"
-        lines = [f"Timeline of {self.title}", *told.splitlines()]
+        text = describe_summary(summarise(self)) if self.events else "no events"
+        lines = [f"Timeline of {self.title}", *text.splitlines()]
         return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, under the lanes as strips of colour."""
+        """Return the same for notebooks, under the lanes as strips of color."""
         from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
 
         lanes = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
         return lanes + html_text(repr(self))
 
 
-class Words:
-    """Turns spans into events."""
+class EventMaker:
+    """Turns spans into events.
+
+    readers   of each kernel call's result; through a pick, which takes one of several results, who reads that
+    """
 
     def __init__(self, runnable: Runnable) -> None:
         self.runnable, graph = runnable, runnable.recorded.unmerged
         self.home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
         # A pick takes one of a kernel's results out of a tuple: no work of its own.
-        self.picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
-        self.chunks = {key: chunk_of(graph, key, whole=False) for key in self.home if key not in self.picked}
-        self.readers = _readers(graph, self.picked)
+        picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
+        self.chunks = {key: chunk_of(graph, key, whole=False) for key in self.home if key not in picked}
+        self.readers = self._readers(graph, picked)
 
-    def event(self, span: Span, step: int, lane: int, start: float) -> Event | None:
-        """The event of a span, None for no kernel call of this step; `start` is the timeline's, on its clock."""
-        key = span.key
-        if key not in self.chunks:
-            return None
-        origin: Origin = self.runnable.recorded.origin(key)
-        return Event(
-            step=step,
-            layer=origin.layer,
-            phase=origin.phase,
-            where=origin.place,
-            stage=origin.stage,
-            block=origin.block,
-            chunk=self.chunks[key],
-            lane=lane,
-            start=span.start - start,
-            end=span.end - start,
-            bytes=span.bytes,
-            task=(step, self.home[key]),
-            task_name=self.runnable.title(self.home[key]),
-            key=key,
-        )
+    @staticmethod
+    def _readers(graph: Graph, picked: dict[Key, Key]) -> dict[Key, list[Key]]:
+        readers: dict[Key, list[Key]] = {}
+        for key, node in graph.items():
+            if key not in picked and not is_leaf(node):
+                for dependency in node.dependencies:
+                    readers.setdefault(picked.get(dependency, dependency), []).append(key)
+        return readers
+
+    def events(self, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
+        """Return the events of the kernel calls among (step, span) of one process, whose lanes are numbers of its
+        threads, from the first one that ran something; `start` is the timeline's, on the clock of the spans.
+        """
+        lanes: dict[int, int] = {}
+        found = []
+        for step, span in sorted(spans, key=lambda own: own[1].start):
+            lane = lanes.setdefault(span.thread, len(lanes))
+            if span.key not in self.chunks:
+                continue
+            origin, home = self.runnable.recorded.origin(span.key), self.home[span.key]
+            found.append(
+                Event(
+                    step=step,
+                    layer=origin.layer,
+                    phase=origin.phase,
+                    where=origin.place,
+                    stage=origin.stage,
+                    block=origin.block,
+                    chunk=self.chunks[span.key],
+                    lane=lane,
+                    start=span.start - start,
+                    end=span.end - start,
+                    bytes=span.bytes,
+                    task=(step, home),
+                    task_name=self.runnable.title(home),
+                    key=span.key,
+                )
+            )
+        return found
 
 
-def _readers(graph: Graph, picked: dict[Key, Key]) -> dict[Key, list[Key]]:
-    """Who reads the result of each kernel call; through a pick, who reads that."""
-    readers: dict[Key, list[Key]] = {}
-    for key, node in graph.items():
-        if key not in picked and not is_leaf(node):
-            for dependency in node.dependencies:
-                readers.setdefault(picked.get(dependency, dependency), []).append(key)
-    return readers
-
-
-def different_at_once(events: Sequence[tuple[float, float, object]]) -> list[tuple[float, int]]:
-    """How many different names run at once: (time, number from then on), by time, from (start, end, name)."""
-    changes = sorted(
-        change for number, (start, end, _) in enumerate(events) for change in ((start, 1, number), (end, -1, number))
-    )
-    running: dict[object, int] = {}
-    found: list[tuple[float, int]] = []
-    for time, change, number in changes:
-        name = events[number][2]
-        running[name] = running.get(name, 0) + change
-        if not running[name]:
-            del running[name]
-        if found and found[-1][0] == time:
-            found.pop()
+def different_at_once(spans: Iterable[tuple[float, float, object]]) -> list[tuple[float, int]]:
+    """Return how many different names run at once: (time, number from then on), by time, from (start, end, name)."""
+    changes = [change for start, end, name in spans for change in ((start, 1, name), (end, -1, name))]
+    running: Counter[object] = Counter()
+    found = []
+    for time, own in groupby(sorted(changes, key=lambda change: change[0]), key=lambda change: change[0]):
+        for _, change, name in own:
+            running[name] += change
+        running = +running  # without names that have ended
         found.append((time, len(running)))
     return found

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from time import time
+from typing import Any
 
-from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, Words
-from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
+from daskgpt.config.errors import require
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.graph.nodes import Key
+from daskgpt.instruments.timeline.events import Event, EventMaker, TaskGraph, Timeline, Window
+from daskgpt.instruments.timeline.files import check_timeline_path, is_bare, write_timeline
+from daskgpt.instruments.timeline.summary import describe_summary, summarise
+from daskgpt.schedulers.links import ranks_of
+from daskgpt.schedulers.membership import members
+from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
+from daskgpt.training.job import Job
+from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process has recorded: its events, whose lanes are numbers of its threads."""
+
+    name: str
+    threads: int
+    events: list[Event]
 
 
 class StepRecorder:
@@ -36,61 +58,154 @@ class StepRecorder:
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
-        """The timeline of what was recorded. On a cluster, call it when the last step's updates are done."""
+        """Return the timeline. On a cluster, call it when the last step's updates are done."""
         self._recording.close()
-        return timeline_of(self.step, self._processes, self.steps, self.windows, self._title())
-
-    def _title(self) -> str:
-        steps = [step for window in self.windows for step in window.steps]
+        maker, start, parts = EventMaker(self.step.runnable), self.windows[0].start, []
+        for process in self._processes:
+            spans = [(self.steps[span.run], span) for span in process.spans if span.run in self.steps]
+            parts.append(Part(process.name, process.threads, maker.events(spans, start - process.offset)))
         tokens = self.step.recorded.inputs["tokens"]
         size, chunk = (" x ".join(map(str, shape)) for shape in (tokens.shape, tokens.chunksize))
-        return (
-            f"Steps {steps[0]} to {steps[-1]}: barrier {self.step.barrier}, grain {self.step.grain}, "
-            f"{size} tokens in chunks of {chunk}, {self.scheduler.description}"
+        title = (
+            f"barrier {self.step.barrier}, grain {self.step.grain}, {size} tokens in chunks of {chunk}, "
+            f"{self.scheduler.description}"
         )
+        return joined(title, self.windows, parts, TaskGraph.of(self.step.runnable), maker.readers)
 
 
-def timeline_of(
-    step: TrainingStep,
-    processes: Sequence[ProcessSpans],
-    steps: Mapping[int, int],
-    windows: Sequence[Window],
-    title: str,
+class RankRecorder:
+    """Records on a cluster whose workers share each batch: the kernel calls of every rank."""
+
+    def __init__(self, steps: RankSteps) -> None:
+        self.steps, self.windows = steps, list[Window]()
+
+    @contextmanager
+    def window(self, steps: Sequence[int]) -> Iterator[None]:
+        """Record these steps, which are one window of the ranks."""
+        start, self.steps.kept = time(), True
+        try:
+            yield
+        finally:
+            self.steps.kept = False
+        self.windows.append(Window(tuple(steps), start, time()))
+
+    def finish(self) -> Timeline:
+        """Return the timeline. It has not what the tasks of a rank wait for of each other."""
+        job, scheduler = self.steps.job, self.steps.scheduler
+        client, start = scheduler.client, self.windows[0].start
+        found = client.run(rank_events, self.steps.run_name, start, workers=self.steps.addresses)
+        names = {address: f"worker {worker['name']}" for address, worker in members(client).items()}
+        answers = {address: answer for address, answer in found.items() if answer is not None}
+        parts = [replace(part, name=names.get(address, address)) for address, (part, _, _) in answers.items()]
+        graphs = [graph for _, graph, _ in answers.values()]
+        tasks = TaskGraph(
+            order=tuple(chain.from_iterable(graph.order for graph in graphs)),
+            needs={key: needs for graph in graphs for key, needs in graph.needs.items()},
+            earlier={key: tasks for graph in graphs for key, tasks in graph.earlier.items()},
+            awaited=frozenset(chain.from_iterable(graph.awaited for graph in graphs)),
+        )
+        size = " x ".join(map(str, job.batch_shape))
+        title = (
+            f"barrier {job.dataflow.barrier}, {size} tokens shared by {len(self.steps.addresses)} workers, "
+            f"{scheduler.description}"
+        )
+        readers = {key: own for _, _, readers in answers.values() for key, own in readers.items()}
+        return joined(title, self.windows, parts, tasks, readers)
+
+
+def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph, dict[Key, list[Key]]] | None:
+    """Return what a worker has recorded of a run; start: of the timeline, as the time of day."""
+    program = ranks_of(dask_worker).programs.get(run)
+    if program is None:
+        return None
+    runnable = program.steps.step.runnable
+    maker, spans, program.kept = EventMaker(runnable), program.kept, []
+    events = maker.events([(program.first + span.run, span) for span in spans], start - clock_offset())
+    return Part("", dask_worker.state.nthreads, events), TaskGraph.of(runnable), maker.readers
+
+
+def joined(
+    title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph, readers: dict[Key, list[Key]]
 ) -> Timeline:
-    """Spans of all processes as events on one clock, which begins with the first window.
-
-    steps   number of a run -> step, of the runs that are shown
+    """Return one timeline of all processes; its clock begins with the first window, and its last window ends with the
+    last event, which on a cluster comes after it.
     """
-    words, start = Words(step.runnable), windows[0].start
+    shown = [step for window in windows for step in window.steps]
     lanes: list[str] = []
     events: list[Event] = []
-    for process in processes:
-        threads = list(dict.fromkeys(span.thread for span in sorted(process.spans, key=lambda span: span.start)))
-        numbers = {thread: len(lanes) + number for number, thread in enumerate(threads)}
-        count = max(process.threads, len(threads))
-        lanes += [lane_name(process.name, number, count) for number in range(count)]
-        for span in process.spans:
-            if span.run in steps:
-                event = words.event(span, steps[span.run], numbers[span.thread], start - process.offset)
-                events += [event] if event else []
-    own = until_done(windows, events, start)
-    return Timeline(
-        title=title,
-        lanes=tuple(lanes),
-        events=tuple(sorted(events, key=lambda event: event.start)),
-        windows=own,
-        tasks=TaskGraph.of(step.runnable),
-        readers=words.readers,
+    for part in parts:
+        events += [replace(event, lane=event.lane + len(lanes)) for event in part.events if event.step in shown]
+        count = max([part.threads, *(event.lane + 1 for event in part.events)])
+        for number in range(count):
+            thread = f"thread {number + 1}" if count > 1 or not part.name else ""
+            lanes.append(", ".join(filter(None, (part.name, thread))))
+    start = windows[0].start
+    *own, last = (Window(window.steps, window.start - start, window.end - start) for window in windows)
+    last = replace(last, end=max([last.end, *(event.end for event in events)]))
+    ordered = tuple(sorted(events, key=lambda event: event.start))
+    title = f"Steps {shown[0]} to {shown[-1]}: {title}"
+    return Timeline(title, tuple(lanes), ordered, (*own, last), tasks, readers)
+
+
+def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:
+    """Return what records a run's steps under this scheduler."""
+    return RankRecorder(steps) if isinstance(steps, RankSteps) else StepRecorder(steps.step, scheduler)
+
+
+@documented
+@dataclass(frozen=True)
+class TimelineConfig(Checked):
+    """A timeline of the last steps."""
+
+    timeline: str = setting(
+        "",
+        "write what the last steps ran when to FILE.json and FILE.html, in the run's folder if FILE names none",
+        unit="file",
     )
+    timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timeline:
+            check_timeline_path(self.timeline)
 
 
-def until_done(windows: Sequence[Window], events: Sequence[Event], start: float) -> tuple[Window, ...]:
-    """The windows by the timeline's clock; the last one until its last event, which on a cluster comes after it."""
-    own = [Window(window.steps, window.start - start, window.end - start) for window in windows]
-    end = max((event.end for event in events), default=0.0)
-    return (*own[:-1], Window(own[-1].steps, own[-1].start, max(own[-1].end, end)))
+def require_shared_steps(job: Job) -> None:
+    """Errors   ValueError for local steps, of which each replica has its own, and where nobody knows the last ones"""
+    rule, advice = "a timeline is of steps that all threads share", "Leave out --timeline or --local-steps."
+    require(not job.local.local_steps, "train", rule, {"local_steps": job.local.local_steps}, advice)
+    rule, advice = "a timeline of the last steps needs a run of so many steps", "Leave out --timeline or --minutes."
+    require(not job.run.minutes, "train", rule, {"minutes": job.run.minutes}, advice)
 
 
-def lane_name(process: str, number: int, count: int) -> str:
-    thread = f"thread {number + 1}"
-    return ", ".join(filter(None, (process, thread if count > 1 or not process else "")))
+class TimelineWatcher:
+    """A `training.watching.Watcher`: records a run's last steps as a `Timeline`, which notebooks show.
+
+    Where the configuration names a file, the timeline is written there and its summary printed.
+
+    timeline   what was recorded, once the run has ended; None where no step was
+    """
+
+    def __init__(self, config: TimelineConfig | None = None) -> None:
+        self.config = config or TimelineConfig()
+        self.timeline: Timeline | None = None
+
+    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
+        require_shared_steps(job)
+        self.recorder = recorder_of(steps, scheduler)
+        self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
+        return max(job.steps - self.config.timeline_steps, 0)
+
+    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
+        return self.recorder.window(steps)
+
+    def end(self) -> None:
+        if not self.recorder.windows:
+            print(
+                "timeline   no step was recorded: the run ended before, or had none after the one that chose the grain"
+            )
+            return
+        self.timeline = self.recorder.finish()
+        if self.config.timeline:
+            trace, page = write_timeline(self.timeline, self.path)
+            print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")

@@ -1,4 +1,4 @@
-"""A timeline as strips of colour, a strip a lane: small enough for a notebook, whatever the number of kernel calls."""
+"""A timeline as strips of color, a strip a lane: small enough for a notebook, whatever the number of kernel calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
-from daskgpt.instruments.timeline.colours import colour_of
-from daskgpt.instruments.timeline.events import Timeline
+from daskgpt.instruments.timeline.events import Timeline, color_of
 
 COLUMNS, LANE, GAP, LETTERS, LINE = 700, 22, 4, 110, 24  # pixels
 
 
 def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> str:
-    """Each lane's time, cut into columns: the colour of the layer and pass that took most of a column, or none.
+    """Each lane's time, cut into columns: the color of the layer and pass that took most of a column, or none.
 
     end     seconds that the whole width stands for, 0 = what the timeline has
     named   whether the names of the lanes stand at the left
@@ -28,9 +27,9 @@ def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> s
         parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(name)}</text>' if named else "")
         width = COLUMNS * own / end
         parts.append(f'<rect x="{left}" y="{top}" width="{width:.0f}" height="{LANE}" fill="#eef0f3"/>')
-        for colour, first, count in _runs(_columns(timeline, number, end)):
+        for color, first, count in _runs(_columns(timeline, number, end)):
             place = f'x="{left + first}" y="{top}" width="{count}" height="{LANE}"'
-            parts.append(f'<rect {place} fill="{colour}"/>')
+            parts.append(f'<rect {place} fill="{color}"/>')
     size = f'viewBox="0 0 {left + COLUMNS} {height}" width="{left + COLUMNS}" height="{height}"'
     style = 'style="max-width: 100%; height: auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
@@ -50,7 +49,7 @@ def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
         top += len(timeline.lanes) * (LANE + GAP) + 3 * GAP + LINE
     x = 0
     for layer in sorted({event.layer for timeline in timelines.values() for event in timeline.events}):
-        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{colour_of(layer, False)}"/>')
+        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{color_of(layer, False)}"/>')
         parts.append(f'<text x="{x + 15}" y="{top}" font-size="12">{escape(layer)}</text>')
         x += 30 + 7 * len(layer)
     parts.append(f'<text x="{x}" y="{top}" font-size="12">dark: backward</text>')
@@ -60,30 +59,29 @@ def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
 
 
 def svg_legend(timeline: Timeline) -> str:
-    """The colours of the layers."""
+    """The colors of the layers."""
     layers = sorted({event.layer for event in timeline.events})
     square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
-    return " &nbsp; ".join(square.format(colour_of(layer, False), escape(layer)) for layer in layers)
+    return " &nbsp; ".join(square.format(color_of(layer, False), escape(layer)) for layer in layers)
 
 
 def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
-    """The colour of each column, "" where the lane ran no kernel for most of it."""
+    """The color of each column, "" where the lane ran no kernel for most of it."""
     taken = [defaultdict[str, float](float) for _ in range(COLUMNS)]
     wide = end / COLUMNS
     for event in timeline.events:
         if event.lane != lane:
             continue
-        colour = colour_of(event.layer, event.phase == "backward")
         for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
-            taken[column][colour] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
+            taken[column][event.color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
     return [max(own, key=own.__getitem__) if sum(own.values()) > wide / 2 else "" for own in taken]
 
 
-def _runs(colours: list[str]) -> list[tuple[str, int, int]]:
-    """Colour, first column and how many, of columns that follow one another."""
+def _runs(colors: list[str]) -> list[tuple[str, int, int]]:
+    """Color, first column and how many, of columns that follow one another."""
     found, at = [], 0
-    for colour, group in groupby(colours):
+    for color, group in groupby(colors):
         count = len(list(group))
-        found += [(colour, at, count)] if colour else []
+        found += [(color, at, count)] if color else []
         at += count
     return found

@@ -1,40 +1,41 @@
-"""What a timeline says in numbers: busy and idle threads, overlap, critical path, and where the time went."""
+"""The numbers of a timeline: busy and idle threads, overlap, critical path, times by layer, and curves over time."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from daskgpt.config.errors import refusal
 from daskgpt.instruments.timeline.events import Event, Task, Timeline, different_at_once
 from daskgpt.model.origins import PHASES
+
+Curve = list[tuple[float, int]]  # times, and the value from then on
 
 
 @dataclass(frozen=True)
 class Summary:
     """Numbers of the recorded steps. Seconds are of all of them together, shares are of wall * lanes or of wall.
 
-    wall            from a window's start to its end, over all windows
-    busy            share of the wall time in which each lane ran kernels
-    inside          share of all lanes' time between the kernels of a task
-    scheduling      share of all lanes' time in which a task was ready and a lane had none
-    waiting         share of all lanes' time in which a lane had none, and no task was ready for it
-    overlap         share of the wall time in which two or more different layers ran at once
-    steps_overlap   share of the wall time in which two or more different steps ran at once
-    critical_path   the longest chain of tasks that had to wait for one another, by their measured times
-    critical        (layer, phase) -> seconds of it on the critical path
-    kernels         (layer, phase) -> seconds and calls, all lanes
-    phases          seconds of each phase, where no two of them ever ran at once; else empty
+    wall               from a window's start to its end, over all windows
+    busy               share of the wall time in which each lane ran kernels
+    inside_share       share of all lanes' time between the kernels of a task
+    scheduling_share   share of all lanes' time in which a task was ready and a lane had none
+    waiting_share      share of all lanes' time in which a lane had none, and no task was ready for it
+    overlap            share of the wall time in which two or more different layers ran at once
+    steps_overlap      share of the wall time in which two or more different steps ran at once
+    critical_path      the longest chain of tasks that had to wait for one another, by their measured times
+    critical           (layer, phase) -> seconds of it on the critical path
+    kernels            (layer, phase) -> seconds and calls, all lanes
+    phases             seconds of each phase, where no two of them ever ran at once; else empty
     """
 
     steps: int
     wall: float
     busy: dict[str, float]
-    inside: float
-    scheduling: float
-    waiting: float
+    inside_share: float
+    scheduling_share: float
+    waiting_share: float
     overlap: float
     steps_overlap: float
     critical_path: float
@@ -48,19 +49,15 @@ class Summary:
         """Share of all lanes' time in which kernels ran."""
         return sum(self.busy.values()) / len(self.busy)
 
-    def kernel_seconds(self, phase: str) -> float:
-        """Of all lanes."""
-        return sum(seconds for (_, own), (seconds, _) in self.kernels.items() if own == phase)
-
 
 def summarise(timeline: Timeline) -> Summary:
-    """The numbers of a timeline.
+    """Return the numbers of a timeline.
 
     Errors   ValueError where it has no events
     """
     events = timeline.events
     if not events:
-        raise refusal(ValueError, "summarise", "a timeline must have events", "events=0", "Record at least one step.")
+        raise ValueError("summarise: a timeline must have events; got events=0. Record at least one step.")
     wall = sum(window.end - window.start for window in timeline.windows)
     kernels: dict[tuple[str, str], tuple[float, int]] = {}
     busy = [0.0] * len(timeline.lanes)
@@ -81,11 +78,11 @@ def summarise(timeline: Timeline) -> Summary:
         steps=len(timeline.steps),
         wall=wall,
         busy=dict(zip(timeline.lanes, (seconds / wall for seconds in busy))),
-        inside=max(in_tasks - sum(busy), 0.0) / all_time,
-        scheduling=scheduling / all_time,
-        waiting=max(1 - (in_tasks + scheduling) / all_time, 0.0),
-        overlap=_seconds_of_several((e.start, e.end, e.stage) for e in events) / wall,
-        steps_overlap=_seconds_of_several((e.start, e.end, e.step) for e in events) / wall,
+        inside_share=max(in_tasks - sum(busy), 0.0) / all_time,
+        scheduling_share=scheduling / all_time,
+        waiting_share=max(1 - (in_tasks + scheduling) / all_time, 0.0),
+        overlap=_seconds_of_several(layers_at_once(timeline)) / wall,
+        steps_overlap=_seconds_of_several(different_at_once((e.start, e.end, e.step) for e in events)) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
         critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
         kernels=kernels,
@@ -95,7 +92,7 @@ def summarise(timeline: Timeline) -> Summary:
 
 
 def task_spans(events: Iterable[Event]) -> dict[Task, tuple[float, float]]:
-    """From the first kernel's start to the last one's end of each task."""
+    """Return from the first kernel's start to the last one's end of each task."""
     spans: dict[Task, tuple[float, float]] = {}
     for event in events:
         start, end = spans.get(event.task, (event.start, event.end))
@@ -104,7 +101,7 @@ def task_spans(events: Iterable[Event]) -> dict[Task, tuple[float, float]]:
 
 
 def critical_path(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> list[Task]:
-    """The longest chain of tasks, first one first, of which each had to wait for the one before.
+    """Return the longest chain of tasks, first one first, of which each had to wait for the one before.
 
     A task waits for what it reads, for barriers, for tasks of the step before (a weight's update and its readers), and
     for what had to be done before its window was handed to the scheduler.
@@ -132,7 +129,7 @@ def critical_path(timeline: Timeline, spans: dict[Task, tuple[float, float]]) ->
 
 
 def ready_times(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> dict[Task, float]:
-    """When all was done that each task waits for; no later than the task began.
+    """Return when all was done that each task waits for; no later than the task began.
 
     A barrier and a task without a kernel are ready as soon as what they wait for is done, and take no time.
     """
@@ -153,7 +150,7 @@ def ready_times(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> d
 
 
 def _scheduling(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> float:
-    """Seconds, of all lanes, in which a lane had no task although one was ready."""
+    """Return seconds, of all lanes, in which a lane had no task although one was ready."""
     changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
     for task, ready in ready_times(timeline, spans).items():
         start, end = spans[task]
@@ -166,14 +163,35 @@ def _scheduling(timeline: Timeline, spans: dict[Task, tuple[float, float]]) -> f
     return seconds
 
 
-def _seconds_of_several(intervals: Iterable[tuple[float, float, object]]) -> float:
-    """Seconds in which two or more different names run."""
-    counts = different_at_once(list(intervals))
+def live_bytes(timeline: Timeline) -> Curve:
+    """Return bytes of activations and gradients that are still to be read.
+
+    A kernel's result counts from its end to the end of its last reader in the same step. Parameters and moments, which
+    are there all the time, do not count; nor what a kernel needs while it runs.
+    """
+    ends = {(event.step, event.key): event.end for event in timeline.events}
+    changes: Counter[float] = Counter()
+    for event in timeline.events:
+        readers = timeline.readers.get(event.key, ()) if event.phase != "update" else ()
+        last = max((ends.get((event.step, key), event.end) for key in readers), default=event.end)
+        if last > event.end and event.bytes:
+            changes[event.end] += event.bytes
+            changes[last] -= event.bytes
+    times = sorted(changes)
+    return list(zip(times, accumulate(changes[time] for time in times)))
+
+
+def layers_at_once(timeline: Timeline) -> Curve:
+    """Return how many different layers (of the network, forward and backward apart, all updates as one) run at once."""
+    return different_at_once((event.start, event.end, event.stage) for event in timeline.events)
+
+
+def _seconds_of_several(counts: Curve) -> float:
     return sum(following - time for (time, count), (following, _) in pairwise(counts) if count > 1)
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Seconds from the end of a phase (the first: from the window's start) to the end of the next."""
+    """Return seconds from the end of a phase (the first: from the window's start) to the end of the next."""
     times: dict[int, dict[str, list[float]]] = defaultdict(dict)
     for event in timeline.events:
         span = times[event.step].setdefault(event.phase, [event.start, event.end])
@@ -192,7 +210,7 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def describe_summary(found: Summary) -> str:
-    """The numbers for a person to read, a step on average."""
+    """Return the numbers for a person to read, a step on average."""
     per_step = 1e3 / found.steps
     path = ", ".join(
         f"{layer}.{phase} {seconds / found.critical_path:.0%}"
@@ -205,8 +223,8 @@ def describe_summary(found: Summary) -> str:
         f"{found.steps_overlap:.1%} two or more steps",
         f"critical path {found.critical_path * per_step:9.2f} ms a step, "
         f"{found.critical_path / found.wall:.0%} of the wall time: {path}",
-        f"threads' time {found.kernel_share:9.1%} kernels, {found.inside:.1%} between the kernels of a task, "
-        f"{found.scheduling:.1%} scheduling (a task was ready), {found.waiting:.1%} waiting (none was)",
+        f"threads' time {found.kernel_share:9.1%} kernels, {found.inside_share:.1%} between the kernels of a task, "
+        f"{found.scheduling_share:.1%} scheduling (a task was ready), {found.waiting_share:.1%} waiting (none was)",
         f"tasks         {found.tasks / found.steps:9,.0f} a step",
         "",
         _table(found),
@@ -215,20 +233,19 @@ def describe_summary(found: Summary) -> str:
 
 
 def _table(found: Summary) -> str:
-    """Milliseconds a step of all lanes together, and calls a step, by layer and pass."""
-    per_step = 1e3 / found.steps
-    layers = sorted({layer for layer, _ in found.kernels}, key=lambda layer: (-_layer_seconds(found, layer), layer))
+    """Return milliseconds a step of all lanes together, and calls a step, by layer and pass."""
+    of_layer: dict[str, list[tuple[float, int]]] = {
+        layer: [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES] for layer, _ in sorted(found.kernels)
+    }
     lines = [f"{'ms a step':14}" + "".join(f"{phase:>11}" for phase in PHASES) + f"{'all':>11}{'calls':>8}"]
-    for layer in layers:
-        own = [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES]
-        cells = "".join(f"{seconds * per_step:11.3f}" if calls else f"{'':11}" for seconds, calls in own)
-        calls = sum(count for _, count in own) / found.steps
-        lines.append(f"{layer:14}{cells}{_layer_seconds(found, layer) * per_step:11.3f}{calls:8,.0f}")
-    totals = [found.kernel_seconds(phase) for phase in PHASES]
-    calls = sum(count for _, count in found.kernels.values()) / found.steps
-    cells = "".join(f"{seconds * per_step:11.3f}" for seconds in [*totals, sum(totals)])
-    return "\n".join([*lines, f"{'all':14}{cells}{calls:8,.0f}"])
-
-
-def _layer_seconds(found: Summary, layer: str) -> float:
-    return sum(seconds for (own, _), (seconds, _) in found.kernels.items() if own == layer)
+    rows = sorted(of_layer.items(), key=lambda row: -sum(seconds for seconds, _ in row[1]))
+    whole = [
+        (sum(own[n][0] for own in of_layer.values()), sum(own[n][1] for own in of_layer.values())) for n in range(3)
+    ]
+    for name, own in [*rows, ("all", whole)]:
+        cells = [
+            f"{seconds * 1e3 / found.steps:11.3f}" if calls or own is whole else f"{'':11}" for seconds, calls in own
+        ]
+        seconds, calls = (sum(values) for values in zip(*own))
+        lines.append(f"{name:14}{''.join(cells)}{seconds * 1e3 / found.steps:11.3f}{calls / found.steps:8,.0f}")
+    return "\n".join(lines)

@@ -1,27 +1,86 @@
-"""Rounding to bfloat16, the upper half of a float32, and back."""
+"""Rounding to bfloat16, the upper half of a float32, and back; arrays of bfloat16 numbers, as kernels take them."""
+
+from functools import partial
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.bfloat16.operands import BFLOAT16, FLOAT32, check_float32, words
+from daskgpt.kernels.arguments import flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
-from daskgpt.kernels.vectors.operations import address_of, round_exactly, widen
+from daskgpt.kernels.simd import lanes
+
+# What the kernels accept. NumPy has no bfloat16, so its numbers are kept as uint16.
+BFLOAT16 = np.dtype(np.uint16)
+FLOAT32 = np.dtype(np.float32)
+
+# Stands for an operand that is not given: its size is 0.
+NOTHING = np.empty(0, BFLOAT16)
+
+
+def check_float32(where: str, **arrays: np.ndarray) -> None:
+    """Raise TypeError unless these arrays, by their names, are float32."""
+    for name, array in arrays.items():
+        if array.dtype != FLOAT32:
+            got = {f"{name}.dtype": array.dtype}
+            raise refusal(TypeError, where, f"{name} must be float32", got, "Convert it first.")
+
+
+def words(array: np.ndarray) -> np.ndarray:
+    """An array as 16-bit words: its own memory, to be written as well, where it is contiguous, else a copy's."""
+    return flat(array).view(BFLOAT16)
+
+
+def ceiling(number: int, step: int) -> int:
+    """The smallest multiple of `step` that is not below `number`."""
+    return -(-number // step) * step
+
+
+def aligned(size: int) -> np.ndarray:
+    """`size` bfloat16 numbers at the start of a cache line, not set."""
+    line = 64 // BFLOAT16.itemsize
+    memory = np.empty(size + line, BFLOAT16)
+    first = -(memory.ctypes.data // BFLOAT16.itemsize) % line
+    return memory[first : first + size]
+
+
+def _convert(builder, count, convert, source, source_kind, target):
+    """Up to 16 numbers; whole vectors without a mask, which only AVX-512 has for 16-bit numbers."""
+    with builder.if_else(builder.icmp_signed(">=", count, lanes.whole(lanes.LANES))) as (full, rest):
+        with full:
+            lanes.store(builder, convert(builder, lanes.load(builder, source, 0, source_kind)), target)
+        with rest:
+            mask = lanes.below(builder, count)
+            lanes.store_masked(
+                builder, convert(builder, lanes.load_masked(builder, source, 0, mask, source_kind)), target, 0, mask
+            )
+
+
+@lanes.instruction("n n n")
+def _round_exactly(builder, source, target, count):
+    """Up to 16 bfloat16 numbers at target = as many float32 numbers at source, subnormal ones too."""
+    _convert(builder, count, partial(lanes.round_to_bfloat16, subnormal=True), source, lanes.REALS, target)
+
+
+@lanes.instruction("n n n")
+def _widen(builder, source, target, count):
+    """Up to 16 float32 numbers at target = as many bfloat16 numbers at source."""
+    _convert(builder, count, lanes.widen, source, lanes.HALVES, target)
 
 
 @kernel("h1 H1 n")
 def _to_bfloat16(x, y, size):
     wide_vectors()
-    source, target = address_of(x), address_of(y)
+    source, target = lanes.address_of(x), lanes.address_of(y)
     for i in range(0, size, 16):
-        round_exactly(source + i * 4, target + i * 2, size - i)
+        _round_exactly(source + i * 4, target + i * 2, size - i)
 
 
 @kernel("h1 H1 n")
 def _from_bfloat16(x, y, size):
     wide_vectors()
-    source, target = address_of(x), address_of(y)
+    source, target = lanes.address_of(x), lanes.address_of(y)
     for i in range(0, size, 16):
-        widen(source + i * 2, target + i * 4, size - i)
+        _widen(source + i * 2, target + i * 4, size - i)
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:

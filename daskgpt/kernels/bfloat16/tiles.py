@@ -4,34 +4,18 @@ A *tile* is 1 KB: 16 rows of 64 bytes. Left tiles hold 16 rows of 32 bfloat16 nu
 of 16 columns, the two numbers of a pair side by side. A *panel* has 32 rows of the left operand (or 32 columns of the
 right one): along the summed axis, 32 numbers a step, two tiles. A *patch* of sums is 32 rows of 32 float32 numbers.
 
-On a processor without the unit the intrinsics generate nothing; `units` sees to it that they are not reached.
+On a processor without the unit the intrinsics generate nothing; `isa` sees to it that they are not reached.
 """
 
 import llvmlite.binding
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.kernels.bfloat16.units import Unit, compiles
+from daskgpt.kernels.bfloat16.isa import Unit, compiles
 from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.vectors.lanes import (
-    BITS,
-    I8,
-    I32,
-    I64,
-    POINTER,
-    REALS,
-    VOID,
-    call,
-    load,
-    prefetch,
-    splat,
-    store,
-    whole,
-)
-from daskgpt.kernels.vectors.operations import operation
+from daskgpt.kernels.simd import lanes
 
 TILE = 1024
 STEP = 2 * TILE
@@ -45,65 +29,58 @@ AMX = int(Unit.AMX)
 # Rows of sums that AVX-512 keeps in registers: 8 x 2 vectors, two more for the right operand.
 _GROUP = 8
 
-_int = types.int64
+
+# What ldtilecfg reads: palette 1, eight tiles of 16 rows of 64 bytes.
+_CONFIGURATION = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
 
 
-def _configuration() -> np.ndarray:
-    """What ldtilecfg reads: palette 1, eight tiles of 16 rows of 64 bytes."""
-    configuration = np.zeros(64, np.uint8)
-    configuration[0] = 1
-    configuration[16:32:2] = 64
-    configuration[48:56] = 16
-    return configuration
+def _constant_bytes(builder, name, content):
+    """The address of bytes that do not change."""
+    kind = ir.ArrayType(lanes.I8, len(content))
+    variable = cgutils.global_constant(builder, name, ir.Constant(kind, bytearray(content)))
+    variable.align = 64
+    return builder.ptrtoint(variable, lanes.I64)
 
 
-_CONFIGURATION_BYTES = _configuration()
-# Addresses do not change while the module lives: kernels take this one as an argument.
-CONFIGURATION = _CONFIGURATION_BYTES.ctypes.data
-# What the 32 columns of a product without a bias start with, float32 numbers as 16-bit words.
-ZEROS = np.zeros(ROW // 2, np.uint16)
+@lanes.instruction("", "n")
+def zero_row(builder):
+    """Address of the 32 float32 numbers that the sums of a product without a bias start with."""
+    return _constant_bytes(builder, "zero_row", bytes(ROW))
 
 
-def _instruction(name, values):
-    """Code generator of one AMX instruction; `values` turns the builder and the arguments into operands."""
-
-    def generate(context, builder, signature, arguments):
-        if compiles(Unit.AMX):
-            call(builder, name, VOID, values(builder, arguments))
-        return context.get_dummy_value()
-
-    return generate
+@lanes.instruction("")
+def _load_configuration(builder):
+    if compiles(Unit.AMX):
+        place = builder.inttoptr(_constant_bytes(builder, "tile_configuration", _CONFIGURATION), lanes.POINTER)
+        lanes.call(builder, "llvm.x86.ldtilecfg", lanes.VOID, [place])
 
 
-@intrinsic
-def load_configuration(typing_context, address):
-    def values(builder, arguments):
-        return [builder.inttoptr(arguments[0], POINTER)]
-
-    return types.void(_int), _instruction("llvm.x86.ldtilecfg", values)
+@lanes.instruction("")
+def release_tiles(builder):
+    if compiles(Unit.AMX):
+        lanes.call(builder, "llvm.x86.tilerelease", lanes.VOID, [])
 
 
-@intrinsic
-def release_tiles(typing_context):
-    return types.void(), _instruction("llvm.x86.tilerelease", lambda builder, arguments: [])
+def _move(name):
+    """An intrinsic of a tile's number, which is a literal, an address, and the bytes from row to row."""
+
+    @intrinsic
+    def move(typing_context, tile, address, step):
+        if not isinstance(tile, types.IntegerLiteral):
+            return None
+
+        def generate(context, builder, signature, arguments):
+            if compiles(Unit.AMX):
+                number, place = ir.Constant(lanes.I8, tile.literal_value), builder.inttoptr(arguments[1], lanes.POINTER)
+                lanes.call(builder, name, lanes.VOID, [number, place, arguments[2]])
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64, types.int64), generate
+
+    return move
 
 
-def _move(name, tile):
-    def values(builder, arguments):
-        return [ir.Constant(I8, tile.literal_value), builder.inttoptr(arguments[1], POINTER), arguments[2]]
-
-    return types.void(tile, _int, _int), _instruction(name, values)
-
-
-@intrinsic
-def load_tile(typing_context, tile, address, step):
-    return _move("llvm.x86.tileloadd64", tile) if isinstance(tile, types.IntegerLiteral) else None
-
-
-@intrinsic
-def store_tile(typing_context, tile, address, step):
-    return _move("llvm.x86.tilestored64", tile) if isinstance(tile, types.IntegerLiteral) else None
-
+load_tile, store_tile = _move("llvm.x86.tileloadd64"), _move("llvm.x86.tilestored64")
 
 # Tiles 0 to 3 are the sums, 4 and 5 the left panel, 6 and 7 the right one. In assembly, because LLVM would keep a
 # pointer for every address of the loop and run out of registers.
@@ -125,24 +102,19 @@ jnz 1b
 _OPERANDS = "=r,=r,=r,r,0,1,2,~{memory},~{cc}," + ",".join(f"~{{tmm{tile}}}" for tile in range(8))
 
 
-@intrinsic
-def multiply_tiles(typing_context, left, right, steps):
+@lanes.instruction("n n n")
+def multiply_tiles(builder, left, right, steps):
     """Tiles 0 to 3 += a left panel @ a right panel, over `steps` (at least one)."""
-
-    def generate(context, builder, signature, arguments):
-        if compiles(Unit.AMX):
-            llvmlite.binding.initialize_native_asmparser()
-            kind = ir.FunctionType(ir.LiteralStructType([I64] * 3), [I64] * 4)
-            builder.asm(kind, _LOOP, _OPERANDS, [whole(64), *arguments], True)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, _int), generate
+    if compiles(Unit.AMX):
+        llvmlite.binding.initialize_native_asmparser()
+        kind = ir.FunctionType(ir.LiteralStructType([lanes.I64] * 3), [lanes.I64] * 4)
+        builder.asm(kind, _LOOP, _OPERANDS, [lanes.whole(64), left, right, steps], True)
 
 
-@intrinsic
-def _prefetch(typing_context, address):
+@lanes.instruction("n")
+def _prefetch(builder, address):
     """Fetch the cache line at `address` into the second cache; any address is allowed."""
-    return operation(prefetch, 1)
+    lanes.prefetch(builder, address)
 
 
 def _multiply_pair(builder, sums, left, right):
@@ -150,37 +122,33 @@ def _multiply_pair(builder, sums, left, right):
 
     vdpbf16ps adds the products of 16 pairs of bfloat16 numbers, both products of a pair.
     """
-    columns = [load(builder, right, offset, BITS) for offset in (0, TILE)]
+    columns = [lanes.load(builder, right, offset, lanes.BITS) for offset in (0, TILE)]
     for row in range(_GROUP):
-        pair = splat(builder, load(builder, left, 64 * row, I32))
+        pair = lanes.splat(builder, lanes.load(builder, left, 64 * row, lanes.I32))
         for half in (0, 1):
             total = sums[row, half]
             operands = [builder.load(total), pair, columns[half]]
-            builder.store(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", REALS, operands), total)
+            builder.store(lanes.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", lanes.REALS, operands), total)
 
 
-@intrinsic
-def _multiply_rows(typing_context, left, right, steps, start, start_step, total, total_step):
+@lanes.instruction("n n n n n n n")
+def _multiply_rows(builder, left, right, steps, start, start_step, total, total_step):
     """8 rows x 32 columns at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
-
-    def build(builder, left, right, steps, start, start_step, total, total_step):
-        if not compiles(Unit.AVX512):
-            return
-        sums = {(row, half): cgutils.alloca_once(builder, REALS) for row in range(_GROUP) for half in (0, 1)}
-        for (row, half), place in sums.items():
-            line = builder.add(start, builder.mul(start_step, whole(row)))
-            builder.store(load(builder, line, 64 * half), place)
-        with cgutils.for_range(builder, builder.mul(steps, whole(16))) as loop:
-            step = builder.mul(builder.lshr(loop.index, whole(4)), whole(STEP))
-            pair = builder.and_(loop.index, whole(15))
-            rows = builder.add(builder.add(left, step), builder.mul(pair, whole(4)))
-            columns = builder.add(builder.add(right, step), builder.mul(pair, whole(64)))
-            _multiply_pair(builder, sums, rows, columns)
-        for (row, half), place in sums.items():
-            line = builder.add(total, builder.mul(total_step, whole(row)))
-            store(builder, builder.load(place), line, 64 * half)
-
-    return operation(build, 7)
+    if not compiles(Unit.AVX512):
+        return
+    sums = {(row, half): cgutils.alloca_once(builder, lanes.REALS) for row in range(_GROUP) for half in (0, 1)}
+    for (row, half), place in sums.items():
+        line = builder.add(start, builder.mul(start_step, lanes.whole(row)))
+        builder.store(lanes.load(builder, line, 64 * half), place)
+    with cgutils.for_range(builder, builder.mul(steps, lanes.whole(16))) as loop:
+        step = builder.mul(builder.lshr(loop.index, lanes.whole(4)), lanes.whole(STEP))
+        pair = builder.and_(loop.index, lanes.whole(15))
+        rows = builder.add(builder.add(left, step), builder.mul(pair, lanes.whole(4)))
+        columns = builder.add(builder.add(right, step), builder.mul(pair, lanes.whole(64)))
+        _multiply_pair(builder, sums, rows, columns)
+    for (row, half), place in sums.items():
+        line = builder.add(total, builder.mul(total_step, lanes.whole(row)))
+        lanes.store(builder, builder.load(place), line, 64 * half)
 
 
 @helper
@@ -245,10 +213,10 @@ def touch_patch(unit, patch, step):
 
 
 @helper
-def open_unit(unit, configuration):
+def open_unit(unit):
     """To be called once in a kernel, before its first product."""
     if unit == AMX:
-        load_configuration(configuration)
+        _load_configuration()
 
 
 @helper
@@ -256,3 +224,131 @@ def close_unit(unit):
     """To be called once in a kernel, after its last product: a thread that keeps its tiles is slower to switch."""
     if unit == AMX:
         release_tiles()
+
+
+# Packing: a matrix in memory becomes panels of tiles, edges filled with zeros. The axis that the product sums over is
+# either the matrix's columns (`pack_rows`) or its rows (`pack_pairs`). Both can transpose each tile, which turns a left
+# operand's layout into a right operand's:
+#
+#     pack_rows                 left operand     x of y = x weightᵀ, dy of dx = dy weight
+#     pack_rows, transposed     right operand    weight of y = x weightᵀ
+#     pack_pairs                right operand    weight of dx = dy weight, x of dweight = dyᵀ x
+#     pack_pairs, transposed    left operand     dy of dweight = dyᵀ x
+
+
+def _rounded(builder, source, first, count):
+    """Numbers first .. first + 15 of `count` float32 numbers, rounded to bfloat16."""
+    return lanes.round_to_bfloat16(
+        builder, lanes.load_masked(builder, source, first * 4, lanes.below(builder, count, first))
+    )
+
+
+@lanes.instruction("n n n")
+def round_columns(builder, source, target, count):
+    """32 bfloat16 numbers at target = `count` float32 numbers at source, then zeros."""
+    for first in lanes.PARTS:
+        lanes.store(builder, _rounded(builder, source, first, count), target, first * 2)
+
+
+def store_pairs(builder, upper, lower, target):
+    """16 pairs of bfloat16 numbers at target, those of `upper` before those of `lower`."""
+    upper, lower = builder.zext(upper, lanes.BITS), builder.zext(lower, lanes.BITS)
+    lanes.store(builder, builder.or_(upper, builder.shl(lower, lanes.constant(lanes.BITS, 16))), target)
+
+
+@lanes.instruction("n n n n n")
+def pair_columns(builder, upper, lower, target, upper_count, lower_count):
+    """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
+    first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
+    store_pairs(builder, first, second, target)
+
+
+@lanes.instruction("n")
+def transpose_tile(builder, tile):
+    """Transpose a tile of 16 x 16 numbers of 32 bits in place."""
+    rows = [lanes.load(builder, tile, lanes.VECTOR * row, lanes.BITS) for row in range(lanes.LANES)]
+    for row, value in enumerate(lanes.transposed(builder, rows)):
+        lanes.store(builder, value, tile, lanes.VECTOR * row)
+
+
+@lanes.instruction("n n n")
+def store_columns(builder, source, target, count):
+    """`count` of 32 float32 numbers at target = those at source."""
+    for first in lanes.PARTS:
+        value = lanes.load(builder, source, first * 4)
+        lanes.store_masked(builder, value, target, first * 4, lanes.below(builder, count, first))
+
+
+@lanes.instruction("n n n")
+def copy_row(builder, source, target, count):
+    """`count` float32 numbers at target = those at source."""
+    with cgutils.for_range(builder, builder.lshr(count, lanes.whole(4))) as loop:
+        place = builder.shl(loop.index, lanes.whole(6))
+        lanes.store(builder, lanes.load(builder, source, place), target, place)
+    rest = builder.and_(count, lanes.whole(lanes.LANES - 1))
+    place, mask = builder.shl(builder.sub(count, rest), lanes.whole(2)), lanes.below(builder, rest)
+    lanes.store_masked(builder, lanes.load_masked(builder, source, place, mask), target, place, mask)
+
+
+@helper
+def _pack_tile_of_rows(place, row_bytes, rows, columns, tile):
+    for row in range(16):
+        round_columns(place, tile + row * 64, columns if row < rows else 0)
+        place += row_bytes
+
+
+@helper
+def _pack_tile_of_pairs(place, row_bytes, rows, columns, tile):
+    for row in range(0, 32, 2):
+        upper = columns if row < rows else 0
+        lower = columns if row + 1 < rows else 0
+        pair_columns(place, place + row_bytes, tile + row * 32, upper, lower)
+        place += 2 * row_bytes
+
+
+@helper
+def pack_rows(source, row_bytes, rows, columns, transposed, target, panel_bytes):
+    """Panels of 32 rows, summed over the columns, 32 to a step."""
+    for row in range(0, rows, 32):
+        for column in range(0, columns, 32):
+            tile = target + row // 32 * panel_bytes + column // 32 * STEP
+            for side in range(0, 32, 16):
+                place = source + (row + side) * row_bytes + column * 4
+                _pack_tile_of_rows(place, row_bytes, rows - row - side, columns - column, tile)
+                if transposed:
+                    transpose_tile(tile)
+                tile += TILE
+
+
+@helper
+def pack_pairs(source, row_bytes, rows, columns, transposed, target, panel_bytes):
+    """Panels of 32 columns, summed over the rows, 32 to a step, the numbers of two rows side by side."""
+    for row in range(0, rows, 32):
+        for column in range(0, columns, 32):
+            tile = target + column // 32 * panel_bytes + row // 32 * STEP
+            for side in range(0, 32, 16):
+                place = source + row * row_bytes + (column + side) * 4
+                _pack_tile_of_pairs(place, row_bytes, rows - row, columns - column - side, tile)
+                if transposed:
+                    transpose_tile(tile)
+                tile += TILE
+
+
+@helper
+def pack_weight_rows(source, row, rows, outputs, channels, forward, backward):
+    """Rows of a float32 weight, from a multiple of 32 on, in both layouts, 32 x 32 numbers at a time."""
+    forward_panel, backward_panel = (channels + 31) // 32 * STEP, (outputs + 31) // 32 * STEP
+    row_bytes = channels * 4
+    for i in range(0, rows, 32):
+        panel = (row + i) // 32
+        for column in range(0, channels, 32):
+            place = source + i * row_bytes + column * 4
+            across = forward + panel * forward_panel + column // 32 * STEP
+            along = backward + column // 32 * backward_panel + panel * STEP
+            fetch_step(along + backward_panel)
+            for side in range(2):
+                start, tile = place + side * 16 * row_bytes, across + side * TILE
+                _pack_tile_of_rows(start, row_bytes, rows - i - side * 16, channels - column, tile)
+                transpose_tile(tile)
+                start, tile = place + side * 64, along + side * TILE
+                _pack_tile_of_pairs(start, row_bytes, rows - i, channels - column - side * 16, tile)

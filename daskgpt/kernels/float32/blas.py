@@ -3,9 +3,9 @@
 A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
 function is loaded. The environment variable DASKGPT_BLAS chooses the function:
 
-    own        `sgemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
+    own        `float32.gemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
     numpy      NumPy's own BLAS; the default elsewhere
-    portable   the address 0: a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
+    portable   a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
 
 They differ in the last bits: all processes of one run need the same one. The number of threads of NumPy's BLAS is not
 set here: whoever runs kernels in several threads limits it to one.
@@ -17,7 +17,6 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -25,10 +24,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.compilation import helper, kernel
-from daskgpt.kernels.float32 import sgemm
-from daskgpt.kernels.vectors.operations import address_of, read, write
-from daskgpt.kernels.vectors.processor import has_fma
+from daskgpt.kernels.compilation import Kernel, helper, kernel
+from daskgpt.kernels.float32 import gemm as sgemm
+from daskgpt.kernels.simd.lanes import VOID, address_of, has_fma, read, whole, write
 
 # What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
 # 32-bit ones.
@@ -40,7 +38,6 @@ _SYMBOLS = (
     "cblas_{}gemm",
 )
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
-PORTABLE = 0
 VARIABLE = "DASKGPT_BLAS"
 
 
@@ -56,7 +53,7 @@ def _libraries() -> Iterator[Path]:
 
 @functools.cache
 def find_gemm(letter: str) -> int:
-    """Address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; PORTABLE where there is none."""
+    """Address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; 0 where there is none."""
     for path in _libraries():
         try:
             library = ctypes.CDLL(str(path))
@@ -65,8 +62,8 @@ def find_gemm(letter: str) -> int:
         for symbol in _SYMBOLS:
             function = getattr(library, symbol.format(letter), None)
             if function is not None:
-                return ctypes.cast(function, ctypes.c_void_p).value or PORTABLE
-    return PORTABLE
+                return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0
 
 
 def gemm_address(dtype: np.dtype) -> int:
@@ -75,11 +72,11 @@ def gemm_address(dtype: np.dtype) -> int:
     Errors   ValueError when the environment variable DASKGPT_BLAS says anything but own, numpy or portable;
              RuntimeError when it says own and the processor has no fused multiply-adds of vectors
     """
-    choice = _choice()
-    if choice == "portable":
-        return PORTABLE
-    single = dtype.char == "f"
-    return sgemm.address() if single and choice == "own" else find_gemm("s" if single else "d")
+    choice, single = _choice(), dtype.char == "f"
+    if choice == "own" and single:
+        return sgemm.address()
+    found = find_gemm("s" if single else "d") if choice != "portable" else 0
+    return found or _PORTABLE.address(dtype.char)
 
 
 def one_order(dtype: np.dtype) -> bool:
@@ -98,57 +95,11 @@ def _choice() -> str:
     return choice
 
 
-@intrinsic
-def _call_blas(
-    typing_context: Any,
-    blas: Any,
-    a_order: Any,
-    b_order: Any,
-    m: Any,
-    n: Any,
-    k: Any,
-    alpha: Any,
-    a: Any,
-    lda: Any,
-    b: Any,
-    ldb: Any,
-    beta: Any,
-    c: Any,
-    ldc: Any,
-) -> Any:
-    """cblas_?gemm at address `blas`.
-
-    Every whole number is passed as 64 bits. A library with 32-bit integers reads the lower half of the register or of
-    the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        long, short, real = ir.IntType(64), ir.IntType(32), arguments[6].type
-        pointer = ir.IntType(8).as_pointer()
-        kinds = [short, short, short, long, long, long, real, pointer, long, pointer, long, real, pointer, long]
-        values = [
-            ir.Constant(short, _ROW_MAJOR),
-            builder.trunc(arguments[1], short),
-            builder.trunc(arguments[2], short),
-        ]
-        values += arguments[3:7]
-        for position in (7, 9):
-            values += [builder.inttoptr(arguments[position], pointer), arguments[position + 1]]
-        values += [arguments[11], builder.inttoptr(arguments[12], pointer), arguments[13]]
-        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
-        builder.call(function, values)
-        return context.get_dummy_value()
-
-    whole = types.int64
-    return types.void(
-        whole, whole, whole, whole, whole, whole, alpha, whole, whole, whole, whole, alpha, whole, whole
-    ), generate
-
-
-@helper
-def _portable(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    """Each sum goes on from beta * c."""
-    a_row, a_column = (1, lda) if a_transposed else (lda, 1)
+def _portable(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    """The arguments and the result of cblas_?gemm, row-major, for alpha 1. Each sum goes on from beta * c."""
+    # The caller defines only the lower half of the orders: 111 is as it is, 112 transposed.
+    b_transposed = b_order & 1 == 0
+    a_row, a_column = (1, lda) if a_order & 1 == 0 else (lda, 1)
     zero = beta - beta
     for i in range(m):
         for j in range(n):
@@ -164,6 +115,29 @@ def _portable(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
                     write(c, i * ldc + j, read(c, i * ldc + j, beta) + factor * read(b, p * ldb + j, beta))
 
 
+# Compiled at its first use: hardly any process needs it.
+_PORTABLE = Kernel(_portable, "n n n n n n f n n n n f n n")
+
+
+@intrinsic
+def _call_blas(typing_context, blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    """cblas_?gemm at address `blas`.
+
+    Every whole number and every pointer is passed as 64 bits. A library with 32-bit integers reads the lower half of
+    the register or of the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
+    """
+
+    def generate(context, builder, signature, arguments):
+        address, *values = arguments
+        values = [whole(_ROW_MAJOR), *values]
+        kind = ir.FunctionType(VOID, [value.type for value in values])
+        builder.call(builder.inttoptr(address, kind.as_pointer()), values)
+        return context.get_dummy_value()
+
+    n = types.int64
+    return types.void(n, n, n, n, n, n, alpha, n, n, n, n, alpha, n, n), generate
+
+
 @helper
 def gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """c (m, n) = a (m, k) @ b (k, n) + beta * c, inside a kernel.
@@ -171,12 +145,9 @@ def gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc
     a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
     transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read.
     """
-    if blas != 0:
-        a_order = _TRANSPOSED if a_transposed else _AS_IT_IS
-        b_order = _TRANSPOSED if b_transposed else _AS_IT_IS
-        _call_blas(blas, a_order, b_order, m, n, k, type(beta)(1), a, lda, b, ldb, beta, c, ldc)
-    else:
-        _portable(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
+    a_order = _TRANSPOSED if a_transposed else _AS_IT_IS
+    b_order = _TRANSPOSED if b_transposed else _AS_IT_IS
+    _call_blas(blas, a_order, b_order, m, n, k, type(beta)(1), a, lda, b, ldb, beta, c, ldc)
 
 
 @helper
@@ -189,10 +160,10 @@ def product(blas, a_transposed, b_transposed, a, b, beta, c):
     gemm(blas, a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, beta, c_at, ldc)
 
 
-@kernel("n n r2 r2 w2")
-def multiply(blas, b_transposed, a, b, c):
-    """c = a @ b, or a @ bᵀ; what c has of further columns stays."""
-    product(blas, 0, b_transposed, a, b, a.dtype.type(0), c)
+@kernel("n n r2 r2 n w2")
+def multiply(blas, b_transposed, a, b, accumulate, c):
+    """c = a @ b, or a @ bᵀ, added to what is there with `accumulate`; what c has of further columns stays."""
+    product(blas, 0, b_transposed, a, b, a.dtype.type(accumulate), c)
 
 
 @kernel("n r2 n r2 n w2")
@@ -203,11 +174,8 @@ def multiply_rows(blas, a, first_row, b, accumulate, c):
     gemm(blas, 1, 0, m, n, k, a_at, lda, address_of(b), n, a.dtype.type(accumulate), address_of(c), ldc)
 
 
-_ONE = {"f": np.ones(1, np.float32), "d": np.ones(1, np.float64)}
-
-
-@kernel("r1 n n n n n n n n n n f n n")
-def _matmul(one, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+@kernel("n n n n n n n n n n f n n")
+def _matmul(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
 
 
@@ -250,9 +218,6 @@ def matmul(
     if not out.flags.writeable:
         got = {"writeable": False}
         raise refusal(ValueError, "matmul", "out must be writable", got, "Give an array of your own.")
-    if dtype.char not in _ONE:
-        rule = "arrays must be float32 or float64"
-        raise refusal(TypeError, "matmul", rule, {"dtype": dtype}, "Convert them first.")
     places = a.ctypes.data, lda, b.ctypes.data, ldb, 1.0 if accumulate else 0.0, out.ctypes.data, ldc
-    _matmul(_ONE[dtype.char], gemm_address(dtype), transpose_a, transpose_b, m, n, k, *places)
+    _matmul.compile(dtype.char)(gemm_address(dtype), transpose_a, transpose_b, m, n, k, *places)
     return out

@@ -1,0 +1,142 @@
+"""Programs of other processes that take turns with ours: PyTorch, one or several, and Hugging Face's transformers.
+
+They are processes of their own so that neither side's threads and memory are in the other's way. OpenMP threads spin
+for some milliseconds after their last work, which is over before our turn begins; forbidding it (in the environment,
+OMP_WAIT_POLICY=passive) makes PyTorch's steps slower where they are short, so it is left as it is. The price: a thread
+that spins for one which another program keeps from running makes PyTorch many times slower, see `take_turns`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from compare.pipes import Place, Process, TorchOptions
+from daskgpt.config.errors import refusal, require
+from daskgpt.config.model import GPT2Config
+from daskgpt.instruments.measure import random_batch
+from daskgpt.training.job import Job
+
+# For which a process waits for the others of its step: a slow network may take a while for a large model's gradients.
+PATIENCE_MINUTES = 10.0
+
+
+def require_installed(program: str, *packages: str) -> None:
+    """Errors   RuntimeError where a package is not installed"""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        advice = "Install it: pip install 'daskgpt[test-peers]'."
+        raise refusal(RuntimeError, "against", f"{program} must be installed", f"{missing[0]}=not installed", advice)
+
+
+def require_layernorm(config: GPT2Config) -> None:
+    """Errors   ValueError for another model than GPT-2"""
+    rule, advice = "other programs must have this model", "Leave --norm out, or compare nothing."
+    require(config.norm == "layernorm", "against", rule, {"norm": config.norm}, advice)
+
+
+class OtherProcesses:
+    """Processes that do the same at the same time: a program that takes turns."""
+
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+        self.losses: list[float] = []
+        self._running = ExitStack()
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+
+    def reset_peak(self) -> None:
+        self.all("reset_peak")
+
+    def peak(self) -> int:
+        """Most bytes in memory since then, of all processes together."""
+        return sum(self.all("peak"))
+
+    def cpu(self) -> dict[tuple[str, int], float]:
+        return {process: seconds for own in self.all("cpu") for process, seconds in own.items()}
+
+    def all(self, name: str) -> list[Any]:
+        for process in self.processes:
+            process.send(name)
+        return [process.answer() for process in self.processes]
+
+
+class TorchSide(OtherProcesses):
+    """Training in PyTorch on the batches of a job's random tokens.
+
+    One process trains alone; of several each has the same number of sequences of every batch, the first one the first,
+    and they average their gradients (DistributedDataParallel over gloo).
+    """
+
+    def __init__(
+        self, job: Job, seed: int, threads: int, options: TorchOptions, places: Sequence[Place] = (Place(),)
+    ) -> None:
+        """threads   of each process
+
+        Errors    ValueError where the processes cannot have equal parts of a batch
+        """
+        super().__init__()
+        size, count = job.batch_shape[0], len(places)
+        rule, got = "DistributedDataParallel needs as many sequences in each process", {"batch_size": size}
+        advice = f"Give --batch-size {-(-size // count) * count}."
+        require(size % count == 0, "against", rule, got | {"processes": count}, advice)
+        self.job, self.seed = job, seed
+        self.threads, self.options, self.places = threads, options, places
+
+    def __enter__(self) -> TorchSide:
+        job, size = self.job, len(self.places)
+        with ExitStack() as running:
+            meeting = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="daskgpt-"))) / "meeting"
+            self.processes = [running.enter_context(Process("torch_gpt2", place)) for place in self.places]
+            for rank, process in enumerate(self.processes):
+                member = (rank, size, str(meeting), PATIENCE_MINUTES) if size > 1 else None
+                process.send("start", job.config, job.optimizer, self.seed, self.threads, self.options, member)
+            running.push(self._end_together)
+            self.version, *_ = [process.answer() for process in self.processes]
+            self._running = running.pop_all()
+        return self
+
+    def _end_together(self, kind: Any, *error: Any) -> None:
+        """After an error, end all at once: one that is left alone with a step would complain."""
+        for process in self.processes:
+            if kind is not None:
+                process.process.kill()
+
+    def run(self, count: int) -> list[float]:
+        """Of a step of several processes: seconds of the one that took longest, and the mean of their losses."""
+        batches = [random_batch(self.job, self.seed, len(self.losses) + number) for number in range(count)]
+        share = self.job.batch_shape[0] // len(self.processes)
+        for rank, process in enumerate(self.processes):
+            own = slice(rank * share, (rank + 1) * share)
+            process.send("run", [(tokens[own], targets[own]) for tokens, targets in batches])
+        answers = [process.answer() for process in self.processes]
+        self.losses += [fmean(losses) for losses in zip(*(losses for _, losses in answers))]
+        return [max(seconds) for seconds in zip(*(seconds for seconds, _ in answers))]
+
+
+class TransformersSide(OtherProcesses):
+    """Hugging Face's GPT-2: each turn writes tokens after the same prompt, the likeliest ones, its cache on."""
+
+    def __init__(self, config: GPT2Config, seed: int, threads: int, prompt: list[int]) -> None:
+        super().__init__()
+        require_layernorm(config)
+        self.start, self.prompt = (config, seed, threads), prompt
+        self.written: list[int] = []
+
+    def __enter__(self) -> TransformersSide:
+        with ExitStack() as running:
+            self.processes = [running.enter_context(Process("transformers_gpt2"))]
+            self.name = self.processes[0].call("start", *self.start)
+            self._running = running.pop_all()
+        return self
+
+    def run(self, count: int) -> list[float]:
+        """Mean seconds of a token; the prompt, of a few tokens, is read with the first one."""
+        seconds, self.written = self.processes[0].call("write", self.prompt, count)
+        return [seconds / count]

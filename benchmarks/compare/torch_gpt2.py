@@ -1,0 +1,164 @@
+"""GPT-2 in PyTorch, as its users write it, trained in a process of its own on batches that come over a pipe.
+
+The model has GPT-2's published names, so daskgpt's parameters are its state. The embedding has no padding rows: a loss
+over a part of the rows would cost PyTorch a pass over the whole table.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from compare.pipes import TorchOptions, serve
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import OptimizerConfig
+from daskgpt.model.parameters import initial_parameters, tensors
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.c_attn = nn.Linear(config.channels, 3 * config.channels)
+        self.c_proj = nn.Linear(config.channels, config.channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, channels = x.shape
+        q, k, v = (
+            part.view(size, length, self.heads, channels // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split(channels, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(size, length, channels))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.channels, 4 * config.channels)
+        self.c_proj = nn.Linear(4 * config.channels, config.channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(config.channels), Attention(config)
+        self.ln_2, self.mlp = nn.LayerNorm(config.channels), FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """The mean loss of a batch. The embedding's matrix is the unembedding's too."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocabulary, config.channels)
+        self.wpe = nn.Embedding(config.positions, config.channels)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        self.ln_f = nn.LayerNorm(config.channels)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def model_of(config: GPT2Config, seed: int) -> GPT2:
+    """Return the model with the initial values that daskgpt starts from."""
+    with torch.device("meta"):
+        model = GPT2(config)
+    values = {name: torch.from_numpy(value) for name, value in initial_parameters(config, seed).items()}
+    values["wte.weight"] = values["wte.weight"][: config.vocabulary].clone()
+    model.load_state_dict(values, assign=True)
+    return model
+
+
+def optimizer_of(model: GPT2, size: GPT2Config, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Fused AdamW; the same tensors decay."""
+    table = tensors(size)
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[table[name].decayed(config.decay)].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": config.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+class Training:
+    """The training loop of one process."""
+
+    def start(
+        self,
+        config: GPT2Config,
+        optimizer: OptimizerConfig,
+        seed: int,
+        threads: int,
+        options: TorchOptions,
+        member: tuple[int, int, str, float] | None,
+    ) -> str:
+        """Make the model; return PyTorch's version.
+
+        member   of processes that train together: rank, how many they are, path of a file that does not exist yet,
+                 where they find each other, and the minutes after which one gives up; None for one that trains alone
+        """
+        torch.set_flush_denormal(True)  # first of all: threads take it over from the one that starts them
+        torch.set_num_threads(threads)
+        model: Any = model_of(config, seed)
+        self.optimizer = optimizer_of(model, config, optimizer)
+        if member:
+            rank, size, meeting, minutes = member
+            limit, store = timedelta(minutes=minutes), dist.FileStore(meeting, size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            # gloo averages gradients while the backward pass goes on.
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model = torch.compile(model) if options.compiled else model
+        self.bf16 = options.bf16
+        return torch.__version__
+
+    def run(self, batches: list[Any]) -> tuple[list[float], list[float]]:
+        """Return seconds and loss of a step on each batch."""
+        seconds, losses = [], []
+        for batch in batches:
+            tokens, targets = (torch.from_numpy(array).long() for array in batch)
+            begin = perf_counter()
+            losses.append(self.step(tokens, targets))
+            seconds.append(perf_counter() - begin)
+        return seconds, losses
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext():
+            loss = self.model(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.item())
+
+
+if __name__ == "__main__":
+    training = Training()
+    serve({"start": training.start, "run": training.run})
+    if dist.is_initialized():
+        dist.destroy_process_group()

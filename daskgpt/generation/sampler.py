@@ -1,0 +1,250 @@
+"""Text from a model, a token at a time: which token follows, and texts that grow together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.errors import nearest, require
+from daskgpt.config.model import GPT2Config
+from daskgpt.generation.decoder import Weights, decoder_of
+from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
+
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token is chosen.
+
+    temperature  0 takes the likeliest token, 1 the model's own probabilities
+    top_k        choose among so many likeliest tokens only, 0 = all
+    top_p        choose among the fewest likeliest tokens whose probabilities, with the temperature and of those that
+                 top_k leaves, sum up to this much, 1 = all
+
+    Errors       ValueError for a negative number, or a top_p that is no share
+    Source       Fan et al. 2018, arXiv:1805.04833, for top_k; Holtzman et al. 2020, arXiv:1904.09751, for top_p
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_k", self.top_k)):
+            require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+            require(math.isfinite(value), "sample", f"{name} must be finite", {name: value}, "Give 0 or more.")
+        rule = "top_p must lie above 0 and be at most 1"
+        require(0 < self.top_p <= 1, "sample", rule, {"top_p": self.top_p}, "Give 1 for all.")
+
+    def __call__(self, logits: np.ndarray, random: np.random.Generator) -> int:
+        """One token by its scores.
+
+        Shapes   logits (vocabulary,) float32
+        Errors   ValueError for scores that are not finite
+        """
+        top, temperature = logits.max(), np.float32(self.temperature)
+        rule, advice = "a model's scores must be finite", "Its weights are damaged, or its training has diverged."
+        require(bool(np.isfinite(top)), "sample", rule, {"largest": top}, advice)
+        if temperature == 0:
+            return int(logits.argmax())
+        with np.errstate(over="ignore"):
+            weights = np.exp((logits - top) / temperature)
+        weights[weights < self._least(weights)] = 0
+        sums = np.cumsum(weights, dtype=np.float64)
+        # A product with what is nearly 1 may be rounded up to the sum itself, behind the last token.
+        drawn = min(random.random() * sums[-1], np.nextafter(sums[-1], 0))
+        return int(np.searchsorted(sums, drawn, side="right"))
+
+    def _least(self, weights: np.ndarray) -> np.float32:
+        """The weight of the least likely token that may be chosen."""
+        least = np.float32(0)
+        if 0 < self.top_k < weights.size:
+            least = np.partition(weights, -self.top_k)[-self.top_k]
+        if self.top_p < 1:
+            ordered = np.sort(weights[weights >= least])[::-1]
+            sums = np.cumsum(ordered, dtype=np.float64)
+            least = ordered[np.searchsorted(sums, self.top_p * sums[-1])]
+        return np.float32(least)
+
+
+def sample(
+    config: GPT2Config,
+    parameters: Mapping[str, np.ndarray],
+    prompt: Sequence[int],
+    count: int,
+    *,
+    context: int = 0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    precision: str = "float32",
+    threads: int = 0,
+    end: int | None = None,
+) -> Iterator[int]:
+    """Return an iterator of the next `count` token ids after the prompt, each computed when it is taken.
+
+    prompt       token ids, at least one
+    context      how many tokens the model looks back, 0 = its positions; a model knows the positions it was trained on
+    temperature  0 takes the likeliest token, 1 the model's own probabilities
+    top_k        choose among so many likeliest tokens only, 0 = all
+    top_p        choose among the fewest likeliest tokens that have so much of the probability together, 1 = all
+    seed         of the choices: the same seed gives the same tokens
+    precision    float32, or bfloat16: matrices, keys and values are rounded to it, everything else is float32
+    threads      that share out the rows of each matrix, 0 = the cores, or fewer for a small model; they change no bit
+    end          a token after which nothing follows, such as end-of-text; None = none
+
+    Dtype        parameters float32
+    Errors       at once: ValueError for an empty prompt, a token outside the vocabulary, a number out of its bounds, an
+                 unknown precision, parameters that are not of this configuration; TypeError for values of other kinds
+    Cost         a token reads every weight once, and the keys and values of the tokens that the model looks back at,
+                 which are kept. Where a text outgrows the context, its newer half is read again (`Texts`).
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1)
+    >>> parameters = daskgpt.initial_parameters(config, seed=0)
+    >>> text = list(daskgpt.sample(config, parameters, list(b"def "), 10, temperature=0.8, seed=1))
+    >>> len(text), text == list(daskgpt.sample(config, parameters, list(b"def "), 10, temperature=0.8, seed=1))
+    (10, True)
+    """
+    ids = token_ids(prompt)
+    check_prompt(check_config("sample", config), ids)
+    for name, value in {"count": count, "context": context, "seed": seed, "threads": threads}.items():
+        whole = isinstance(value, Integral)
+        require(whole, "sample", f"{name} must be a whole number", {name: value}, "Give an int.", TypeError)
+        require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+    choice = Choice(temperature, top_k, top_p)
+    rule = "the precision must be known"
+    require(precision in PRECISIONS, "sample", rule, {"precision": precision}, nearest(precision, list(PRECISIONS)))
+    check_parameters(config, parameters)
+    check_dtypes("sample", parameters, np.float32)
+    weights = Weights(config, parameters, precision)
+    texts = Texts(weights, [ids], context, longest=len(ids) + count, threads=threads)
+    return (token for (token,) in texts.write(count, choice, seed, end) if token is not None)
+
+
+def sampled(
+    config: GPT2Config, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
+) -> list[int]:
+    """Return all tokens of `sample` as a list, which can be sent."""
+    return list(sample(config, parameters, prompt, count, **options))
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Return a prompt as a list of whole numbers.
+
+    Errors   TypeError for what is no sequence of them, such as text, numbers with a fraction, or several rows
+    """
+    tokens = prompt if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) else [None]
+    ids = [int(token) if isinstance(token, Integral) else None for token in tokens]
+    rule, advice = "the prompt must be whole numbers, the ids of tokens", "Encode it: list(b'text') for bytes."
+    require(None not in ids, "sample", rule, {"prompt": " ".join(repr(prompt).split())[:40]}, advice, TypeError)
+    return [token for token in ids if token is not None]
+
+
+def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
+    """Require token ids, at least one, that the model knows.
+
+    Errors   ValueError
+    """
+    require(len(prompt) > 0, "sample", "the prompt must have a token", {"prompt": prompt}, "Give some text.")
+    least, largest = min(prompt), max(prompt)
+    got = {"least": least, "largest": largest, "vocabulary": config.vocabulary}
+    rule, advice = "tokens must lie in the vocabulary", "Use the encoding that the model was trained with."
+    require(least >= 0 and largest < config.vocabulary, "sample", rule, got, advice)
+
+
+def window(length: int, context: int) -> int:
+    """Return the first token of a text of this length that the model reads: 0 where the text fits the context.
+
+    A longer text moves on by half a context at a time: in between, what is kept of a token stays at its position.
+    """
+    if length <= context:
+        return 0
+    stride = max(context // 2, 1)
+    return -(-(length - context) // stride) * stride
+
+
+class Texts:
+    """Texts that grow together, with what is kept of them between two tokens.
+
+    A text's tokens depend on its own tokens, its number and the seed: on no other text, and not on how many calls of
+    `write` made them.
+
+    prompts   token ids of each, at least one
+    context   how many tokens the model looks back, 0 = its positions
+    longest   that a text will become, 0 = not known: the memory for keys and values is that of the context, or less
+    threads   0 = the cores, or fewer for a small model
+    """
+
+    def __init__(
+        self, weights: Weights, prompts: Sequence[Sequence[int]], context: int = 0, longest: int = 0, threads: int = 0
+    ) -> None:
+        positions = weights.config.positions
+        self.weights = weights
+        self.context = min(context or positions, positions)
+        capacity = min(self.context, longest or self.context)
+        self.decoder = decoder_of(weights, len(prompts), capacity, threads)
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.read = [0] * len(prompts)  # tokens of each text that were read, from the first one on
+        self.first = [0] * len(prompts)  # the first token that is looked at
+        self.random: list[np.random.Generator] = []
+        self.rate = Rate()
+
+    def scores(self, numbers: Sequence[int]) -> np.ndarray:
+        """Return the scores of what may follow some of the texts.
+
+        Shapes   -> logits (len(numbers), vocabulary) float32
+        """
+        rows: list[tuple[int, int, int]] = []
+        last = []
+        for number in numbers:
+            tokens, first = self.tokens[number], window(len(self.tokens[number]), self.context)
+            begin = self.read[number] if first == self.first[number] else first
+            # A text that has not grown is scored after its last token again.
+            begin = min(begin, len(tokens) - 1)
+            rows += [(number, position - first, tokens[position]) for position in range(begin, len(tokens))]
+            self.first[number], self.read[number] = first, len(tokens)
+            last.append(len(rows) - 1)
+        start = perf_counter()
+        found = self.decoder.read(rows, last)
+        if len(rows) == len(last):
+            self.rate.seconds += perf_counter() - start
+            self.rate.tokens += len(last)
+            self.rate.read += self.decoder.bytes_read([rows[row][1] for row in last])
+        return found
+
+    def write(self, count: int, choice: Choice, seed: int = 0, end: int | None = None) -> Iterator[list[int | None]]:
+        """Up to `count` further tokens of every text, each time one of each; None for a text that has come to its end.
+
+        A text's first choices follow from the seed and its number; where it is written on, from where they were.
+        """
+        if not self.random:
+            self.random = [np.random.default_rng([seed, number]) for number in range(len(self.tokens))]
+        going = list(range(len(self.tokens)))
+        for _ in range(count):
+            if not going:
+                return
+            found: list[int | None] = [None] * len(self.tokens)
+            for number, logits in zip(going, self.scores(going), strict=True):
+                token = choice(logits, self.random[number])
+                self.tokens[number].append(token)
+                found[number] = token
+            going = [number for number in going if found[number] != end or end is None]
+            yield found
+
+
+@dataclass
+class Rate:
+    """How fast tokens came, in steps that read one token of each text: how many, seconds, and bytes that they read."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    read: int = 0

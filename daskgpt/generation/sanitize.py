@@ -1,0 +1,74 @@
+"""A model's tokens as text to show: up to where it ends; it steers no terminal, and bytes that are no text are few."""
+
+from __future__ import annotations
+
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from tiktoken import Encoding
+
+from daskgpt.formats.vocabulary import END_OF_TEXT
+
+MOST_IN_A_RUN = 4  # characters that are shown of what cannot be shown as it is
+
+# Control characters but newline, tab and the return before a newline; what turns the direction of a line around; and
+# bytes that are not UTF-8, which the error handler `surrogateescape` leaves as U+DC80 to U+DCFF.
+_ESCAPED = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\udc80-\udcff]")
+
+
+def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, to be shown as they come; an id that only the model knows is none."""
+    return sanitized(encoding.decode_single_token_bytes(each) if each < encoding.n_vocab else b"" for each in tokens)
+
+
+def sanitized(pieces: Iterable[bytes]) -> Iterator[str]:
+    r"""Bytes as text that can be shown, a part of it after each piece and one at the end.
+
+    Text stays as it is, newline and tab included. Of control characters and of bytes that are no text, each run shows
+    the first four as \xNN (beyond ASCII \uNNNN), and one … for what follows.
+    """
+    # A piece may end in the middle of a character: what is not text yet waits for the next one.
+    decoder = getincrementaldecoder("utf-8")(errors="surrogateescape")
+    waiting = ""  # a return, of which the next character decides what it is
+    run = 0  # of what is escaped, so far
+    for piece in chain(pieces, [None]):
+        text = waiting + decoder.decode(piece or b"", piece is None)
+        waiting = "\r" if text.endswith("\r") and piece is not None else ""
+        text = text.removesuffix(waiting)
+        parts, end = [], 0
+        for match in _ESCAPED.finditer(text):
+            run = 1 if match.start() > end else run + 1
+            escape = _escape(match[0]) if run <= MOST_IN_A_RUN else "…" * (run == MOST_IN_A_RUN + 1)
+            parts += [text[end : match.start()], escape]
+            end = match.end()
+        if end < len(text):
+            run = 0
+        yield "".join([*parts, text[end:]])
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte
+        return f"\\x{code - 0xDC00:02x}"
+    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
+
+
+def end_of_text(encoding: Encoding) -> int:
+    """The id that ends a document."""
+    return int(encoding.encode_single_token(END_OF_TEXT))
+
+
+def shown(encoding: Encoding, tokens: Iterable[int | None], end: int | None = None, until: str = "") -> Iterator[int]:
+    """The tokens that are shown: up to `end`, which is not, or up to the one that completes the words `until`."""
+    wanted, tail = until.encode(), b""
+    for token in tokens:
+        if token is None or token == end:
+            return
+        yield token
+        if wanted and token < encoding.n_vocab:
+            tail += encoding.decode_single_token_bytes(token)
+            if wanted in tail:
+                return
+            tail = tail[-len(wanted) :]

@@ -1,1 +1,0 @@
-"""The same training step in other programs, measured beside ours."""

@@ -1,0 +1,201 @@
+"""Curves of runs, read from their metrics and drawn by matplotlib, and the style of all figures.
+
+Errors   RuntimeError where matplotlib, which an extra brings, is not installed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from daskgpt.training.metrics import METRICS
+
+try:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Figure  # also for other modules, which so have one error without it
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter
+except ImportError as error:
+    rule = "matplotlib must be installed; got no such package"
+    raise RuntimeError(f"plots: {rule}. Install it with pip install 'daskgpt[plot]'.") from error
+
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "svg.hashsalt": "daskgpt",
+    "figure.constrained_layout.use": True,
+}
+COLORS = ("#4269d0", "#ff725c", "#3ca951", "#efb118", "#a463f2", "#17becf", "#9c6b4e", "#ff8ab7", "#7f8c99", "#303030")
+LOSS_AXES = ("step", "tokens", "seconds")  # x axes of the three panels of the loss
+TITLES = {
+    "loss": "loss (nats a token)",
+    "learning_rate": "learning rate",
+    "tokens_per_s": "tokens a second",
+    "norm": "norm of all gradients",
+}
+AVERAGED = ("loss", "tokens_per_s", "norm")  # drawn as running means over the values of single steps
+VALUES = (*LOSS_AXES, *TITLES, "validation_loss")
+TIME_UNITS = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}  # the first of which the longest run has two
+LINES: dict[str, dict[str, Any]] = {
+    "each step": {"alpha": 0.25, "linewidth": 0.8, "zorder": 1},
+    "mean over the latest steps": {"linewidth": 1.6},
+    "validation": {"linestyle": "--", "linewidth": 1, "marker": "o", "markersize": 4, "markeredgecolor": "w"},
+}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The metrics of a run.
+
+    values   name -> (N,) float64, a value a step, those of VALUES; nan where a step has none
+    means    name -> (N,), running means, those of AVERAGED
+    """
+
+    name: str
+    values: dict[str, np.ndarray]
+    means: dict[str, np.ndarray]
+
+    def has(self, name: str) -> bool:
+        """Return whether any step has the value."""
+        return bool(np.isfinite(self.values[name]).any())
+
+
+def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
+    """Return the curves of run folders, or of files of metrics.
+
+    smooth   steps of a running mean; 0 = a hundredth of the longest run, at least ten
+
+    Errors   FileNotFoundError where there are no metrics; ValueError where a line is damaged, or there is no step
+    """
+    found = [_read(Path(path)) for path in paths]
+    length = smooth or max(10, *(len(values["step"]) // 100 for values in found))
+    folders = [(path.parent if path.name == METRICS else path) for path in (Path(own).absolute() for own in paths)]
+    common = os.path.commonpath([folder.parent for folder in folders])
+    return [
+        Curves(os.path.relpath(folder, common), values, {name: running_mean(values[name], length) for name in AVERAGED})
+        for folder, values in zip(folders, found)
+    ]
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    file = path / METRICS if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"plot: a run must have its {METRICS}; got run={path}. Name a run's folder.")
+    records: list[dict[str, Any]] = []
+    # What follows the last line break is a line that the run is still writing, or was when it was killed.
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            good = isinstance(record["step"], int) and (not records or record["step"] > records[-1]["step"])
+        except (ValueError, TypeError, KeyError):
+            good = False
+        if not good:
+            rule = "each line of the metrics must be a step after the one before"
+            raise ValueError(f"plot: {rule}; got metrics={file}, line={number}. The file is damaged, or another one.")
+        records.append(record)
+    if not records:
+        raise ValueError(f"plot: the metrics must have a step; got metrics={file}. Wait for the run's first one.")
+    numbers = {name: [record.get(name) for record in records] for name in VALUES}
+    values = {name: np.array([np.nan if v is None else v for v in own], float) for name, own in numbers.items()}
+    return values | {"step": values["step"] + 1}
+
+
+def running_mean(values: np.ndarray, length: int) -> np.ndarray:
+    """Return the mean of each value and those before it, weighted by 1 - 1/length a step back; nan has no weight.
+
+    Shapes   (N,) -> (N,)
+    """
+    kept, total, weight = 1 - 1 / max(length, 1), 0.0, 0.0
+    means = np.full(len(values), np.nan)
+    for number, value in enumerate(values):
+        if np.isfinite(value):
+            total, weight = kept * total + value, kept * weight + 1
+        means[number] = total / weight if weight else np.nan
+    return means
+
+
+def picture(runs: Sequence[Curves], kind: str) -> bytes:
+    """Return a PNG or SVG file: loss against steps, tokens and time; below it, what the runs have of the rest.
+
+    kind   "png" or "svg"
+    """
+    below = [name for name in TITLES if name != "loss" and any(run.has(name) for run in runs)]
+    buffer = BytesIO()
+    with style():
+        figure = Figure(figsize=(13.0, 7.5))
+        rows = [[name for name in row for _ in range(6 // len(row))] for row in (LOSS_AXES, below) if row]
+        axes: Any = figure.subplot_mosaic(rows)
+        for x in LOSS_AXES:
+            _draw(axes[x], x, "loss", runs)
+            axes[x].sharey(axes["step"])
+        for y in below:
+            _draw(axes[y], "step", y, runs)
+        _legend(figure, runs)
+        save(figure, buffer, kind)
+    return buffer.getvalue()
+
+
+def style() -> Any:
+    """Return a context in which figures are made and saved in the style of all."""
+    return mpl.rc_context(STYLE)
+
+
+def save(figure: Figure, file: Any, kind: str) -> None:
+    """Write a figure as "png" or "svg"; without a date inside, so that the same numbers give the same file."""
+    figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+
+
+def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
+    label, unit = {"step": "steps"}.get(x, x), 1.0
+    if x == "seconds":
+        longest = max((run.values[x][-1] for run in runs if run.has(x)), default=0.0)
+        name, unit = next(((name, own) for name, own in TIME_UNITS.items() if longest >= 2 * own), ("seconds", 1.0))
+        label = f"{name} of training"
+    for run, color in zip(runs, cycle(COLORS)):
+        lines = {"mean over the latest steps": run.means.get(y, run.values[y])}
+        if y in AVERAGED:
+            lines["each step"] = run.values[y]
+        if y == "loss":
+            lines["validation"] = run.values["validation_loss"]
+        for look, values in lines.items():
+            shown = np.isfinite(run.values[x]) & np.isfinite(values)
+            axes.plot(run.values[x][shown] / unit, values[shown], color=color, **LINES[look])
+    axes.set(title=TITLES[y], xlabel=label, yscale="log" if y == "norm" else "linear")
+    if x != "seconds":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if y in ("tokens_per_s", "learning_rate"):
+        axes.set_ylim(bottom=0)
+    if y == "tokens_per_s":
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if not any(len(line.get_xdata()) for line in axes.lines):
+        axes.text(0.5, 0.5, "not in these metrics", ha="center", va="center", transform=axes.transAxes)
+
+
+def _legend(figure: Figure, runs: Sequence[Curves]) -> None:
+    """Explain the colors of several runs, or name the only one, and explain the lines."""
+    several = len(runs) > 1
+    handles = {run.name: Line2D([], [], color=color, linewidth=3) for run, color in zip(runs, cycle(COLORS)) if several}
+    gray = "#555555" if several else COLORS[0]
+    handles |= {name: Line2D([], [], **({"color": gray} | look)) for name, look in LINES.items()}
+    if not several:
+        figure.suptitle(runs[0].name, fontsize=12)
+    figure.legend(
+        [*handles.values()],
+        [*handles],
+        loc="outside lower center",
+        ncols=min(len(handles), 6),
+        frameon=False,
+        fontsize=9,
+    )

@@ -1,0 +1,453 @@
+"""Causal self-attention whose products run in bfloat16: `attention` with rounded operands and float32 sums.
+
+All products are patches of 32 x 32 sums. The forward walks over 32 queries at a time and keeps their scores against the
+keys up to the diagonal. The backward walks over 32 keys at a time and computes the scores transposed, a row a key:
+rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q as they stand,
+and with the rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once a head. What lies beyond the
+tokens or the head is zero in the panels; what lies beyond the diagonal is left out of sums and is zero in operands. So
+are the probabilities that dropout drops, and what it leaves is made larger after the sums.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+
+from daskgpt.kernels import attention
+from daskgpt.kernels.bfloat16 import tiles
+from daskgpt.kernels.bfloat16.gemm import sum_rows
+from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
+from daskgpt.kernels.bfloat16.tiles import PATCH, ROW, STEP, TILE
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.dropout import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
+from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.lanes import VECTOR, address_of, read_real, write_real
+from daskgpt.kernels.simd.math import log
+from daskgpt.kernels.simd.reductions import dot_at, folded
+
+
+@lanes.instruction("n n n")
+def raise_columns(builder, tops, scores, count):
+    """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
+    top = lanes.load(builder, tops)
+    for first in lanes.PARTS:
+        score = lanes.load(builder, scores, first * 4)
+        above = builder.and_(builder.fcmp_ordered(">", score, top), lanes.below(builder, count, first))
+        top = builder.select(above, score, top)
+    lanes.store(builder, top, tops)
+
+
+@lanes.instruction("n", "s")
+def largest(builder, address):
+    """The largest of 16 float32 numbers."""
+    return lanes.call(builder, "llvm.vector.reduce.fmax.v16f32", lanes.F32, [lanes.load(builder, address)])
+
+
+@lanes.instruction("n", "s")
+def sum_of_lanes(builder, address):
+    """The sum of 16 float32 numbers."""
+    return folded(builder, lanes.load(builder, address))
+
+
+@lanes.instruction("n n n n s s")
+def exponentials(builder, scores, target, totals, count, scale, top):
+    """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
+    scale, negative_top = lanes.splat(builder, scale), lanes.splat(builder, builder.fneg(top))
+    total = lanes.load(builder, totals)
+    for first in lanes.PARTS:
+        p = lanes.exp(builder, lanes.fma(builder, lanes.load(builder, scores, first * 4), scale, negative_top))
+        p = builder.select(lanes.below(builder, count, first), p, lanes.constant(lanes.REALS, 0.0))
+        total = builder.fadd(total, p)
+        lanes.store(builder, lanes.round_to_bfloat16(builder, p), target, first * 2)
+    lanes.store(builder, total, totals)
+
+
+def _key_gradients(builder, place, first, hidden, scale):
+    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
+    scores, gradients, logsumexp, deltas = (lanes.load(builder, address, first * 4) for address in place)
+    score = builder.fmul(scores, scale)
+    p = lanes.exp(builder, builder.fsub(score, logsumexp))
+    centred = builder.fsub(gradients, deltas)
+    gradient = builder.fmul(builder.fmul(p, scale), centred)
+    mask, zero = lanes.below(builder, hidden, first), lanes.constant(lanes.REALS, 0.0)
+    return [lanes.round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
+
+
+@lanes.instruction("n n n n n n n n s")
+def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
+    """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
+
+    p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
+    """
+    scale = lanes.splat(builder, scale)
+    for first in lanes.PARTS:
+        both = []
+        for row in (0, 1):
+            down, across = lanes.whole(row * ROW), row * 64 + first * 2
+            place = builder.add(scores, down), builder.add(gradients, down), logsumexp, deltas
+            limit = builder.add(hidden, lanes.whole(row))
+            probability, gradient = _key_gradients(builder, place, first, limit, scale)
+            lanes.store(builder, probability, p, across)
+            lanes.store(builder, gradient, ds, across)
+            both.append(gradient)
+        tiles.store_pairs(builder, both[0], both[1], builder.add(pairs, lanes.whole(first // lanes.LANES * TILE)))
+
+
+_COUNTERS = ir.VectorType(lanes.I64, lanes.LANES)
+_LOWER, _HALF = lanes.constant(_COUNTERS, 2**32 - 1), lanes.constant(_COUNTERS, 32)
+
+
+def _philox(builder, counter, key, other):
+    """Four vectors of words, as `dropout.philox` makes them of numbers."""
+    a, b, c, d = counter
+    for _ in range(ROUNDS):
+        first = builder.mul(a, lanes.constant(_COUNTERS, FIRST_MULTIPLIER))
+        second = builder.mul(c, lanes.constant(_COUNTERS, SECOND_MULTIPLIER))
+        a = builder.xor(builder.xor(builder.lshr(second, _HALF), b), lanes.splat(builder, key))
+        c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), lanes.splat(builder, other))
+        b, d = builder.and_(second, _LOWER), builder.and_(first, _LOWER)
+        key, other = (
+            builder.and_(builder.add(each, lanes.whole(step)), lanes.whole(2**32 - 1))
+            for each, step in ((key, FIRST_STEP), (other, SECOND_STEP))
+        )
+    return a, b, c, d
+
+
+@lanes.instruction("n n n n n n n s")
+def _factors(builder, target, stream, place, part, query, group, threshold, kept):
+    """Factors of 16 queries and the keys 4 group ... 4 group + 3, a row of a patch a key: see `factors_of_patch`."""
+    queries = builder.add(lanes.splat(builder, query), ir.Constant(_COUNTERS, list(range(lanes.LANES))))
+    counter = lanes.splat(builder, group), queries, lanes.splat(builder, place), lanes.splat(builder, part)
+    key, other = builder.and_(stream, lanes.whole(2**32 - 1)), builder.lshr(stream, lanes.whole(32))
+    for row, word in enumerate(_philox(builder, counter, key, other)):
+        gone = builder.icmp_unsigned("<", word, lanes.splat(builder, threshold))
+        lanes.store(
+            builder,
+            builder.select(gone, lanes.constant(lanes.REALS, 0.0), lanes.splat(builder, kept)),
+            target,
+            row * ROW,
+        )
+
+
+@helper
+def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
+    """A row of 32 queries for each of 32 keys: 0 where a probability is dropped, else `kept`; as `factors_of_row`."""
+    for group in range(8):
+        for half in range(2):
+            _factors(
+                patch + 4 * group * ROW + half * 64, stream, place, part, query + 16 * half, key // 4 + group,
+                threshold, kept,
+            )  # fmt: skip
+
+
+@lanes.instruction("n n")
+def drop_halves(builder, target, factors):
+    """32 bfloat16 numbers at target: zero where one of the 32 float32 numbers at `factors` is."""
+    for first in lanes.PARTS:
+        gone = builder.fcmp_ordered("==", lanes.load(builder, factors, first * 4), lanes.constant(lanes.REALS, 0.0))
+        value = builder.select(
+            gone, lanes.constant(lanes.HALVES, 0), lanes.load(builder, target, first * 2, lanes.HALVES)
+        )
+        lanes.store(builder, value, target, first * 2)
+
+
+@lanes.instruction("n n")
+def multiply_reals(builder, target, factors):
+    """32 float32 numbers at target = they times the 32 at `factors`."""
+    for first in lanes.PARTS:
+        product = builder.fmul(lanes.load(builder, target, first * 4), lanes.load(builder, factors, first * 4))
+        lanes.store(builder, product, target, first * 4)
+
+
+_ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
+# Queries that two keys before the diagonal's patch must not be seen by: none.
+_NONE = -2
+
+
+@helper
+def _score_queries(unit, q, keys, steps, patch, zeros, scores, tops):
+    """Scores of 32 queries against the keys up to patch `patch`, the diagonal's, and their partial maxima."""
+    for i in range(512):
+        write_real(tops, i, _LEAST)
+    for j in range(patch + 1):
+        place = scores + j * PATCH
+        tiles.multiply_patch(unit, q, keys + j * steps * STEP, steps, zeros, 0, place, ROW)
+        for row in range(32):
+            raise_columns(tops + row * VECTOR, place + row * ROW, row + 1 if j == patch else 32)
+
+
+@helper
+def _softmax(scores, patch, scale, tops, totals, p):
+    """exp(scale (score - maximum)) of 32 queries as a left panel; tops and totals begin with a number a query."""
+    for i in range(512):
+        write_real(totals, i, _ZERO)
+    for row in range(32):
+        write_real(tops, row * 16, scale * largest(tops + row * VECTOR))
+    for j in range(patch + 1):
+        for row in range(32):
+            exponentials(
+                scores + j * PATCH + row * ROW, p + j * STEP + row * 64, totals + row * VECTOR,
+                row + 1 if j == patch else 32, scale, read_real(tops, row * 16),
+            )  # fmt: skip
+    for row in range(32):
+        write_real(totals, row * 16, sum_of_lanes(totals + row * VECTOR))
+
+
+@helper
+def _drop_queries(p, patch, stream, place, head, threshold, kept, factors):
+    """Zeros for what is dropped of a left panel of 32 queries' probabilities."""
+    for row in range(32):
+        factors_of_row(stream, place, head, patch * 32 + row, threshold, kept, factors, (patch + 1) * 32)
+        for j in range(patch + 1):
+            drop_halves(p + j * STEP + row * 64, address_of(factors) + j * ROW)
+
+
+@helper
+def _store_output(sums, totals, rows, size, kept, target, target_step):
+    """Rows of y = kept sums / total."""
+    width = (size + 31) // 32 * 32
+    for row in range(rows):
+        inverse = kept / read_real(totals, row * 16)
+        for c in range(width):
+            write_real(sums, row * width + c, read_real(sums, row * width + c) * inverse)
+        tiles.copy_row(sums + row * width * 4, target + row * target_step, size)
+
+
+@kernel("h1 H1 H1 n n4 n8 l1 n2 s S1")
+def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, factors):
+    """sizes: sequences, tokens, heads, numbers of a head; dropout: place, threshold."""
+    wide_vectors()
+    tiles.open_unit(unit)
+    sequences, tokens, heads, size = sizes
+    q, keys, values, scores, p, sums, tops, totals = scratch
+    place, threshold = dropout
+    channels, nothing, patch_steps = heads * size, tiles.zero_row(), (size + 31) // 32
+    row_bytes, patches = 12 * channels, (tokens + 31) // 32
+    panel, scale = patch_steps * STEP, _ONE / np.float32(math.sqrt(size))
+    for head in range(sequences * heads):
+        sequence, column = head // heads, head % heads * size
+        source = address_of(qkv) + (sequence * tokens * 3 * channels + column) * 4
+        tiles.pack_rows(source + channels * 4, row_bytes, tokens, size, True, keys, panel)
+        tiles.pack_pairs(source + channels * 8, row_bytes, tokens, size, False, values, patches * STEP)
+        for patch in range(patches):
+            first = patch * 32
+            rows = min(32, tokens - first)
+            tiles.pack_rows(source + first * row_bytes, row_bytes, rows, size, False, q, panel)
+            _score_queries(unit, q, keys, patch_steps, patch, nothing, scores, tops)
+            _softmax(scores, patch, scale, tops, totals, p)
+            for row in range(rows):
+                value = read_real(tops, row * 16) + log(read_real(totals, row * 16))
+                write_real(address_of(logsumexp), head * tokens + first + row, value)
+            if threshold > 0:
+                _drop_queries(p, patch, streams[sequence], place, head % heads, threshold, kept, factors)
+            width = patch_steps * ROW
+            sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
+            target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
+            _store_output(sums, totals, rows, size, kept, target, channels * 4)
+    tiles.close_unit(unit)
+
+
+@helper
+def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, deltas):
+    """Of each query the logarithm of the sum and delta = sum(dy y); zeros for queries that only fill a patch."""
+    for i in range((tokens + 31) // 32 * 32):
+        offset, delta = _ZERO, _ZERO
+        if i < tokens:
+            offset = read_real(logsumexp, i)
+            delta = dot_at(dy + i * row_numbers * 4, y + i * row_numbers * 4, size)
+        write_real(offsets, i, offset)
+        write_real(deltas, i, delta)
+
+
+@helper
+def _transpose_patch(patch, spare, rows, columns, target, target_step):
+    """rows x columns at target = the transpose of the columns x rows in a patch."""
+    for corner in range(4):
+        row, column = corner // 2 * 16, corner % 2 * 16
+        for i in range(16):
+            tiles.copy_row(patch + (column + i) * ROW + row * 4, spare + i * 64, 16)
+        tiles.transpose_tile(spare)
+        for i in range(min(16, rows - row)):
+            place = target + (row + i) * target_step + column * 4
+            tiles.copy_row(spare + i * 64, place, max(0, min(16, columns - column)))
+
+
+@helper
+def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, panel, long_panel):
+    """Panels of a head. rows: k, v (left), q, dy (right), a row a token; pairs: q, dy (right), k (left)."""
+    each, each_long = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
+    for which in range(2):
+        place = q + (which + 1) * kv_bytes
+        tiles.pack_rows(place, qkv_step, tokens, size, False, rows + which * each, panel)
+        place, step = (dy, dy_step) if which else (q, qkv_step)
+        tiles.pack_rows(place, step, tokens, size, True, rows + (2 + which) * each, panel)
+        tiles.pack_pairs(place, step, tokens, size, False, pairs + which * each_long, long_panel)
+    tiles.pack_pairs(q + kv_bytes, qkv_step, tokens, size, True, pairs + 2 * each_long, long_panel)
+
+
+@helper
+def _differentiate_patch(
+    unit, left, right, v, dy, steps, zeros, work, offsets, deltas, p, ds, diagonal, scale, factors
+):  # fmt: skip
+    """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two patches at `work`.
+
+    factors   of dropout, a patch like the scores; 0 where there is none
+    """
+    tiles.multiply_patch(unit, left, right, steps, zeros, 0, work, ROW)
+    tiles.multiply_patch(unit, v, dy, steps, zeros, 0, work + PATCH, ROW)
+    if factors != 0:
+        for row in range(32):
+            multiply_reals(work + PATCH + row * ROW, factors + row * ROW)
+    for row in range(0, 32, 2):
+        place = work + row * ROW
+        score_gradients(
+            place, place + PATCH, offsets, deltas, p + row * 64, ds + row * 64, work + 2 * PATCH + row * 32,
+            row if diagonal else _NONE, scale,
+        )  # fmt: skip
+    if factors != 0:
+        for row in range(32):
+            drop_halves(p + row * 64, factors + row * ROW)
+
+
+@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s")
+def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept):
+    wide_vectors()
+    tiles.open_unit(unit)
+    sequences, tokens, heads, size = sizes
+    rows, pairs, work, offsets, deltas, lefts, sums, dq, factors = scratch
+    place, threshold = dropout
+    channels, nothing, scale = heads * size, tiles.zero_row(), _ONE / np.float32(math.sqrt(size))
+    patches, steps = (tokens + 31) // 32, (size + 31) // 32
+    panel, long_panel, row_bytes = steps * STEP, patches * STEP, 12 * channels
+    each, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
+    for head in range(sequences * heads):
+        sequence, column = head // heads, head % heads * size
+        start = (sequence * tokens * channels + column) * 4
+        start3 = (sequence * tokens * 3 * channels + column) * 4
+        q, d_out, dq_out = address_of(qkv) + start3, address_of(dy) + start, address_of(dqkv) + start3
+        _pack_head(q, d_out, row_bytes, channels * 4, channels * 4, tokens, size, rows, pairs, panel, long_panel)
+        _prepare_queries(
+            d_out, address_of(y) + start, address_of(logsumexp) + head * tokens * 4, channels, tokens, size, offsets,
+            deltas,
+        )  # fmt: skip
+        for j in range(patches):
+            for i in range(j, patches):
+                key, query = rows + j * panel, rows + 2 * each + i * panel
+                if threshold > 0:
+                    factors_of_patch(
+                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, factors
+                    )  # fmt: skip
+                _differentiate_patch(
+                    unit, key, query, key + each, query + each, steps, nothing, work, offsets + i * ROW,
+                    deltas + i * ROW, p + (i - j) * STEP, ds + (i - j) * STEP, i == j, scale,
+                    factors if threshold > 0 else 0,
+                )  # fmt: skip
+                for c in range(steps):
+                    patch = dq + (i * steps + c) * PATCH
+                    begin, begin_step = (patch, ROW) if j else (nothing, 0)
+                    left = k_pairs + c * long_panel + j * STEP
+                    tiles.multiply_patch(unit, left, work + 2 * PATCH, 1, begin, begin_step, patch, ROW)
+            for which in range(2):
+                left, right = (p, pairs + steps * long_panel) if which else (ds, pairs)
+                sum_rows(
+                    unit, left, right + j * STEP, long_panel, patches - j, steps * 32, nothing, 0, sums, steps * ROW
+                )
+                if which and threshold > 0:
+                    for n in range(32 * steps * 32):
+                        write_real(sums, n, read_real(sums, n) * kept)
+                target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
+                for row in range(min(32, tokens - j * 32)):
+                    tiles.copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
+        for i in range(patches):
+            for c in range(steps):
+                target = dq_out + i * 32 * row_bytes + c * 128
+                _transpose_patch(
+                    dq + (i * steps + c) * PATCH, work, min(32, tokens - i * 32), min(32, size - c * 32), target,
+                    row_bytes,
+                )  # fmt: skip
+    tiles.close_unit(unit)
+
+
+def forward(
+    qkv: np.ndarray, streams: np.ndarray | None = None, *, heads: int, place: int = 0, rate: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return causal self-attention as `attention.forward` does, its products' operands rounded to bfloat16.
+
+    The probabilities are rounded before they are divided by their sum, which is that of the numbers not rounded. On the
+    portable unit q, k and v are rounded, the probabilities are not. Dropout drops the same probabilities.
+
+    Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
+    Dtype    float32; operands bfloat16, sums and softmax float32; int64 streams
+    Cost     2 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
+    Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
+    Errors   TypeError when qkv is not float32; ValueError when the shapes do not fit
+    """
+    where = "bfloat16.attention.forward"
+    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
+    check_float32(where, qkv=qkv)
+    if unit() is Unit.PORTABLE:
+        return attention.forward(rounded(qkv), streams, heads=heads, place=place, rate=rate)
+    sequences, tokens = qkv.shape[:2]
+    y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
+    size = channels // heads
+    steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
+    panels = steps * patches * STEP
+    addresses = scratch(
+        steps * STEP,
+        panels,
+        panels,
+        patches * PATCH,
+        patches * STEP,
+        steps * PATCH,
+        32 * VECTOR,
+        32 * VECTOR,
+    )
+    sizes, factors = (sequences, tokens, heads, size), np.empty(patches * 32, FLOAT32)
+    _forward(words(qkv), words(y), words(logsumexp), int(unit()), sizes, tuple(addresses), *dropout, factors)
+    return y, logsumexp
+
+
+def backward(
+    dy: np.ndarray,
+    qkv: np.ndarray,
+    y: np.ndarray,
+    logsumexp: np.ndarray,
+    streams: np.ndarray | None = None,
+    *,
+    heads: int,
+    place: int = 0,
+    rate: float = 0.0,
+) -> np.ndarray:
+    """Return the gradient of attention as `attention.backward` does, its products' operands rounded to bfloat16.
+
+    p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS)
+    dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
+
+    On the portable unit q, k, v and dy are rounded, p and ds are not.
+
+    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv (b, T, 3C)
+    Dtype    float32; operands bfloat16, everything else float32; int64 streams
+    Cost     5 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
+    Source   Dao et al. 2022, arXiv:2205.14135
+    Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
+    """
+    where = "bfloat16.attention.backward"
+    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
+    attention.check_backward(where, dy, qkv, y, logsumexp, heads)
+    check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
+    if unit() is Unit.PORTABLE:
+        kept = y, logsumexp, streams
+        return attention.backward(rounded(dy), rounded(qkv), *kept, heads=heads, place=place, rate=rate)
+    sequences, tokens = qkv.shape[:2]
+    dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
+    steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
+    panels, line = steps * patches * STEP, patches * ROW
+    addresses = scratch(
+        4 * panels, 3 * panels, 2 * PATCH + STEP, line, line, 2 * patches * STEP, steps * PATCH,
+        steps * patches * PATCH, PATCH,
+    )  # fmt: skip
+    arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
+    sizes = sequences, tokens, heads, size
+    _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout)
+    return dqkv

@@ -1,0 +1,400 @@
+"""Products of linear layers in bfloat16 with float32 sums: packed weights, y = x weightᵀ + bias, dx = dy weight, and
+dweight = dyᵀ x.
+
+On the portable unit operands are rounded to bfloat16, and float32 BLAS multiplies them. BLAS may sum a row in another
+order when there are more rows or fewer, so a row's last bits can depend on the others there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
+from daskgpt.kernels.bfloat16 import tiles
+from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
+from daskgpt.kernels.bfloat16.tiles import DEPTH, PATCH, ROW, STEP
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.float32 import blas
+from daskgpt.kernels.simd.lanes import address_of
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight (outputs, channels) in bfloat16, laid out for y = x weightᵀ and for dx = dy weight.
+
+    In tiles, `forward` holds a panel for every 32 outputs and `backward` one for every 32 channels. The portable unit
+    keeps the rounded weight in float32 instead, one array for both. It can be sent to another process whose unit uses
+    the same layout.
+    """
+
+    outputs: int
+    channels: int
+    in_tiles: bool
+    forward: np.ndarray
+    backward: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: one array that serves both products counts once."""
+        return sum(array.nbytes for array in {id(array): array for array in (self.forward, self.backward)}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeight:
+    """A matrix in float32, which an optimizer updates, and the same matrix packed for products.
+
+    Shapes   values (O, C); it is indexed by rows and has a shape like an array
+    """
+
+    values: np.ndarray
+    packed: PackedWeight
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> TrainedWeight:
+        """Pack a float32 matrix."""
+        return cls(values, pack_weight(values))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.packed.nbytes
+
+    def __getitem__(self, rows: slice) -> TrainedRows:
+        first, last, _ = rows.indices(len(self.values))
+        return TrainedRows(self, first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRows:
+    """Some rows of a trained matrix, to be updated in place."""
+
+    weight: TrainedWeight
+    first: int
+    last: int
+
+
+Weight = PackedWeight | TrainedWeight
+
+
+@kernel("h1 H1 H1 n n n n")
+def _pack(weight, forward, backward, outputs, channels, first, last):
+    wide_vectors()
+    across, along = address_of(forward), address_of(backward)
+    tiles.pack_weight_rows(address_of(weight), first, last - first, outputs, channels, across, along)
+
+
+def check_panel_rows(where: str, outputs: int, first: int, last: int) -> None:
+    """Raise ValueError unless first .. last are rows of a weight that begin and end with a panel."""
+    if not 0 <= first < last <= outputs or first % 32 or (last % 32 and last != outputs):
+        rule = f"rows must begin and end at multiples of 32 (or at the last row) within 0..{outputs}"
+        raise refusal(ValueError, where, rule, {"rows": (first, last)}, "Round them.")
+
+
+def check_layout(where: str, weight: PackedWeight) -> None:
+    """Raise RuntimeError when a weight was packed for another unit's layout."""
+    if weight.in_tiles != (unit() is not Unit.PORTABLE):
+        rule = "the weight must be packed for the unit that multiplies"
+        got = f"in_tiles={weight.in_tiles} for {unit().name.lower()}"
+        raise refusal(RuntimeError, where, rule, got, f"Set {VARIABLE} to one unit in all processes.")
+
+
+def empty_weight(outputs: int, channels: int) -> PackedWeight:
+    """Memory for a packed weight, to be filled by pack_weight."""
+    if unit() is Unit.PORTABLE:
+        both = np.empty((outputs, channels), FLOAT32)
+        return PackedWeight(outputs, channels, False, both, both)
+    size = ceiling(outputs, 32) * ceiling(channels, 32)
+    return PackedWeight(outputs, channels, True, aligned(size), aligned(size))
+
+
+def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first: int = 0) -> PackedWeight:
+    """Round a weight to bfloat16 and lay it out for both products.
+
+    With `packed`, write over its rows from `first` on: several tasks can pack parts of one weight.
+
+    Shapes   weight (O, C), or (rows, C) with `packed` -> PackedWeight
+    Dtype    float32 -> bfloat16
+    Cost     reads 4 bytes and writes 4 bytes a number
+    Errors   TypeError when weight is not float32; ValueError when the channels do not fit or the rows do not begin and
+             end at multiples of 32 (or the last row); RuntimeError for another unit's layout
+    """
+    where = "pack_weight"
+    check_float32(where, weight=weight)
+    outputs, channels = weight.shape
+    if packed is None:
+        packed = empty_weight(outputs, channels)
+    check_layout(where, packed)
+    check_shape(where, "weight", weight, (outputs, packed.channels))
+    last = first + outputs
+    check_panel_rows(where, packed.outputs, first, last)
+    if packed.in_tiles:
+        _pack(words(weight), packed.forward, packed.backward, packed.outputs, channels, first, last)
+    else:
+        packed.forward[first:last] = rounded(weight)
+    return packed
+
+
+# The rows of x that are multiplied with one panel of the weight after another: they stay in the second cache.
+_ROWS_BYTES = 1 << 20
+# A summed axis longer than this is cut into pieces of half the length, for so many rows, to read the weight less often.
+_LONGEST, _DEEP_ROWS = 2048, 256
+# Fewer bands of rows than this use a panel up faster than it can be fetched ahead.
+_PATCHES_TO_FETCH = 3
+
+
+@helper
+def _store_patch(patch, rows, columns, target, row_bytes):
+    """Copy a patch of sums to rows x columns of a matrix."""
+    for row in range(rows):
+        tiles.store_columns(patch + row * ROW, target + row * row_bytes, columns)
+
+
+@kernel("h1 h1 h1 H1 n n3 n6")
+def _multiply(x, weight, bias, y, unit, sizes, plan):
+    """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, bands of rows."""
+    wide_vectors()
+    tiles.open_unit(unit)
+    rows, depth, width = sizes
+    left, sums, chunk_rows, chunk_depth, patch_step, bias_step = plan
+    start = address_of(bias) if bias.size else tiles.zero_row()
+    panel = (depth + 31) // 32 * STEP
+    for row0 in range(0, rows, chunk_rows):
+        chunk = min(chunk_rows, rows - row0)
+        patches = (chunk + 31) // 32
+        for depth0 in range(0, depth, chunk_depth):
+            deep = min(chunk_depth, depth - depth0)
+            steps = (deep + 31) // 32
+            source = address_of(x) + (row0 * depth + depth0) * 4
+            tiles.pack_rows(source, depth * 4, chunk, deep, False, left, steps * STEP)
+            for column in range(0, width, 32):
+                right = address_of(weight) + column // 32 * panel + depth0 // 32 * STEP
+                for step in range(0, steps, DEPTH):
+                    count = min(DEPTH, steps - step)
+                    fresh = step == 0 and depth0 == 0
+                    done = step + count == steps and depth0 + deep == depth
+                    for i in range(patches):
+                        patch = sums + column // 32 * patch_step + i * PATCH
+                        begin = start + column // 32 * bias_step if fresh else patch
+                        if patches >= _PATCHES_TO_FETCH:
+                            tiles.fetch(right + panel + step * STEP, count, i, patches)
+                        tiles.multiply_patch(
+                            unit, left + (i * steps + step) * STEP, right + step * STEP, count,
+                            begin, 0 if fresh else ROW, patch, ROW,
+                        )  # fmt: skip
+                        if done:
+                            row = row0 + i * 32
+                            target = address_of(y) + (row * width + column) * 4
+                            _store_patch(patch, min(32, rows - row), min(32, width - column), target, width * 4)
+    tiles.close_unit(unit)
+
+
+@functools.lru_cache(1024)
+def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
+    """Bytes of a chunk's left panels and of its sums, its rows, its depth, bytes between columns of patches."""
+    if depth > _LONGEST:
+        chunk_rows, chunk_depth = max(32, min(_DEEP_ROWS, ceiling(rows, 32))), _LONGEST // 2
+        patch_step = chunk_rows // 32 * PATCH
+        return chunk_rows * chunk_depth * 2, ceiling(width, 32) // 32 * patch_step, chunk_rows, chunk_depth, patch_step
+    chunk_depth = ceiling(depth, 32)
+    most = max(32, _ROWS_BYTES // (2 * chunk_depth) // 32 * 32)
+    chunks = max(1, -(-rows // most))
+    chunk_rows = max(32, ceiling(-(-rows // chunks), 32))
+    return chunk_rows * chunk_depth * 2, chunk_rows // 32 * PATCH, chunk_rows, chunk_depth, 0
+
+
+def _padded(bias: np.ndarray, width: int) -> np.ndarray:
+    """The bias with zeros up to a multiple of 32 numbers."""
+    if width % 32:
+        bias, given = np.zeros(ceiling(width, 32), FLOAT32), bias
+        bias[:width] = given
+    return bias
+
+
+def _product(
+    where: str, name: str, x: np.ndarray, weight: Weight, backward: bool, bias: np.ndarray | None = None
+) -> np.ndarray:
+    """Return x weightᵀ + bias, or with `backward` x weight; `name` is what errors call x."""
+    packed = weight.packed if isinstance(weight, TrainedWeight) else weight
+    check_layout(where, packed)
+    depth, width = (packed.outputs, packed.channels) if backward else (packed.channels, packed.outputs)
+    check_shape(where, name, x, (*x.shape[:-1], depth))
+    check_float32(where, **{name: x})
+    if bias is not None:
+        check_shape(where, "bias", bias, (width,))
+        check_float32(where, bias=bias)
+    y = np.empty((*x.shape[:-1], width), FLOAT32)
+    if not packed.in_tiles:
+        blas.matmul(rows(rounded(x)), packed.forward, rows(y), transpose_b=not backward)
+        if bias is not None:
+            y += bias
+        return y
+    count = x.size // depth
+    left_bytes, sums_bytes, *chunks = _plan(count, depth, width)
+    plan = *scratch(left_bytes, sums_bytes), *chunks, 0 if bias is None else ROW
+    start = NOTHING if bias is None else words(_padded(bias, width))
+    operand = packed.backward if backward else packed.forward
+    _multiply(words(x), operand, start, words(y), int(unit()), (count, depth, width), plan)
+    return y
+
+
+def forward(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
+    """Linear layer in bfloat16 with float32 sums.
+
+    y = x weightᵀ + bias
+
+    Shapes   x (..., C), weight of (O, C), bias (O,) -> y (..., O)
+    Dtype    float32; x is rounded
+    Cost     2 C O operations a row; with AMX or AVX-512 a row's bits do not depend on the other rows
+    Errors   TypeError for other dtypes; ValueError when shapes do not fit; RuntimeError for another unit's layout
+    """
+    return _product("bfloat16.forward", "x", x, weight, False, bias)
+
+
+def backward_x(dy: np.ndarray, weight: Weight) -> np.ndarray:
+    """Gradient of a linear layer with respect to its input, in bfloat16 with float32 sums.
+
+    dx = dy weight
+
+    Shapes   dy (..., O), weight of (O, C) -> dx (..., C)
+    Dtype    float32; dy is rounded
+    Cost     2 C O operations a row; with AMX or AVX-512 a row's bits do not depend on the other rows
+    Errors   as forward
+    """
+    return _product("bfloat16.backward_x", "dy", dy, weight, True)
+
+
+# dy's and x's panels that are multiplied with each other, and the rows of sums, share the second cache.
+_LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256
+
+
+@helper
+def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
+    """32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
+
+    A start_step of 0 starts every patch with the same 32 numbers.
+    """
+    for step in range(0, steps, DEPTH):
+        count = min(DEPTH, steps - step)
+        for column in range(0, columns, 32):
+            begin, begin_step = target + column * 4, target_step
+            if step == 0:
+                begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
+                if start_step == 0:
+                    tiles.touch_patch(unit, target + column * 4, target_step)
+            tiles.multiply_patch(
+                unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
+                begin, begin_step, target + column * 4, target_step,
+            )  # fmt: skip
+
+
+@helper
+def _copy_rows(source, source_step, target, target_step, rows, columns):
+    for row in range(rows):
+        tiles.copy_row(source + row * source_step, target + row * target_step, columns)
+
+
+@helper
+def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, panel):
+    """Panels of several runs of tokens, each from the start of a step on."""
+    for run in range(runs):
+        place = source + run * tokens * row_bytes
+        tiles.pack_pairs(
+            place, row_bytes, tokens, columns, transposed, target + run * ((tokens + 31) // 32) * STEP, panel
+        )
+
+
+@kernel("h1 h1 H1 n n n6 n5")
+def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
+    """The loops, from outside: bands of rows, bands of columns, 32 rows."""
+    wide_vectors()
+    tiles.open_unit(unit)
+    runs, tokens, outputs, channels, first, last = sizes
+    left, right, sums, band_rows, band_columns = plan
+    steps = (tokens + 31) // 32 * runs
+    panel, row_bytes, sums_step = steps * STEP, channels * 4, band_columns * 4 + 64
+    _pack_runs(address_of(x), row_bytes, runs, tokens, channels, False, right, panel)
+    for row0 in range(first, last, band_rows):
+        rows = min(band_rows, last - row0)
+        _pack_runs(address_of(dy) + row0 * 4, outputs * 4, runs, tokens, rows, True, left, panel)
+        for column in range(0, channels, band_columns):
+            columns = min(band_columns, channels - column)
+            for i in range(0, rows, 32):
+                high = min(32, rows - i)
+                place = address_of(total) + (row0 - first + i) * row_bytes + column * 4
+                aside = high < 32 or columns % 32 != 0
+                target, target_step = (sums, sums_step) if aside else (place, row_bytes)
+                if aside and accumulate:
+                    _copy_rows(place, row_bytes, sums, sums_step, high, columns)
+                start, start_step = (target, target_step) if accumulate else (tiles.zero_row(), 0)
+                panels = right + column // 32 * panel
+                sum_rows(
+                    unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step
+                )
+                if aside:
+                    _copy_rows(sums, sums_step, place, row_bytes, high, columns)
+    tiles.close_unit(unit)
+
+
+def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
+    """How many runs of how many tokens are multiplied: every sequence starts with a step of its own.
+
+    A unit adds up the products of 32 tokens (a tile) or of two (a pair) in its own way. What meets in one must not
+    depend on the chunk: a chunk's sequences are runs, or one run where each of them fills its steps.
+    """
+    tokens = dy.shape[-2] if dy.ndim > 1 else 1
+    sequences = dy.size // max(tokens * dy.shape[-1], 1)
+    return (1, sequences * tokens) if tokens % 32 == 0 else (sequences, tokens)
+
+
+@functools.lru_cache(1024)
+def _gradient_plan(steps: int, channels: int) -> tuple[int, int]:
+    """Rows and columns of a patch, for so many steps of 32 tokens."""
+    step_bytes = steps * STEP
+    rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
+    return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
+
+
+def backward_weight(
+    dy: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+) -> np.ndarray:
+    """Return the gradient of a linear layer with respect to its weight, or some rows of it.
+
+    total (+)= Σ_tokens dyᵀ x
+
+    Shapes   dy (..., O), x (..., C) -> total (rows, C), the rows of the gradient from `first_row` on
+    Dtype    float32; dy and x are rounded to bfloat16, sums are float32
+    Cost     2 O C operations a token; a weight's rows can be shared out to several tasks without a change of bits
+    Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not exist or total cannot be written
+    """
+    where, outputs, channels = "bfloat16.backward_weight", dy.shape[-1], x.shape[-1]
+    check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
+    check_output(where, "total", total, (len(total), channels), FLOAT32)
+    check_rows(where, total, first_row, outputs)
+    check_float32(where, dy=dy, x=x)
+    last = first_row + len(total)
+    if not dy.size:
+        if not accumulate:
+            total[...] = 0
+        return total
+    if unit() is Unit.PORTABLE:
+        # A weight's rows come in bands: each of them rounds its own part of dy alone.
+        part = rounded(rows(dy)[:, first_row:last])
+        return blas.matmul(part, rows(rounded(x)), total, transpose_a=True, accumulate=accumulate)
+    runs, tokens = runs_of_tokens(dy)
+    steps = ceiling(tokens, 32) // 32 * runs
+    band_rows, band_columns = _gradient_plan(steps, channels)
+    places = scratch(
+        band_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (band_columns * 4 + 64)
+    )
+    sizes = runs, tokens, outputs, channels, first_row, last
+    plan = *places, band_rows, band_columns
+    _sum_tokens(words(dy), words(x), words(total), int(unit()), int(accumulate), sizes, plan)
+    return total

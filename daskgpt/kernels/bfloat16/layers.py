@@ -1,0 +1,100 @@
+"""The layers whose products run in bfloat16: float32 in and out, operands rounded, sums in float32.
+
+A trained matrix is a `TrainedWeight`: its float32 values, which an optimizer updates, and the same values rounded and
+packed for the products, which each update renews. Everything else (layernorm, softmax, GELU, sums, moments) stays
+float32. Linear layers need no kernels here: `gemm.forward`, `gemm.backward_x` and `gemm.backward_weight` take such
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from daskgpt.kernels import embedding, optimizers
+from daskgpt.kernels.arguments import into_new_arrays
+from daskgpt.kernels.bfloat16.gemm import TrainedRows, TrainedWeight, backward_weight, backward_x, forward, pack_weight
+from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
+
+
+def embedding_forward(tokens: np.ndarray, wte: TrainedWeight, positions: np.ndarray, wpe: np.ndarray) -> np.ndarray:
+    """`embedding.forward` of the float32 table: nothing is multiplied."""
+    return embedding.forward(tokens, wte.values, positions, wpe)
+
+
+def crossentropy_forward(
+    x: np.ndarray, wte: TrainedWeight, targets: np.ndarray, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cross-entropy of every token, and its gradient with respect to the logits, as `crossentropy.forward`.
+
+    Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
+    Dtype    int32 targets, float32
+    """
+    dlogits = forward(x, wte)
+    return softmax_losses(dlogits, targets, vocabulary), dlogits
+
+
+def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: TrainedWeight) -> np.ndarray:
+    """dx = dy (dlogits wte).
+
+    Shapes   dy (b, t), dlogits (b, t, V padded), wte (V padded, C) -> dx (b, t, C)
+    Dtype    float32
+    """
+    return scale_rows(backward_x(dlogits, wte), dy)
+
+
+def crossentropy_backward_wte(
+    dy: np.ndarray, dlogits: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+) -> np.ndarray:
+    """dwte = dlogitsᵀ (dy x), or some rows of it.
+
+    Shapes   dy (b, t), dlogits (b, t, V padded), x (b, t, C) -> total (rows, C), from first_row on
+    Dtype    float32
+    """
+    return backward_weight(dlogits, scale_rows(x, dy), total=total, accumulate=accumulate, first_row=first_row)
+
+
+class PackedUpdate:
+    """An optimizer's kernel for trained matrices as well: it works on their float32 values, which are packed again.
+
+    Into new arrays it is called with a whole `TrainedWeight` and returns another; in place with some `TrainedRows`.
+    """
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.kernel = kernel
+
+    def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> Any:
+        if isinstance(weight, TrainedWeight):
+            new = self.kernel(weight.values, *arrays, **options)
+            if not isinstance(new, tuple):  # without moments
+                return TrainedWeight.of(new)
+            values, *moments = new
+            return TrainedWeight.of(values), *moments
+        if isinstance(weight, TrainedRows):
+            values = weight.weight.values[weight.first : weight.last]
+            self.kernel(values, *arrays, **options)
+            pack_weight(values, weight.weight.packed, first=weight.first)
+            return None
+        return self.kernel(weight, *arrays, **options)
+
+
+def iteration(x: np.ndarray) -> np.ndarray:
+    """Return one Newton-Schulz step, as `optimizers.iteration`, the operands of its three products rounded.
+
+    Shapes   x (n, k) -> (n, k)
+    Dtype    float32
+    """
+    packed = pack_weight(x)
+    gram = forward(x, packed)
+    square = forward(gram, pack_weight(gram))  # the gram matrix is its own transpose
+    return optimizers.add_scaled(x, backward_x(optimizers.polynomial(gram, square), packed))
+
+
+def muon_inplace(*arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Update a matrix as `optimizers.muon_inplace` does, its products in bfloat16."""
+    return optimizers.muon_inplace(*arrays, step=iteration, **options)
+
+
+muon = into_new_arrays(muon_inplace)

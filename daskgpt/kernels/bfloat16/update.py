@@ -1,0 +1,245 @@
+"""The gradient of a weight and its AdamW step in one pass: the gradient never leaves the cache."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels.bfloat16 import tiles
+from daskgpt.kernels.bfloat16.gemm import (
+    TrainedWeight,
+    backward_weight,
+    check_layout,
+    check_panel_rows,
+    pack_weight,
+    runs_of_tokens,
+    sum_rows,
+)
+from daskgpt.kernels.bfloat16.isa import scratch, unit
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
+from daskgpt.kernels.bfloat16.tiles import STEP
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, step_of, step_scalars
+from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
+from daskgpt.kernels.totals import additions, level, meet
+
+# The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
+_SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
+# Columns of the table of runs of tokens: addresses of dy and x, tokens, which total they enter, whether that begins
+# with them at zero, and how many additions of two totals follow.
+_DY, _X, _TOKENS, _TOTAL, _FRESH, _ADDITIONS = range(6)
+
+
+class Plan(NamedTuple):
+    """Addresses of panels and totals, bytes from total to total and from row to row, the size of a patch."""
+
+    left: int
+    right: int
+    totals: int
+    total_step: int
+    sums_step: int
+    band_rows: int
+    band_columns: int
+
+
+@helper
+def _pack_x(runs, channels, right):
+    """The right panels of all runs, one after the other."""
+    for run in range(len(runs)):
+        x, tokens = runs[run, _X], runs[run, _TOKENS]
+        panel = (tokens + 31) // 32 * STEP
+        tiles.pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
+        right += (channels + 31) // 32 * panel
+
+
+@helper
+def _add_rows(source, target, step, rows, columns):
+    for row in range(rows):
+        for i in range(columns):
+            write_real(target + row * step, i, read_real(target + row * step, i) + read_real(source + row * step, i))
+
+
+@helper
+def _sum_runs(unit, runs, outputs, channels, row0, rows, plan):
+    """The first total (+)= dyᵀ x for `rows` rows, run after run, the others being those of groups that wait."""
+    right, total_step, sums_step = plan.right, plan.total_step, plan.sums_step
+    for run in range(len(runs)):
+        tokens, sums = runs[run, _TOKENS], plan.totals + runs[run, _TOTAL] * total_step
+        steps = (tokens + 31) // 32
+        panel = steps * STEP
+        tiles.pack_pairs(runs[run, _DY] + row0 * 4, outputs * 4, tokens, rows, True, plan.left, panel)
+        for column in range(0, channels, plan.band_columns):
+            columns = min(plan.band_columns, channels - column)
+            for i in range(0, rows, 32):
+                target = sums + i * sums_step + column * 4
+                start, start_step = (tiles.zero_row(), 0) if runs[run, _FRESH] else (target, sums_step)
+                panels = right + column // 32 * panel
+                sum_rows(
+                    unit,
+                    plan.left + i // 32 * panel,
+                    panels,
+                    panel,
+                    steps,
+                    columns,
+                    start,
+                    start_step,
+                    target,
+                    sums_step,
+                )
+        right += (channels + 31) // 32 * panel
+        for _ in range(runs[run, _ADDITIONS]):
+            _add_rows(sums, sums - total_step, sums_step, rows, channels)
+            sums -= total_step
+
+
+@helper
+def _step(weight, gradient, m, v, channels, step):
+    """AdamW of one row; addresses of float32 numbers."""
+    for i in range(channels):
+        g = read_real(gradient, i)
+        new_m = next_moment(read_real(m, i), g, step.beta1, step.keep1)
+        new_v = next_moment(read_real(v, i), g * g, step.beta2, step.keep2)
+        write_real(m, i, new_m)
+        write_real(v, i, new_v)
+        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, step))
+
+
+@kernel("l2 H1 H1 H1 h1 H1 H1 s1 n n4 n7")
+def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, sizes, places):
+    wide_vectors()
+    tiles.open_unit(unit)
+    (outputs, channels, first, last), plan = sizes, Plan(*places)
+    row_bytes, step = channels * 4, step_of(scalars)
+    _pack_x(runs, channels, plan.right)
+    for row0 in range(first, last, plan.band_rows):
+        rows = min(plan.band_rows, last - row0)
+        if gradient.size:
+            for row in range(rows):
+                source = address_of(gradient) + (row0 - first + row) * row_bytes
+                tiles.copy_row(source, plan.totals + row * plan.sums_step, channels)
+        _sum_runs(unit, runs, outputs, channels, row0, rows, plan)
+        place = row0 * row_bytes
+        for row in range(rows):
+            own = place + row * row_bytes
+            gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + own, address_of(v) + own
+            _step(address_of(weight) + own, gradients, m_row, v_row, channels, step)
+        source = address_of(weight) + place
+        tiles.pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
+    tiles.close_unit(unit)
+
+
+@functools.lru_cache(1024)
+def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
+    """Rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and so many totals."""
+    rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4 * totals) // 32 * 32))
+    return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
+
+
+def _check(where, parts, groups, start, state, first, last):
+    """Raise unless the arguments of `linear_update` fit."""
+    weight, m, v, _ = state
+    if not parts:
+        raise refusal(ValueError, where, "parts must be one pair or more", {"parts": len(parts)}, "Give dy and x.")
+    in_order = [*groups] == sorted(groups) and {*groups} == {*range(len({*groups}))}
+    if len(groups) != len(parts) or not in_order:
+        rule = "groups must be one a part, 0 ... 0 1 ... 1 and so on"
+        raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Give each part the number of its group.")
+    outputs, channels = shape = weight.values.shape
+    check_panel_rows(where, outputs, first, last)
+    for name, array in (("weight", weight.values), ("m", m), ("v", v)):
+        check_output(where, name, array, shape, FLOAT32)
+    check_layout(where, weight.packed)
+    if (weight.packed.outputs, weight.packed.channels) != shape:
+        got = {"packed": (weight.packed.outputs, weight.packed.channels)}
+        raise refusal(ValueError, where, f"packed must be of the weight's shape {shape}", got, "Give the weight's own.")
+    for dy, x in parts:
+        check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
+        check_shape(where, "x", x, (*x.shape[:-1], channels))
+        check_float32(where, dy=dy, x=x)
+    if start is not None:
+        check_shape(where, "start", start, (last - first, channels))
+        check_float32(where, start=start)
+
+
+def _in_two_steps(parts, groups, start, state, first, last, options):
+    weight, m, v, hyper = state
+    totals = [np.empty((last - first, weight.shape[1]), FLOAT32) for _ in range(1 + max(map(level, groups)))]
+    if start is not None:
+        totals[0][:] = start
+    begun = start is not None
+    for (dy, x), group, after in zip(parts, groups, [*groups[1:], None]):
+        backward_weight(dy, x, total=totals[level(group)], accumulate=begun, first_row=first)
+        begun = group == after
+        if not begun:
+            meet(totals, level(group), additions(group, parts=1 + groups[-1]))
+    values = weight.values[first:last]
+    adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
+    pack_weight(values, weight.packed, first=first)
+
+
+def _runs(dy, x):
+    """The addresses of each run of tokens in dy and in x, and its length."""
+    runs, tokens = runs_of_tokens(dy)
+    down, across = tokens * dy.shape[-1] * dy.itemsize, tokens * x.shape[-1] * x.itemsize
+    return [(dy.ctypes.data + run * down, x.ctypes.data + run * across, tokens) for run in range(runs)]
+
+
+def _table(operands, groups, started):
+    """The fields of every run; the first group goes on from a gradient where it is `started`."""
+    runs = [(*place, group) for (dy, x), group in zip(operands, groups) for place in _runs(dy, x)]
+    rows, before, count = [], 0 if started else None, 1 + groups[-1]
+    for (*place, group), after in zip(runs, [*(run[-1] for run in runs[1:]), None]):
+        rows.append((*place, level(group), group != before, additions(group, parts=count) if group != after else 0))
+        before = group
+    return np.array(rows, np.int64)
+
+
+def _in_one_pass(parts, groups, start, state, first, last, options):
+    weight, m, v, hyper = state
+    packed, (outputs, channels) = weight.packed, weight.shape
+    operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in parts]
+    table = _table(operands, groups, start is not None)
+    steps, totals = [ceiling(count, 32) // 32 for count in table[:, _TOKENS].tolist()], 1 + int(table[:, _TOTAL].max())
+    band_rows, band_columns = _plan(max(steps), channels, totals)
+    sums_step = ceiling(channels, 32) * 4 + 64
+    total_step = band_rows * sums_step
+    places = scratch(
+        band_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, totals * total_step
+    )
+    plan = *places, total_step, sums_step, band_rows, band_columns
+    arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
+    scalars, sizes = np.array(step_scalars(hyper, **options), FLOAT32), (outputs, channels, first, last)
+    _update(table, *arrays, packed.forward, packed.backward, scalars, int(unit()), sizes, plan)
+
+
+def linear_update(
+    parts: Sequence[Sequence[np.ndarray]],
+    groups: Sequence[int],
+    start: np.ndarray | None,
+    state: tuple[TrainedWeight, np.ndarray, np.ndarray, np.ndarray],
+    first: int,
+    last: int,
+    **options: float,
+) -> None:
+    """Update rows first ... last - 1 of a linear layer's weight by AdamW, in place, straight from dy and x.
+
+    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight: the same bits as these three in a row
+
+    parts    pairs of dy and x, in the order in which their rows are summed
+    groups   of each part the group whose total it enters, see `kernels.totals`; the first one goes on from start
+    start    these rows of the gradient that the sum goes on from, or None
+    state    weight, m, v (whole), hyper
+    options  of adamw_inplace
+
+    Shapes   dy (..., O), x (..., C), start (last - first, C), weight, m, v (O, C), hyper (3,) float64
+    Dtype    float32; dy and x are rounded
+    Cost     2 O C operations a token, 28 bytes a number; the gradient stays in the second cache, some rows at a time
+    Errors   TypeError for other dtypes; ValueError when shapes or groups do not fit, rows do not begin and end at
+             multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another unit's layout
+    """
+    _check("bfloat16.linear_update", parts, groups, start, state, first, last)
+    in_one_pass = state[0].packed.in_tiles and all(dy.size for dy, _ in parts)
+    (_in_one_pass if in_one_pass else _in_two_steps)(parts, groups, start, state, first, last, options)

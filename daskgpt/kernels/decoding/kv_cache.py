@@ -1,0 +1,132 @@
+"""Attention of one query over kept keys and values.
+
+A head's keys lie in groups of 64 positions, channel by channel, so that 64 scores are summed beside each other; its
+values lie position by position, with zeros up to a multiple of 16 channels. Both are read from one end to the other.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numba.core import cgutils
+
+from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.decoding.gemv import either
+from daskgpt.kernels.simd.lanes import (
+    F32,
+    HALVES,
+    LANES,
+    REALS,
+    address_of,
+    constant,
+    fma,
+    instruction,
+    load,
+    splat,
+    store,
+    whole,
+    widen,
+    write,
+    write_real,
+)
+from daskgpt.kernels.simd.math import exp, maximum
+from daskgpt.kernels.simd.reductions import sum_of
+
+GROUP = 64  # positions of keys
+
+
+def _sums(builder: Any, values: list[Any], vectors: int, halves: bool) -> None:
+    """out = sum over i of factor i times row i, of `vectors` times 16 numbers; row i lies at rows + i pitch."""
+    factors, rows, pitch, count, out = values
+    kind, size = (HALVES, 2) if halves else (REALS, 4)
+    totals = [cgutils.alloca_once(builder, REALS) for _ in range(vectors)]
+    for total in totals:
+        builder.store(constant(REALS, 0.0), total)
+    with cgutils.for_range(builder, count) as loop:
+        factor = splat(builder, load(builder, factors, builder.shl(loop.index, whole(2)), F32))
+        row = builder.add(rows, builder.mul(loop.index, pitch))
+        for number, total in enumerate(totals):
+            found = load(builder, row, number * LANES * size, kind)
+            real = widen(builder, found) if halves else found
+            builder.store(fma(builder, factor, real, builder.load(total)), total)
+    for number, total in enumerate(totals):
+        store(builder, builder.load(total), out, number * LANES * 4)
+
+
+def _of(vectors: int) -> Any:
+    @instruction("n n n n n n")
+    def sums(builder, halves, factors, rows, pitch, count, out):
+        either(builder, halves, lambda chosen: _sums(builder, [factors, rows, pitch, count, out], vectors, chosen))
+
+    return sums
+
+
+_four, _one = _of(4), _of(1)
+
+
+@helper
+def _nearest_half(value):
+    """The bfloat16 nearest to a float32 number, as its 16 bits; ties to even, NaN stays NaN."""
+    bits = np.uint32(np.float32(value).view(np.uint32))
+    if value != value:
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@helper
+def keep(halves, numbers, first, last, row, keys, values, sizes):
+    """Keep the new keys and values among numbers first .. last - 1 of a token's queries, keys and values.
+
+    row           text, position, token
+    keys, values  addresses of those of a block
+    sizes         channels, heads, vocabulary, capacity, width
+    """
+    channels, capacity, width = sizes[0], sizes[3], sizes[4]
+    head_size, text, position = channels // sizes[1], row[0], row[1]
+    o = max(first, channels)
+    while o < last:
+        c = (o - channels) % channels
+        number, inner = text * sizes[1] + c // head_size, c % head_size
+        end = min(last, o + head_size - inner)
+        if o < 2 * channels:
+            place, step = keys, GROUP
+            index = (number * capacity + position // GROUP * GROUP) * head_size + inner * GROUP + position % GROUP
+        else:
+            place, step, index = values, 1, (number * capacity + position) * width + inner
+        for i in range(o, end):
+            if halves:
+                write(place, index, _nearest_half(numbers[i]))
+            else:
+                write_real(place, index, numbers[i])
+            index += step
+        o = end
+
+
+@helper
+def attend(halves, query, head_keys, head_values, head_size, width, limit, scores, out):
+    """Attention of one head's query over the first `limit` positions, into `out`, a row of `width` numbers.
+
+    query    address of head_size float32 numbers
+    scores   a row to work in, of limit numbers up to the next multiple of 64
+    """
+    size = 2 if halves else 4
+    place = address_of(scores)
+    for first in range(0, limit, GROUP):
+        keys = head_keys + first * head_size * size
+        # Sums over channels: the query's are the factors, the rows 64 keys' numbers of one channel.
+        _four(halves, query, keys, GROUP * size, head_size, place + 4 * first)
+    scale = np.float32(1) / np.float32(math.sqrt(np.float32(head_size)))
+    top = scale * maximum(scores[:limit])
+    for j in range(limit):
+        scores[j] = exp(scale * scores[j] - top)
+    inverse = np.float32(1) / sum_of(scores[:limit])
+    c = 0
+    while c < width:  # sums over positions: the probabilities are the factors, the rows values
+        if c + GROUP <= width:
+            _four(halves, place, head_values + c * size, width * size, limit, address_of(out) + 4 * c)
+            c += GROUP
+        else:
+            _one(halves, place, head_values + c * size, width * size, limit, address_of(out) + 4 * c)
+            c += LANES
+    for c in range(width):
+        out[c] *= inverse

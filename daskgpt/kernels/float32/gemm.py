@@ -1,0 +1,445 @@
+"""Float32 matrix product in vector registers, with cblas_sgemm's interface.
+
+What differs from a library's product: a transformer multiplies few rows by large weights that come from memory, so a
+weight should be touched once, and meanwhile the next part of it should be on its way. Every tile of sums fetches its
+share of what comes next into the second cache; later tiles pack it, or read it where it lies.
+
+    b transposed   y = x Wᵀ    few rows: W's rows stream past the packed columns of xᵀ, and the sums are turned to y
+                               many rows: the rows of x stream past the packed columns of Wᵀ
+    none           dx = dy W   the rows of dy stay in the cache, W's columns are packed while the ones before them work
+    a transposed   dW = dyᵀ x  strips of dy's columns stream past packed columns of x
+
+A sum starts at beta times what is there and runs over all steps in order, with one rounding a step. Nothing else
+decides its bits: not the tile, the other rows and columns, the transposes, alignment or thread, nor how the summed axis
+is cut into products that go on from one another (beta 1).
+"""
+
+import functools
+from typing import NamedTuple
+
+import llvmlite.binding
+import numpy as np
+
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.compilation import helper, kernel
+from daskgpt.kernels.float32 import tiles
+from daskgpt.kernels.float32.tiles import LANES, LINE, ROWS, VECTOR, WIDTH
+from daskgpt.kernels.simd.lanes import has_fma, read_real, write_real
+from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
+
+# Steps of the summed axis that are packed at once.
+DEPTH = 384
+# Columns of the right operand that are packed at once, and rows of the left one that stay in the second cache.
+COLUMNS, BAND = 768, 384
+# Rows of a transposed result that are turned at once, and the bytes from row to row.
+GROUP, GROUP_STEP = 32, (COLUMNS + LANES) * 4
+
+PANELS, STRIP, _TILE = DEPTH * COLUMNS * 4, 2 * DEPTH * VECTOR, GROUP * GROUP_STEP
+SCRATCH = PANELS + STRIP + _TILE + PAGE
+
+
+class Work(NamedTuple):
+    """What every part of one product needs: the code, and three places of the scratch memory."""
+
+    functions: int
+    panels: int
+    strip: int
+    tile: int
+
+
+@helper
+def panel_width(columns):
+    """Vectors of the next panel: three, but four vectors are better cut into two and two."""
+    vectors = (columns + LANES - 1) // LANES
+    return WIDTH if vectors == 3 or vectors > 4 else min(vectors, 2)
+
+
+@helper
+def count_panels(columns):
+    count = 0
+    while columns > 0:
+        columns -= panel_width(columns) * LANES
+        count += 1
+    return count
+
+
+@helper
+def panel_at(panels, steps, column):
+    """Where the packed panel of this column starts; its last rows may be empty."""
+    return panels + (steps + LANES - 1) // LANES * VECTOR * column
+
+
+@helper
+def plan_ahead(rows, lines, step, calls, steps):
+    """How `calls` tiles share the fetching of rows of `lines` cache lines.
+
+    A tile's rows, its lines every 16 steps, lines, step.
+    """
+    each = (rows + calls - 1) // calls
+    times = max(steps // LINE, 1)
+    return each, (each * lines + times - 1) // times, lines, step
+
+
+@helper
+def share_ahead(plan, start, call):
+    """What this tile fetches of the rectangle at `start`."""
+    each, count, lines, step = plan
+    return start + call * each * step, count, lines, step
+
+
+@helper
+def _copy_part(source, source_step, target, target_step, rows, columns):
+    for row in range(rows):
+        for column in range(columns):
+            write_real(target + row * target_step, column, read_real(source + row * source_step, column))
+
+
+@helper
+def multiply_rows(work, kind, rows, width, steps, left, right, packed, c, columns, ahead, beta):
+    """Up to 8 rows of one panel. Operands are pairs of an address and a step."""
+    (a, a_step), (b, b_step), (at, step) = left, right, c
+    start, count, lines, ahead_step = ahead
+    whole = columns >= width * LANES
+    size = ROWS
+    while rows > 0:
+        while size > rows:
+            size //= 2
+        to, to_step = (at, step) if whole else (work.tile, GROUP_STEP)
+        if not whole and beta != 0:
+            _copy_part(at, step, to, to_step, size, columns)
+        operands = a, a_step, b, b_step, packed, to, to_step
+        tiles.multiply(work.functions, kind, size, width, steps, operands, start, count, lines, ahead_step, beta)
+        if not whole:
+            _copy_part(to, to_step, at, step, size, columns)
+        a += size * 4 if kind == tiles.BY_COLUMNS else size * a_step
+        at += size * step
+        rows -= size
+
+
+@helper
+def _pack_transposed(work, panel, right, width, steps, columns):
+    """One panel of an operand whose columns are contiguous."""
+    at, step = right
+    for part in range(width):
+        exist = columns - part * LANES
+        source = at + part * LANES * step
+        for first in range(0, steps, LANES):
+            operands = source + first * 4, step, exist, steps - first
+            target = panel + (first * width + part) * VECTOR
+            tiles.transpose(work.functions, operands, target, width * VECTOR, LANES, LANES, np.float32(0))
+
+
+@helper
+def pack(work, panels, right, transposed, steps, columns):
+    """The right operand as panels: one after the other, each with rows of 1 to 3 vectors."""
+    at, step = right
+    done = 0
+    while done < columns:
+        width, panel = panel_width(columns - done), panel_at(panels, steps, done)
+        if transposed:
+            _pack_transposed(work, panel, (at + done * step, step), width, steps, columns - done)
+        else:
+            tiles.copy_rows(work.functions, width, at + done * 4, step, steps, columns - done, panel)
+        done += width * LANES
+
+
+@helper
+def copy_strip(work, plan, source, columns, steps, call, strip):
+    """Copy the rows of a strip, 16 columns of a transposed left operand, that tile `call` has fetched."""
+    each, _, _, step = plan
+    first, last = min(call * each, steps), min((call + 1) * each, steps)
+    if last > first and columns > 0:
+        place = strip + first * ROWS * 4
+        tiles.copy_halves(work.functions, source + first * step, step, last - first, columns, place, steps * ROWS * 4)
+
+
+@helper
+def pack_share(work, plan, width, right, columns, steps, call, panel):
+    """Pack what a tile has fetched."""
+    each, _, _, step = plan
+    first = call * each
+    if first < steps:
+        source, target = right + first * step, panel + first * width * VECTOR
+        tiles.copy_rows(work.functions, width, source, step, min(each, steps - first), columns, target)
+
+
+# Attention's products: so few steps, and so many numbers of the left operand, are not worth any packing.
+_SHORT, _SMALL = 64, 8192
+# Rows, and numbers of the result, below which it may be written by columns.
+_FEW, _RESIDENT = 192, 2**20
+
+
+@helper
+def _turn(work, rows, columns, c, out):
+    """Columns of the result as rows of the tile, or, with `out`, back."""
+    at, step = c
+    for row in range(0, rows, LANES):
+        for column in range(0, columns, LANES):
+            down, right = min(LANES, rows - row), min(LANES, columns - column)
+            tile, place = work.tile + row * GROUP_STEP + column * 4, at + column * step + row * 4
+            if out:
+                tiles.transpose(
+                    work.functions, (tile, GROUP_STEP, down, right), place, step, right, down, np.float32(0)
+                )
+            else:
+                operands = place, step, right, down
+                tiles.transpose(work.functions, operands, tile, GROUP_STEP, LANES, LANES, np.float32(0))
+
+
+@helper
+def _sum_group(work, rows, columns, steps, left, panels, following, beta):
+    """A few rows of the left operand meet all packed columns. following: the rows after them."""
+    a, a_step = left
+    plan = plan_ahead(ROWS, (steps + LINE - 1) // LINE, a_step, count_panels(columns), steps)
+    for row in range(0, rows, ROWS):
+        source = a + row * a_step
+        start = source + ROWS * a_step if row + ROWS < rows else following
+        done = call = 0
+        while done < columns:
+            width, ahead = panel_width(columns - done), share_ahead(plan, start, call)
+            right = panel_at(panels, steps, done), width * VECTOR
+            sums = work.tile + row * GROUP_STEP + done * 4, GROUP_STEP
+            some, full = min(ROWS, rows - row), width * LANES
+            multiply_rows(work, tiles.BY_ROWS, some, width, steps, (source, a_step), right, 0, sums, full, ahead, beta)
+            done += width * LANES
+            call += 1
+
+
+@helper
+def _sum_columns(work, rows, columns, k, left, c, beta):
+    """The transposed result, a group of its rows at a time, each over all steps."""
+    (a, a_step), (at, step) = left, c
+    padded = (columns + LANES - 1) // LANES * LANES
+    for group in range(0, rows, GROUP):
+        count, source, sums = min(GROUP, rows - group), a + group * a_step, (at + group * 4, step)
+        if beta != 0:
+            _turn(work, count, columns, sums, False)
+        for start in range(0, max(k, 1), DEPTH):
+            steps, panels = min(DEPTH, k - start), work.panels + start * padded * 4
+            scale = beta if start == 0 else np.float32(1)
+            following = source + (start + DEPTH) * 4 if start + DEPTH < k else source + count * a_step
+            rows_of_a = source + start * 4, a_step
+            _sum_group(work, count, columns, steps, rows_of_a, panels, following, scale)
+        _turn(work, count, columns, sums, True)
+
+
+@helper
+def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
+    """LANES rows of the result: their strip, already copied, meets all packed columns.
+
+    Every other tile copies what the one before it has fetched of the next strip, and fetches more; the tiles between
+    them fetch the result's next rows.
+    """
+    (a, a_step), (at, step) = left, c
+    half = (count_panels(columns) + 1) // 2
+    plan, plan_of_sums = plan_ahead(steps, 1, a_step, 2 * half, steps), plan_ahead(ROWS, 2 * WIDTH, step, 1, steps)
+    following = a + VECTOR
+    for row in range(0, min(rows, LANES), ROWS):
+        source = strip + row * steps * 4, ROWS * 4
+        done = call = 0
+        while done < columns:
+            width, share = panel_width(columns - done), call // 2 + row // ROWS * half
+            sums = at + row * step + done * 4
+            if call % 2 == 1:
+                ahead = share_ahead(plan_of_sums, sums + ROWS * step - WIDTH * VECTOR, 0)
+            else:
+                ahead = share_ahead(plan, following, share)
+                if share > 0:
+                    copy_strip(work, plan, following, rows - LANES, steps, share - 1, other)
+            some, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
+            multiply_rows(
+                work, tiles.BY_COLUMNS, some, width, steps, source, right, 0, (sums, step), columns - done, ahead, beta
+            )
+            done += width * LANES
+            call += 1
+    copy_strip(work, plan, following, rows - LANES, steps, 2 * half - 1, other)
+
+
+@helper
+def _sum_strips(work, rows, columns, steps, left, c, beta):
+    """The left operand is transposed: strips of LANES of its columns meet all packed columns of the right one."""
+    (a, a_step), (at, step) = left, c
+    copy_strip(work, plan_ahead(steps, 1, a_step, 1, steps), a, rows, steps, 0, work.strip)
+    for row in range(0, rows, LANES):
+        odd = row // LANES % 2
+        strip, other = work.strip + odd * DEPTH * VECTOR, work.strip + (1 - odd) * DEPTH * VECTOR
+        place, sums = (a + row * 4, a_step), (at + row * step, step)
+        _sum_strip(work, rows - row, columns, steps, place, strip, other, sums, beta)
+
+
+@helper
+def _sum_rows(work, rows, columns, steps, left, c, beta):
+    """Rows of the left operand stream past all packed columns.
+
+    Of the tiles of ROWS rows, every other fetches the next ones, those between them the result's.
+    """
+    (a, a_step), (at, step) = left, c
+    half, lines = (count_panels(columns) + 1) // 2, (steps + LINE - 1) // LINE
+    plan, plan_of_sums = plan_ahead(ROWS, lines, a_step, half, steps), plan_ahead(ROWS, 2 * WIDTH, step, 1, steps)
+    for row in range(0, rows, ROWS):
+        source = a + row * a_step
+        done = call = 0
+        while done < columns:
+            width = panel_width(columns - done)
+            sums = at + row * step + done * 4
+            ahead = share_ahead(plan, source + ROWS * a_step, call // 2)
+            if call % 2 == 1:
+                ahead = share_ahead(plan_of_sums, sums + ROWS * step - WIDTH * VECTOR, 0)
+            some, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
+            own, rest, kind = (source, a_step), columns - done, tiles.BY_ROWS
+            multiply_rows(work, kind, some, width, steps, own, right, 0, (sums, step), rest, ahead, beta)
+            done += width * LANES
+            call += 1
+
+
+@helper
+def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c, beta):
+    """All rows of one panel of columns. While they are multiplied, the next panel is fetched and packed, tile by tile.
+
+    Only the first panel is not packed yet: its first tile of rows leaves it packed.
+    """
+    (a, a_step), (b, b_step), (at, step) = left, right, c
+    calls = (rows + ROWS - 1) // ROWS
+    more, following = columns - width * LANES, b + width * VECTOR
+    other, next_width = 2 * work.panels + DEPTH * WIDTH * VECTOR - panel, panel_width(more)
+    plan = plan_ahead(steps, next_width, b_step, calls, steps)
+    fuses = not packed and rows > ROWS and more >= 0
+    if not packed and not fuses:
+        tiles.copy_rows(work.functions, width, b, b_step, steps, columns, panel)
+    for call in range(calls):
+        row = call * ROWS
+        ahead = a, 0, 1, 0
+        if more > 0:
+            ahead = share_ahead(plan, following, call)
+        kind, source = tiles.BY_ROWS, (panel, width * VECTOR)
+        if fuses and call == 0:
+            kind, source = tiles.BY_ROWS_PACKING, right
+        some, rows_of_a, sums = min(ROWS, rows - row), (a + row * a_step, a_step), (at + row * step, step)
+        multiply_rows(work, kind, some, width, steps, rows_of_a, source, panel, sums, columns, ahead, beta)
+        if more > 0 and call > 0:
+            pack_share(work, plan, next_width, following, more, steps, call - 1, other)
+    if more > 0:
+        pack_share(work, plan, next_width, following, more, steps, calls - 1, other)
+
+
+@helper
+def _sum_panels(work, rows, columns, steps, left, right, c, beta):
+    """Nothing is transposed: the left operand stays in the second cache, panels of the right one stream past."""
+    (b, b_step), (at, step) = right, c
+    done = call = 0
+    while done < columns:
+        width = panel_width(columns - done)
+        panel = work.panels + call % 2 * DEPTH * WIDTH * VECTOR
+        place, sums = (b + done * 4, b_step), (at + done * 4, step)
+        _sum_panel(work, rows, width, steps, left, place, done > 0, panel, columns - done, sums, beta)
+        done += width * LANES
+        call += 1
+
+
+@helper
+def _by_turned_columns(work, transposed, m, n, k, left, right, c, beta):
+    """The right operand is packed, as many steps at once as there is room for: each time the result is turned."""
+    (a, a_step), (b, b_step), (at, step) = left, right, c
+    most = COLUMNS if k <= DEPTH else COLUMNS // 2
+    for first in range(0, n, most):
+        count = min(most, n - first)
+        padded = (count + LANES - 1) // LANES * LANES
+        depth = COLUMNS // padded * DEPTH
+        for start in range(0, max(k, 1), depth):
+            span = min(depth, k - start)
+            for inner in range(start, start + span, DEPTH):
+                place = b + (first * b_step + inner * 4 if transposed else inner * b_step + first * 4)
+                panels, steps = work.panels + (inner - start) * padded * 4, min(DEPTH, k - inner)
+                pack(work, panels, (place, b_step), transposed, steps, count)
+            scale = beta if start == 0 else np.float32(1)
+            _sum_columns(work, m, count, span, (a + start * 4, a_step), (at + first * step, step), scale)
+
+
+@helper
+def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, beta):
+    """The right operand is packed, COLUMNS columns and DEPTH steps at a time."""
+    (a, a_step), (b, b_step), (at, step) = left, right, c
+    for first in range(0, n, COLUMNS):
+        count, sums = min(COLUMNS, n - first), (at + first * 4, step)
+        for start in range(0, max(k, 1), DEPTH):
+            steps = min(DEPTH, k - start)
+            scale = beta if start == 0 else np.float32(1)
+            place = b + (first * b_step + start * 4 if transposed else start * b_step + first * 4)
+            pack(work, work.panels, (place, b_step), transposed, steps, count)
+            if by_columns:
+                _sum_strips(work, m, count, steps, (a + start * a_step, a_step), sums, scale)
+            else:
+                _sum_rows(work, m, count, steps, (a + start * 4, a_step), sums, scale)
+
+
+@helper
+def _in_place(work, by_columns, m, n, k, left, right, c, beta):
+    """A small product of whole panels: nothing is packed, nothing fetched ahead."""
+    (a, a_step), (b, b_step), (at, step) = left, right, c
+    kind = tiles.BY_COLUMNS if by_columns else tiles.BY_ROWS
+    down = 4 if by_columns else a_step
+    for done in range(0, n, 2 * LANES):
+        for row in range(0, m, ROWS):
+            sums = at + row * step + done * 4, step
+            rows, columns = (a + row * down, a_step), (b + done * 4, b_step)
+            ahead = a, 0, 1, 0
+            some = min(ROWS, m - row)
+            multiply_rows(work, kind, some, 2, k, rows, columns, 0, sums, 2 * LANES, ahead, beta)
+
+
+@helper
+def _by_panels(work, m, n, k, left, right, c, beta):
+    (a, a_step), (b, b_step), (at, step) = left, right, c
+    for band in range(0, m, BAND):
+        count = min(BAND, m - band)
+        for start in range(0, max(k, 1), DEPTH):
+            steps = min(DEPTH, k - start)
+            scale = beta if start == 0 else np.float32(1)
+            rows, sums = (a + band * a_step + start * 4, a_step), (at + band * step, step)
+            _sum_panels(work, count, n, steps, rows, (b + start * b_step, b_step), sums, scale)
+
+
+def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    places = slots()
+    taken = take(places, SCRATCH)
+    panels = (taken + PAGE - 1) // PAGE * PAGE
+    work = Work(tiles.code(), panels, panels + PANELS, panels + PANELS + STRIP)
+    a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
+    # 111 is as it is, 112 transposed. The caller defines only the lower half of these two numbers.
+    a_transposed, b_transposed = a_order & 1 == 0, b_order & 1 == 0
+    if b_transposed:
+        # What is cheaper to turn: a and c, or b. A result that does not stay in the caches is written best by rows.
+        if a_transposed or ((n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)):
+            _by_turned_columns(work, not a_transposed, n, m, k, b_part, a_part, c_part, beta)
+        else:
+            _by_packed_columns(work, False, True, m, n, k, a_part, b_part, c_part, beta)
+    elif k <= _SHORT and m * k <= _SMALL and n % (2 * LANES) == 0:
+        _in_place(work, a_transposed, m, n, k, a_part, b_part, c_part, beta)
+    elif a_transposed:
+        _by_packed_columns(work, True, False, m, n, k, a_part, b_part, c_part, beta)
+    else:
+        _by_panels(work, m, n, k, a_part, b_part, c_part, beta)
+    give_back(places, taken)
+
+
+# Other kernels call it by its address, as a C function. It does not compile without fused multiply-adds.
+_SGEMM = kernel("n n n n n n s n n n n s n n")(_sgemm) if has_fma() else None
+
+
+@functools.cache
+def address() -> int:
+    """Address of a function with cblas_sgemm's arguments, whole numbers in 64 bits; compiled at the first call.
+
+    c = beta c + a b, row-major; alpha has to be 1 and is not looked at
+
+    Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
+    Dtype    float32
+    Cost     2 m n k operations; 1.3 MB of scratch for every thread that is in a product at the same time
+    Source   Goto and van de Geijn 2008, 10.1145/1356052.1356053; Van Zee and van de Geijn 2015, 10.1145/2764454
+    Errors   RuntimeError on a processor without fused multiply-adds of vectors
+    """
+    if _SGEMM is None or not has_fma():
+        rule = "the processor must have fused multiply-adds of vectors (AVX2 and FMA, or NEON)"
+        got = {"processor": llvmlite.binding.get_host_cpu_name()}
+        raise refusal(RuntimeError, "sgemm", rule, got, "Set DASKGPT_BLAS=numpy, or unset it.")
+    return _SGEMM.address()

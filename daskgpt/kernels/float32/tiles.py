@@ -1,0 +1,283 @@
+"""Code of the float32 product: tiles of sums in vector registers, copies and transposes, and a table of it all.
+
+The functions stand in a table, and what calls them gets its address: Numba compiles a helper with everything that it
+calls, and these would be compiled once more for every helper. On a processor without fused multiply-adds the table is
+empty; `gemm` sees to it that it is not used. Addresses and distances are in bytes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from daskgpt.kernels.simd import lanes
+
+# By the registers of the processor that code is compiled for. 32 registers of 16 numbers (AVX-512): a tile of 8 rows
+# and 3 vectors. 16 registers of 8 (AVX2), and 32 of 4, which LLVM makes the same vectors of (NEON): 4 rows and 3
+# vectors. Sums, a row of the right operand and a number of the left one then fill the registers. No bit of a product
+# depends on it.
+LANES = 16 if lanes.has_avx512() else 8
+VECTOR = 4 * LANES
+REALS, MASK = ir.VectorType(lanes.F32, LANES), ir.VectorType(lanes.I1, LANES)
+# Rows and vectors of the largest tile.
+ROWS, WIDTH = LANES // 2, 3
+# Numbers in a cache line: so many steps are between two looks ahead.
+LINE = 16
+
+
+def _row_masks(builder: Any, rows: Any, columns: Any) -> list[Any]:
+    """For each row of a square: its first `columns` lanes if it is one of the first `rows`, else none."""
+    mask, nothing = lanes.below(builder, columns, lanes=LANES), lanes.constant(MASK, 0)
+    return [builder.select(builder.icmp_signed("<", lanes.whole(row), rows), mask, nothing) for row in range(LANES)]
+
+
+def transpose_body(builder: Any, *arguments: Any) -> None:
+    source, step, rows, columns, target, target_step, target_rows, target_columns, beta = arguments
+    source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
+    sources, targets = (
+        [lanes.at(builder, start, builder.mul(step, lanes.whole(row)), lanes.I8) for row in range(LANES)]
+        for start, step in ((source, step), (target, target_step))
+    )
+    missing = builder.icmp_signed("<", rows, lanes.whole(LANES))
+    for count in (columns, target_rows, target_columns):
+        missing = builder.or_(missing, builder.icmp_signed("<", count, lanes.whole(LANES)))
+    with builder.if_else(missing) as (edge, inside):
+        with edge:
+            masks, target_masks = _row_masks(builder, rows, columns), _row_masks(builder, target_rows, target_columns)
+            _transpose_patch(builder, sources, targets, masks, target_masks, beta)
+        with inside:
+            masks = [lanes.constant(MASK, 1)] * LANES
+            _transpose_patch(builder, sources, targets, masks, masks, beta)
+
+
+def _transpose_patch(
+    builder: Any, sources: list[Any], targets: list[Any], masks: list[Any], target_masks: list[Any], beta: Any
+) -> None:
+    values = lanes.transposed(
+        builder, [lanes.load_masked(builder, row, 0, mask, REALS) for row, mask in zip(sources, masks, strict=True)]
+    )
+    parts = list(zip(targets, target_masks, values, strict=True))
+    with builder.if_else(builder.fcmp_ordered("==", beta, ir.Constant(lanes.F32, 0.0))) as (write, add):
+        with write:
+            for place, mask, value in parts:
+                lanes.store_masked(builder, value, place, 0, mask)
+        with add:
+            scale = lanes.splat(builder, beta, LANES)
+            for place, mask, value in parts:
+                old = builder.fmul(lanes.load_masked(builder, place, 0, mask, REALS), scale)
+                lanes.store_masked(builder, builder.fadd(old, value), place, 0, mask)
+
+
+def copy_body(width: int) -> Callable[..., None]:
+    def body(builder: Any, source: Any, step: Any, rows: Any, columns: Any, target: Any) -> None:
+        source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
+        masks = [lanes.below(builder, columns, LANES * part, LANES) for part in range(width)]
+        with cgutils.for_range(builder, rows) as loop:
+            start, end = builder.mul(loop.index, step), builder.mul(loop.index, lanes.whole(VECTOR * width))
+            for part in range(width):
+                value = lanes.load_masked(
+                    builder, source, builder.add(start, lanes.whole(VECTOR * part)), masks[part], REALS
+                )
+                lanes.store(builder, value, target, builder.add(end, lanes.whole(VECTOR * part)))
+
+    return body
+
+
+def copy_halves_body(builder: Any, *arguments: Any) -> None:
+    source, step, rows, columns, target, distance = arguments
+    source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
+    mask, half = lanes.below(builder, columns, lanes=LANES), LANES // 2
+    with cgutils.for_range(builder, rows) as loop:
+        value = lanes.load_masked(builder, source, builder.mul(loop.index, step), mask, REALS)
+        place = builder.mul(loop.index, lanes.whole(VECTOR // 2))
+        for first in (0, half):
+            lanes.store(builder, lanes.shuffle(builder, value, value, list(range(first, first + half))), target, place)
+            place = builder.add(place, distance)
+
+
+# How a tile reads its left operand.
+BY_ROWS, BY_COLUMNS, BY_ROWS_PACKING = 0, 1, 2
+_ROWS = tuple(rows for rows in (1, 2, 4, 8) if rows <= ROWS)
+_WIDTHS = (1, 2, 3)
+_UNROLL = 4
+
+_TILE_KINDS, _TRANSPOSE_KINDS = [lanes.I64] * 12 + [lanes.F32], [lanes.I64] * 8 + [lanes.F32]
+_COPY_KINDS, _HALVES_KINDS = [lanes.I64] * 5, [lanes.I64] * 6
+
+
+def function(module: Any, name: str, kinds: list[Any], body: Callable[..., None]) -> Any:
+    """The module's own function of this name, made at its first use."""
+    found = module.globals.get(name)
+    if found is None:
+        found = ir.Function(module, ir.FunctionType(lanes.VOID, kinds), name)
+        found.linkage = "internal"
+        found.attributes.add("noinline")
+        builder = ir.IRBuilder(found.append_basic_block("entry"))
+        body(builder, *found.args)
+        builder.ret_void()
+    return found
+
+
+class _Tile:
+    """Code of rows x (LANES width) sums, which go on from beta * what was there: + left @ right, step by step.
+
+    A left operand by rows has its summed axis contiguous, one by columns its rows; left_step is the distance along the
+    other axis. A tile that packs also leaves the right operand's vectors behind, one after the other.
+    """
+
+    def __init__(self, kind: int, rows: int, width: int) -> None:
+        self.by_columns, self.packs, self.rows, self.width = kind == BY_COLUMNS, kind == BY_ROWS_PACKING, rows, width
+        self.name = f"sgemm_tile_{kind}_{rows}_{width}"
+        self.places = [(row, part) for row in range(rows) for part in range(width)]
+
+    def function(self, module: Any) -> Any:
+        return function(module, self.name, _TILE_KINDS, self._body)
+
+    def _body(self, builder: Any, *arguments: Any) -> None:
+        self.builder = builder
+        steps, left, self.left_step, right, self.right_step, packed, total, total_step, *rest = arguments
+        ahead, ahead_count, ahead_lines, ahead_step, beta = rest
+        self.left, self.right, self.packed = (
+            cgutils.alloca_once_value(builder, builder.inttoptr(address, lanes.POINTER))
+            for address in (left, right, packed)
+        )
+        self.ahead, self.line = (cgutils.alloca_once_value(builder, value) for value in (ahead, ahead_lines))
+        sums, total = self._addresses_of_sums(total_step), builder.inttoptr(total, lanes.POINTER)
+        self._start(sums, total, beta)
+        with cgutils.for_range(builder, builder.lshr(steps, lanes.whole(4))):
+            self._look_ahead(ahead_count, ahead_lines, ahead_step)
+            with cgutils.for_range(builder, lanes.whole(LINE // _UNROLL)):
+                self._multiply(_UNROLL)
+        with cgutils.for_range(builder, builder.and_(steps, lanes.whole(LINE - 1))):
+            self._multiply(1)
+        for place, variable in self.sums.items():
+            lanes.store(builder, builder.load(variable), total, sums[place])
+
+    def _addresses_of_sums(self, step: Any) -> dict[tuple[int, int], Any]:
+        """The distance of every vector of sums from the first."""
+        builder = self.builder
+        rows = [builder.mul(step, lanes.whole(row)) for row in range(self.rows)]
+        return {(row, part): builder.add(rows[row], lanes.whole(VECTOR * part)) for row, part in self.places}
+
+    def _start(self, sums: dict[tuple[int, int], Any], total: Any, beta: Any) -> None:
+        """The sums' first values: that a sum goes on where it was is what makes its bits the same however it is cut."""
+        builder, zero = self.builder, lanes.constant(REALS, 0.0)
+        self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
+        scale = lanes.splat(builder, beta, LANES)
+        with builder.if_then(builder.fcmp_unordered("!=", beta, lanes.constant(lanes.F32, 0.0))):
+            for place, variable in self.sums.items():
+                builder.store(builder.fmul(lanes.load(builder, total, sums[place], REALS), scale), variable)
+
+    def _move(self, variable: Any, offset: Any) -> None:
+        self.builder.store(lanes.at(self.builder, self.builder.load(variable), offset, lanes.I8), variable)
+
+    def _look_ahead(self, count: Any, lines: Any, step: Any) -> None:
+        """Fetch the next `count` lines of a rectangle of `lines` lines a row."""
+        builder = self.builder
+        beyond = builder.sub(step, builder.shl(lines, lanes.whole(6)))
+        with cgutils.for_range(builder, count):
+            place, line = builder.load(self.ahead), builder.sub(builder.load(self.line), lanes.whole(1))
+            lanes.prefetch(builder, place)
+            last = builder.icmp_signed("==", line, lanes.whole(0))
+            place = builder.add(place, builder.select(last, builder.add(beyond, lanes.whole(64)), lanes.whole(64)))
+            builder.store(place, self.ahead)
+            builder.store(builder.select(last, lines, line), self.line)
+
+    def _multiply(self, count: int) -> None:
+        builder = self.builder
+        for step in range(count):
+            left, right = builder.load(self.left), builder.load(self.right)
+            columns = [lanes.load(builder, right, VECTOR * part, REALS) for part in range(self.width)]
+            if self.packs:
+                for part in range(self.width):
+                    lanes.store(builder, columns[part], builder.load(self.packed), VECTOR * part)
+                self._move(self.packed, lanes.whole(VECTOR * self.width))
+            for row in range(self.rows):
+                offset = lanes.whole(4 * row)
+                if not self.by_columns:
+                    offset = builder.add(builder.mul(self.left_step, lanes.whole(row)), lanes.whole(4 * step))
+                value = lanes.splat(builder, lanes.load(builder, left, offset, lanes.F32), LANES)
+                for part in range(self.width):
+                    place = self.sums[row, part]
+                    builder.store(lanes.fma(builder, value, columns[part], builder.load(place)), place)
+            if self.by_columns:
+                self._move(self.left, self.left_step)
+            self._move(self.right, self.right_step)
+        if not self.by_columns:
+            self._move(self.left, lanes.whole(4 * count))
+
+
+# Where the functions stand in the table.
+_TRANSPOSE, _COPY_HALVES = 0, 4
+
+
+def _number(kind: Any, rows: Any, width: Any) -> Any:
+    """Of a tile; 1, 2 and 3 copy rows of so many vectors."""
+    return kind * 64 + rows * 4 + width
+
+
+def _functions(module: Any) -> Iterator[tuple[int, Any]]:
+    yield _TRANSPOSE, function(module, "sgemm_transpose", _TRANSPOSE_KINDS, transpose_body)
+    yield _COPY_HALVES, function(module, "sgemm_copy_halves", _HALVES_KINDS, copy_halves_body)
+    for width in _WIDTHS:
+        yield width, function(module, f"sgemm_copy_{width}", _COPY_KINDS, copy_body(width))
+        for rows in _ROWS:
+            for kind in (BY_ROWS, BY_COLUMNS, BY_ROWS_PACKING)[: 3 if rows == ROWS else 2]:
+                yield _number(kind, rows, width), _Tile(kind, rows, width).function(module)
+
+
+@lanes.instruction("", "n")
+def code(builder):
+    """Address of the table of all functions; only what asks for it is compiled together with them."""
+    if not lanes.has_fma():
+        return lanes.whole(0)
+    functions = dict(_functions(builder.module))
+    kind = ir.ArrayType(lanes.POINTER, max(functions) + 1)
+    empty = ir.Constant(lanes.POINTER, None)
+    entries = [
+        functions[number].bitcast(lanes.POINTER) if number in functions else empty for number in range(kind.count)
+    ]
+    table = ir.GlobalVariable(builder.module, kind, "sgemm_code")
+    table.linkage, table.global_constant, table.initializer = "internal", True, ir.Constant(kind, entries)
+    return builder.ptrtoint(table, lanes.I64)
+
+
+def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: Sequence[Any]) -> None:
+    place = builder.add(table, builder.shl(number, lanes.whole(3)))
+    found = builder.load(builder.inttoptr(place, lanes.POINTER.as_pointer()))
+    builder.call(builder.bitcast(found, ir.FunctionType(lanes.VOID, kinds).as_pointer()), arguments)
+
+
+@lanes.instruction("n n n n n n7 n n n n s")
+def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta):
+    """`rows` (1, 2, 4 or 8) x LANES `width` (1, 2, 3) numbers at total = beta * those numbers + left @ right.
+
+    operands: left, left_step, right, right_step, where to pack the right one, total, total_step.
+    """
+    number = builder.add(builder.shl(kind, lanes.whole(6)), builder.add(builder.shl(rows, lanes.whole(2)), width))
+    values = [steps, *cgutils.unpack_tuple(builder, operands), ahead, ahead_count, ahead_lines, ahead_step, beta]
+    _call(builder, code, number, _TILE_KINDS, values)
+
+
+@lanes.instruction("n n4 n n n n s")
+def transpose(builder, code, operands, target, target_step, target_rows, target_columns, beta):
+    """LANES x LANES numbers at target = those at source, transposed, + beta * what was there.
+
+    operands: source, its step, rows and columns; beyond them it counts as zero. Beyond its own, target is not touched.
+    """
+    values = [*cgutils.unpack_tuple(builder, operands), target, target_step, target_rows, target_columns, beta]
+    _call(builder, code, lanes.whole(_TRANSPOSE), _TRANSPOSE_KINDS, values)
+
+
+@lanes.instruction("n n n n n n n")
+def copy_rows(builder, code, width, source, step, rows, columns, target):
+    """`rows` rows of LANES `width` numbers, one after the other at target; beyond `columns` of source they are zero."""
+    _call(builder, code, width, _COPY_KINDS, [source, step, rows, columns, target])
+
+
+@lanes.instruction("n n n n n n n")
+def copy_halves(builder, code, source, step, rows, columns, target, distance):
+    """`rows` rows of LANES numbers, half of each at target, half `distance` further; past `columns` zeros."""
+    values = [source, step, rows, columns, target, distance]
+    _call(builder, code, lanes.whole(_COPY_HALVES), _HALVES_KINDS, values)

@@ -1,0 +1,425 @@
+"""Updates of parameters: AdamW, momentum SGD, Muon, the outer step of local steps, and the norm that clips gradients.
+
+An update `NAME_inplace` writes over the weight and its moments; `NAME` leaves them as they are and returns new arrays
+of the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from daskgpt.kernels.arguments import check_output, check_shape, flat, into_new_arrays
+from daskgpt.kernels.compilation import helper, kernel
+from daskgpt.kernels.float32.blas import gemm, gemm_address, product
+from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.simd.math import fma
+from daskgpt.kernels.simd.reductions import dot
+
+
+def _check_state(where: str, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray) -> None:
+    """Raise ValueError unless the gradient is of the weight's shape, and weight and moments can be written over."""
+    check_shape(where, "gradient", gradient, weight.shape)
+    for name, array in {"weight": weight, **moments}.items():
+        check_output(where, name, array, weight.shape, weight.dtype)
+
+
+# Shared with the update in one pass with its gradient (`bfloat16.update`), which has the same bits.
+@helper
+def next_moment(moment, value, beta, keep):
+    return beta * moment + keep * value
+
+
+@helper
+def next_weight(weight, m, v, step):
+    return weight - step.rate * (m * step.m_scale / (math.sqrt(v * step.v_scale) + step.eps) + step.decay * weight)
+
+
+class Step(NamedTuple):
+    """What the numbers of a tensor have in common, in the order of `step_scalars`."""
+
+    rate: float
+    m_scale: float
+    v_scale: float
+    beta1: float
+    keep1: float
+    beta2: float
+    keep2: float
+    eps: float
+    decay: float
+
+
+@helper
+def step_of(scalars):
+    """The fields of a tuple or an array, by their names, for use inside kernels."""
+    rate, m_scale, v_scale = scalars[0], scalars[1], scalars[2]
+    beta1, keep1, beta2, keep2 = scalars[3], scalars[4], scalars[5], scalars[6]
+    return Step(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
+
+
+@kernel("w1 r1 w1 w1 f9")
+def _adamw(weight, gradient, m, v, scalars):
+    step = step_of(scalars)
+    for i in range(weight.size):
+        new_m = next_moment(m[i], gradient[i], step.beta1, step.keep1)
+        new_v = next_moment(v[i], gradient[i] * gradient[i], step.beta2, step.keep2)
+        m[i] = new_m
+        v[i] = new_v
+        weight[i] = next_weight(weight[i], new_m, new_v, step)
+
+
+def step_scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+    """The fields of a `Step`, as kernels take them."""
+    check_shape("adamw", "hyper", hyper, (3,))
+    rate, correction1, correction2 = hyper.tolist()
+    return rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
+
+
+def adamw_inplace(
+    weight: np.ndarray, gradient: np.ndarray, m: np.ndarray, v: np.ndarray, hyper: np.ndarray, **options: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Make one AdamW step with decoupled decay, written over weight, m and v, which are returned.
+
+    m' = beta1 m + (1 - beta1) g;  m̂ = m' / (1 - beta1^step)
+    v' = beta2 v + (1 - beta2) g²;  v̂ = v' / (1 - beta2^step)
+    weight' = weight - rate (m̂ / (sqrt(v̂) + eps) + weight_decay weight)
+    hyper = [rate, 1 - beta1^step, 1 - beta2^step]
+
+    options  beta1, beta2, eps, weight_decay
+
+    Shapes   weight, gradient, m, v of one shape, hyper (3,) float64 -> weight, m, v
+    Dtype    float32 or float64, one for all but hyper
+    Cost     7 arrays through memory
+    Source   Loshchilov and Hutter 2019, arXiv:1711.05101
+    Errors   ValueError when the shapes differ, or weight, m or v cannot be written
+    """
+    _check_state("adamw", weight, gradient, m=m, v=v)
+    _adamw(flat(weight), flat(gradient), flat(m), flat(v), step_scalars(hyper, **options))
+    return weight, m, v
+
+
+adamw = into_new_arrays(adamw_inplace)
+
+
+@kernel("w1 r1 w1 f f f")
+def _momentum(weight, gradient, m, rate, beta, decay):
+    for i in range(weight.size):
+        m[i] = beta * m[i] + gradient[i]
+        weight[i] = weight[i] - rate * (m[i] + decay * weight[i])
+
+
+def momentum_inplace(
+    weight: np.ndarray, gradient: np.ndarray, m: np.ndarray, hyper: np.ndarray, *, beta: float, weight_decay: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Make one step of momentum with decoupled decay, written over weight and m, which are returned.
+
+    m' = beta m + g;  weight' = weight - rate (m' + weight_decay weight);  hyper = [rate]
+
+    Shapes   weight, gradient, m of one shape, hyper (1,) float64 -> weight, m
+    Dtype    float32 or float64, one for all but hyper
+    Cost     5 arrays through memory
+    Source   Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"
+    Errors   ValueError when the shapes differ, or weight or m cannot be written
+    """
+    _check_state("momentum", weight, gradient, m=m)
+    check_shape("momentum", "hyper", hyper, (1,))
+    (rate,) = hyper.tolist()
+    _momentum(flat(weight), flat(gradient), flat(m), rate, beta, weight_decay)
+    return weight, m
+
+
+momentum = into_new_arrays(momentum_inplace)
+
+
+# Of Muon.
+_ITERATIONS = 5
+A, B, C = 3.4445, -4.7750, 2.0315  # of the polynomial, whose slope at 0 is as steep as five steps allow
+_LEAST_NORM = 1e-7
+
+# Rows of a symmetric product that are made at once, and the side of the patches that a matrix is turned by.
+_BAND, _PATCH = 16, 16
+
+# The matrix after one Newton-Schulz step, in memory of its own.
+Iteration = Callable[[np.ndarray], np.ndarray]
+
+
+@kernel("w2 f")
+def _normalise(x, eps):
+    squares = 0.0
+    for i in range(x.shape[0]):
+        squares += dot(x[i], x[i])
+    scale = x.dtype.type(1.0 / max(math.sqrt(squares), eps))
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] *= scale
+
+
+@kernel("w1 r1 f f")
+def _polynomial(square, gram, b, c):
+    for i in range(square.size):
+        square[i] = fma(c, square[i], b * gram[i])
+
+
+@kernel("r1 w1 f")
+def _add_scaled(x, y, factor):
+    for i in range(x.size):
+        y[i] = fma(factor, x[i], y[i])
+
+
+@kernel("r2 w2")
+def _turn(x, y):
+    """y = xᵀ, a patch at a time: its lines stay in the first cache."""
+    rows, columns = x.shape
+    for i0 in range(0, rows, _PATCH):
+        for j0 in range(0, columns, _PATCH):
+            for i in range(i0, min(i0 + _PATCH, rows)):
+                for j in range(j0, min(j0 + _PATCH, columns)):
+                    y[j, i] = x[i, j]
+
+
+@helper
+def _symmetric(blas, x, y):
+    """y = x xᵀ, the upper half of which is made, by bands of rows, and the lower one copied from it.
+
+    Both halves are sums of the same products; where a product's sums have one order, they are the same numbers.
+    """
+    (n, k), size = x.shape, x.itemsize
+    source, target, zero = address_of(x), address_of(y), x.dtype.type(0)
+    for first in range(0, n, _BAND):
+        last = min(first + _BAND, n)
+        rows, place = source + first * k * size, target + (first * n + first) * size
+        gemm(blas, 0, 1, last - first, n - first, k, rows, k, rows, k, zero, place, n)
+        for j in range(last, n):
+            for i in range(first, last):
+                y[j, i] = y[i, j]
+
+
+@kernel("n r2 w2 w2 w2 f f f")
+def _iteration(blas, x, gram, square, y, a, b, c):
+    """y = a x + (b g + c g²) x with g = x xᵀ, which is its own transpose."""
+    _symmetric(blas, x, gram)
+    _symmetric(blas, gram, square)
+    for i in range(len(x)):
+        for j in range(len(x)):
+            square[i, j] = fma(c, square[i, j], b * gram[i, j])
+        for j in range(x.shape[1]):
+            y[i, j] = a * x[i, j]
+    product(blas, 0, 0, square, x, x.dtype.type(1), y)
+
+
+def polynomial(gram: np.ndarray, square: np.ndarray) -> np.ndarray:
+    """B gram + C square, written over the square."""
+    _polynomial(flat(square), flat(gram), B, C)
+    return square
+
+
+def add_scaled(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """A x + y, written over y."""
+    _add_scaled(flat(x), flat(y), A)
+    return y
+
+
+def iteration(x: np.ndarray) -> np.ndarray:
+    """One Newton-Schulz step: A x + (B g + C g²) x with g = x xᵀ.
+
+    Shapes   x (n, k) -> (n, k)
+    Dtype    float32 or float64
+    Cost     3 n² k + n³ operations: g and g² are symmetric, and half of each is computed
+    """
+    gram, square = (np.empty((len(x), len(x)), x.dtype) for _ in range(2))
+    y = np.empty_like(x)
+    _iteration(gemm_address(x.dtype), x, gram, square, y, A, B, C)
+    return y
+
+
+def _turned(x: np.ndarray) -> np.ndarray:
+    y = np.empty(x.shape[::-1], x.dtype)
+    _turn(x, y)
+    return y
+
+
+def orthogonalised(x: np.ndarray, step: Iteration = iteration) -> np.ndarray:
+    """About the nearest matrix with orthonormal rows or columns: U Vᵀ of x = U S Vᵀ, but for singular values near 1.
+
+    Five steps of a polynomial that pulls the singular values of x / |x| towards 1, the least of them fastest: from
+    0.01 on they end between 0.68 and 1.14.
+
+    Shapes   x (n, k) -> (n, k); x is written over
+    Dtype    float32 or float64
+    Cost     5 steps of 3 a² b + a³ operations for sides a <= b
+    Source   Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
+    """
+    tall = x.shape[0] > x.shape[1]
+    x = _turned(x) if tall else x
+    _normalise(x, _LEAST_NORM)
+    for _ in range(_ITERATIONS):
+        x = step(x)
+    return _turned(x) if tall else x
+
+
+@kernel("r1 w1 w1 f f")
+def _direction(gradient, m, direction, beta, keep):
+    for i in range(gradient.size):
+        m[i] = beta * m[i] + keep * gradient[i]
+        direction[i] = beta * m[i] + keep * gradient[i]
+
+
+@kernel("w1 r1 f f f")
+def _step(weight, direction, rate, scale, decay):
+    for i in range(weight.size):
+        weight[i] = weight[i] - rate * (scale * direction[i] + decay * weight[i])
+
+
+def muon_inplace(
+    weight: np.ndarray,
+    gradient: np.ndarray,
+    m: np.ndarray,
+    hyper: np.ndarray,
+    *,
+    beta: float,
+    scale: float,
+    weight_decay: float,
+    maps: int,
+    step: Iteration = iteration,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Make one step of Muon with decoupled decay, written over weight and m, which are returned.
+
+    m' = beta m + (1 - beta) g;  d = beta m' + (1 - beta) g  (Nesterov)
+    weight' = weight - rate (scale sqrt(max(n, k)) orthogonalised(d) + weight_decay weight);  hyper = [rate, ...]
+
+    An orthogonal matrix times the root of its longer side has numbers of root mean square 1: scale is that of a step,
+    in units of the rate.
+
+    Shapes   weight, gradient, m (maps n, k), hyper (1 or more,) float64 -> weight, m; the maps lie one below the other,
+             and each is orthogonalised for itself
+    Dtype    float32 or float64, one for all but hyper
+    Source   Jordan et al. 2024, as of `orthogonalised`; the scale: Liu et al. 2025, arXiv:2502.16982
+    Errors   ValueError when the shapes do not fit, or weight or m cannot be written
+    """
+    rows, columns = len(weight) // maps, weight.shape[1]
+    check_shape("muon", "weight", weight, (maps * rows, columns))
+    _check_state("muon", weight, gradient, m=m)
+    rate = float(hyper[0])
+    for first in range(0, maps * rows, rows):
+        own = slice(first, first + rows)
+        direction = np.empty((rows, columns), weight.dtype)
+        _direction(flat(gradient[own]), flat(m[own]), flat(direction), beta, 1 - beta)
+        length = scale * math.sqrt(max(rows, columns))
+        _step(flat(weight[own]), flat(orthogonalised(direction, step)), rate, length, weight_decay)
+    return weight, m
+
+
+muon = into_new_arrays(muon_inplace)
+
+
+_PIECE = 1 << 14  # numbers of each array at a time: their float64 values stay in the cache
+
+
+def nesterov(
+    start: np.ndarray, momentum: np.ndarray, ends: Sequence[np.ndarray], *, rate: float, beta: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """One step of stochastic gradient descent with Nesterov momentum, into new arrays.
+
+    g = ((start - ends[0]) + (start - ends[1]) + ...) / R;  momentum' = beta momentum + g
+    start' = start - rate (g + beta momentum')
+
+    Computed in float64 from first to last and rounded once, so that one replica with rate 1 and beta 0 ends where it
+    stands (start - (start - end) would not, in float32). The sum is one chain, by the replicas' numbers. NumPy's
+    operations on single numbers are rounded as they are written.
+
+    Shapes   start, momentum and each of the R ends of one shape -> start', momentum'
+    Dtype    float32 or float64, one for all
+    Cost     R + 4 arrays through memory
+    Source   Nesterov as PyTorch's torch.optim.SGD(nesterov=True) has it, without dampening, its buffer zero at first;
+             the outer step of DiLoCo, Douillard et al. 2023, arXiv:2311.08105
+    Errors   ValueError when the shapes differ
+    """
+    check_shape("nesterov", "momentum", momentum, start.shape)
+    for end in ends:
+        check_shape("nesterov", "ends", end, start.shape)
+    new_start, new_momentum = np.empty(start.shape, start.dtype), np.empty(start.shape, start.dtype)
+    sources = [flat(array) for array in (start, momentum, *ends)]
+    for first in range(0, start.size, _PIECE):
+        piece = slice(first, first + _PIECE)
+        old, kept, *found = (array[piece].astype(np.float64) for array in sources)
+        total = old - found[0]
+        for end in found[1:]:
+            total += old - end
+        gradient = total / len(found)
+        kept = beta * kept + gradient
+        flat(new_momentum)[piece] = kept
+        flat(new_start)[piece] = old - rate * (gradient + beta * kept)
+    return new_start, new_momentum
+
+
+# The norm of all gradients together, in an order that no chunk, task or worker changes. A tensor's squares are summed
+# in float64 (a float32's square is exact there) by units of 64 rows, in each by 32 lanes that meet in a tree. The units
+# are summed one after the other, tensor by tensor. Tasks that sum gradients have whole units of rows, so they make the
+# same numbers.
+UNIT_ROWS = 64  # bands of sums over the batch are multiples of it (`graph.calls`)
+TOLD = 3  # numbers after those of the optimizer: norm, what gradients are multiplied by, whether the update is made
+LIMITS = 2  # of loss and norm, above which no update is made
+_LANES = 32
+_EPSILON = 1e-6  # PyTorch's, in what gradients are multiplied by
+
+
+@kernel("r1")
+def _squares(x):
+    lanes = np.zeros(_LANES)
+    whole = x.size // _LANES * _LANES
+    for first in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            value = np.float64(x[first + lane])
+            lanes[lane] += value * value
+    for i in range(whole, x.size):
+        value = np.float64(x[i])
+        lanes[i - whole] += value * value
+    count = _LANES
+    while count > 1:
+        count //= 2
+        for lane in range(count):
+            lanes[lane] += lanes[lane + count]
+    return lanes[0]
+
+
+def squares(gradient: np.ndarray) -> np.ndarray:
+    """Sums of the squares of a gradient, or of some whole units of its rows: one a unit, of a vector one.
+
+    Shapes   any -> (units,) float64
+    Dtype    float32 or float64
+    Cost     the gradient once through memory
+    """
+    if gradient.ndim < 2:
+        return np.array([_squares(flat(gradient))])
+    firsts = range(0, len(gradient), UNIT_ROWS)
+    return np.array([_squares(flat(gradient[first : first + UNIT_ROWS])) for first in firsts])
+
+
+def guard(
+    hyper: np.ndarray, loss: np.ndarray, *sums: np.ndarray | list[np.ndarray], clip: float, limits: bool
+) -> np.ndarray:
+    """Return what an update is given in place of hyper, and whether it is made.
+
+    hyper    of the optimizer, then the limits of loss and norm
+    loss     of this step, ()
+    sums     of each tensor: what `squares` returns of it, or of its parts, in their order
+    clip     the norm that gradients are scaled down to where theirs is larger; 0 = none
+    limits   whether updates are left out where loss or norm is above its limit
+
+    Shapes   (S + 2,) -> (S + 3,) float64: hyper of the optimizer; the norm; what gradients are multiplied by,
+             1 where they are not clipped; 1 where the update is made, else 0
+    Source   Pascanu et al. 2013, arXiv:1211.5063, as `torch.nn.utils.clip_grad_norm_` has it
+    """
+    total = 0.0
+    for own in sums:
+        for part in own if isinstance(own, list) else [own]:
+            for value in part.tolist():
+                total += value
+    norm = math.sqrt(total)
+    scale = min(1.0, clip / (norm + _EPSILON)) if clip else 1.0
+    *told, most_loss, most_norm = hyper.tolist()
+    made = not limits or (float(loss) <= most_loss and norm <= most_norm)
+    return np.array([*told, norm, scale, float(made)])

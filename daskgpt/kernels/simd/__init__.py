@@ -1,0 +1,1 @@
+"""Code on many numbers at a time: lanes of vectors, elementary functions, reductions, and memory to work in."""

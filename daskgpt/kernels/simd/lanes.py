@@ -1,0 +1,317 @@
+"""Code on several numbers at a time, in LLVM's vector types: what intrinsics and emitted functions are built from.
+
+A function takes an llvmlite builder first and returns a value. How many lanes there are follows from the type of its
+arguments, LANES being the default. A place in memory is a pointer or an address (a whole number), and a distance in
+bytes from it. The intrinsics at the end are for kernels: they read and write single numbers at an address.
+
+A loop that Numba vectorises first compares every pair of its arrays for overlap, and may round its last numbers
+differently from the others: numbers that never fill a vector. That pays for long arrays, not for a few columns.
+"""
+
+import functools
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from daskgpt.kernels.compilation import numba_type
+
+# What the processor can do, as Numba compiles for it: NUMBA_CPU_FEATURES can take instructions away.
+X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """LLVM's names of the instruction sets of an x86 processor; none elsewhere."""
+    if not X86:
+        return frozenset()
+    listed = cpu_target.target_context.codegen().magic_tuple()[2]
+    return frozenset(feature[1:] for feature in listed.split(",") if feature.startswith("+"))
+
+
+def has_avx512() -> bool:
+    """Whether code with vectors of 512 bits can be compiled here."""
+    return "avx512f" in features()
+
+
+def has_fma() -> bool:
+    """Whether vectors are multiplied and added with one rounding: by AVX2's companion on x86, by any 64-bit ARM."""
+    return features().issuperset(("avx2", "fma")) if X86 else platform.machine().lower() in ("aarch64", "arm64")
+
+
+def has_avx512_bfloat16() -> bool:
+    """Whether code that rounds to bfloat16 and multiplies pairs of them in one instruction can be compiled here."""
+    return features().issuperset(("avx512f", "avx512bw", "avx512vl", "avx512bf16"))
+
+
+LANES = 16
+VECTOR = 4 * LANES
+# Where the 32 columns that some intrinsics work on at once begin, as vectors.
+PARTS = (0, LANES)
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32, F64, VOID = ir.FloatType(), ir.DoubleType(), ir.VoidType()
+POINTER = I8.as_pointer()
+HALVES, BITS, REALS, MASK = (ir.VectorType(element, LANES) for element in (I16, I32, F32, I1))
+_NAMES = {I16: "i16", I32: "i32", F32: "f32", F64: "f64"}
+_BYTES = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8, F64: 8}
+
+# exp: Cody and Waite's reduction, Cephes' polynomial.
+_LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+_LOWEST, _HIGHEST = -87.0, 88.72
+# Adding and subtracting 1.5 * 2**23 rounds to a whole number, which is then in the sum's lowest bits.
+_ROUND = 12582912.0
+_POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+
+
+def whole(number: int) -> ir.Constant:
+    """A constant of 64 bits."""
+    return ir.Constant(I64, number)
+
+
+def constant(kind: Any, number: float) -> ir.Constant:
+    """The same number in every lane; `kind` may be a single number's type."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+def call(builder: Any, name: str, result: Any, arguments: list[Any], **options: Any) -> Any:
+    """Call one of LLVM's intrinsics, or a function of the C library."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, **options)
+
+
+def at(builder: Any, place: Any, offset: Any, kind: Any) -> Any:
+    """Pointer to a value of `kind`, `offset` bytes on."""
+    offset = whole(offset) if isinstance(offset, int) else offset
+    if isinstance(place.type, ir.PointerType):
+        return builder.bitcast(builder.gep(place, [offset], source_etype=I8), kind.as_pointer())
+    return builder.inttoptr(builder.add(place, offset), kind.as_pointer())
+
+
+def load(builder: Any, place: Any, offset: Any = 0, kind: Any = REALS) -> Any:
+    """A vector, or one number, aligned like one number."""
+    return builder.load(at(builder, place, offset, kind), align=_BYTES[getattr(kind, "element", kind)])
+
+
+def store(builder: Any, value: Any, place: Any, offset: Any = 0) -> None:
+    """Write a vector, or one number."""
+    element = getattr(value.type, "element", value.type)
+    builder.store(value, at(builder, place, offset, value.type), align=_BYTES[element])
+
+
+def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
+    """The same value in every lane."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return shuffle(builder, first, first, [0] * lanes)
+
+
+def shuffle(builder: Any, left: Any, right: Any, order: list[int]) -> Any:
+    """Lanes of two vectors, numbered through both."""
+    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(order)), order))
+
+
+def below(builder: Any, count: Any, first: int = 0, lanes: int = LANES) -> Any:
+    """Which of the lanes, numbered from `first` on, are below a 64-bit count."""
+    limits = splat(builder, builder.trunc(count, I32), lanes)
+    numbers = ir.Constant(limits.type, [first + lane for lane in range(lanes)])
+    return builder.icmp_signed("<", numbers, limits)
+
+
+def load_masked(builder: Any, place: Any, offset: Any, mask: Any, kind: Any = REALS) -> Any:
+    """A vector; where the mask is not set, memory is not read and the number is 0."""
+    name = f"llvm.masked.load.v{kind.count}{_NAMES[kind.element]}.p0"
+    align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
+    return call(builder, name, kind, [pointer, align, mask, ir.Constant(kind, None)])
+
+
+def store_masked(builder: Any, value: Any, place: Any, offset: Any, mask: Any) -> None:
+    """Write the numbers where the mask is set."""
+    kind = value.type
+    name = f"llvm.masked.store.v{kind.count}{_NAMES[kind.element]}.p0"
+    align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
+    call(builder, name, VOID, [value, pointer, align, mask])
+
+
+def prefetch(builder: Any, place: Any, offset: Any = 0) -> None:
+    """Fetch a cache line into the second cache; any place is allowed."""
+    call(builder, "llvm.prefetch.p0", VOID, [at(builder, place, offset, I8), *(ir.Constant(I32, n) for n in (0, 2, 1))])
+
+
+def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """left right + total of float32 numbers with one rounding."""
+    kind = total.type
+    name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
+
+
+def exp(builder: Any, x: Any) -> Any:
+    """e**x of a float32 number or of each lane.
+
+    x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
+    place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
+    """
+    kind = x.type
+    bits = ir.VectorType(I32, kind.count) if isinstance(kind, ir.VectorType) else I32
+
+    def number(value: float) -> ir.Constant:
+        return constant(kind, value)
+
+    for order, limit in (("<", _LOWEST), (">", _HIGHEST)):
+        x = builder.select(builder.fcmp_ordered(order, x, number(limit)), number(limit), x)
+    shifted = fma(builder, x, number(_LOG2_E), number(_ROUND))
+    n = builder.fsub(shifted, number(_ROUND))
+    r = fma(builder, n, number(-_LOG_2_HIGH), x)
+    r = fma(builder, n, number(-_LOG_2_LOW), r)
+    p = number(_POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        p = fma(builder, p, r, number(coefficient))
+    square = builder.fmul(r, r)
+    y = builder.fadd(fma(builder, p, square, r), number(1))
+    power = builder.shl(builder.bitcast(shifted, bits), constant(bits, 23))
+    return builder.bitcast(builder.add(builder.bitcast(y, bits), power), kind)
+
+
+def round_to_bfloat16(builder: Any, reals: Any, subnormal: bool = False) -> Any:
+    """float32 numbers as the 16 bits of the nearest bfloat16, ties to even; NaN stays NaN.
+
+    The processor's own instruction turns subnormal numbers into zeros, which the products would read them as anyway.
+    With `subnormal`, and on processors without the instruction, they are rounded like others.
+    """
+    lanes = reals.type.count
+    bits, halves = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
+    if has_avx512_bfloat16() and not subnormal and lanes == LANES:
+        return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", halves, [reals])
+    given, half = builder.bitcast(reals, bits), constant(bits, 16)
+    odd = builder.and_(builder.lshr(given, half), constant(bits, 1))
+    nearest = builder.add(builder.add(given, constant(bits, 0x7FFF)), odd)
+    # Adding could carry a NaN's bits over into infinity or a sign: it keeps its upper half and becomes quiet.
+    nan = builder.icmp_unsigned(">", builder.and_(given, constant(bits, 0x7FFFFFFF)), constant(bits, 0x7F800000))
+    rounded = builder.select(nan, builder.or_(given, constant(bits, 0x00400000)), nearest)
+    return builder.trunc(builder.lshr(rounded, half), halves)
+
+
+def widen(builder: Any, halves: Any) -> Any:
+    """bfloat16 numbers, given as their 16 bits, as float32: exact."""
+    lanes = halves.type.count
+    bits = ir.VectorType(I32, lanes)
+    wide = builder.shl(builder.zext(halves, bits), constant(bits, 16))
+    return builder.bitcast(wide, ir.VectorType(F32, lanes))
+
+
+def _transposed_quads(builder: Any, rows: list[Any]) -> list[Any]:
+    """Four rows, every four of their lanes transposed: lane 4 q + i of vector l is lane 4 q + l of row i."""
+    lanes = rows[0].type.count
+
+    def interleave(left: Any, right: Any, unit: int, upper: int) -> Any:
+        # In each four lanes the lower or upper `unit`s of both, in turn: one instruction on x86.
+        firsts = [quad + first for quad in range(0, lanes, 4) for first in range(2 * upper, 2 * upper + 2, unit)]
+        order = [base + first + lane for first in firsts for base in (0, lanes) for lane in range(unit)]
+        return shuffle(builder, left, right, order)
+
+    a, b, c, d = rows
+    pairs = [[interleave(*two, 1, upper) for upper in (0, 1)] for two in ((a, b), (c, d))]
+    return [interleave(pairs[0][half], pairs[1][half], 2, upper) for half in (0, 1) for upper in (0, 1)]
+
+
+def _transposed_by_quads(builder: Any, vectors: list[Any]) -> list[Any]:
+    """As many vectors as each has groups of four lanes: group g of result q is group q of vector g."""
+    if len(vectors) == 1:
+        return vectors
+    lanes = vectors[0].type.count
+    parts = []
+    for odd in (0, 4):
+        order = [quad + odd + lane for quad in range(0, 2 * lanes, 8) for lane in range(4)]
+        every_other = [shuffle(builder, *two, order) for two in zip(vectors[::2], vectors[1::2], strict=True)]
+        parts.append(_transposed_by_quads(builder, every_other))
+    return [vector for two in zip(*parts, strict=True) for vector in two]
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The columns of a square of 32-bit numbers, as many rows as lanes (4, 8 or 16)."""
+    quads = [_transposed_quads(builder, rows[first : first + 4]) for first in range(0, len(rows), 4)]
+    by_lane = [_transposed_by_quads(builder, [quad[lane] for quad in quads]) for lane in range(4)]
+    return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
+
+
+def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of a function that writes its code.
+
+    `instruction("n n s", "n")` decorates a function of an llvmlite builder and of the values of two whole numbers and
+    of a float32 number, each by its name, which returns a whole number; without a result it returns nothing. The words
+    are those of `compilation.kernel`.
+    """
+    typed = (numba_type(result) if result else types.void)(*map(numba_type, arguments.split()))
+
+    def decorate(write_code: Callable[..., Any]) -> Any:
+        @functools.wraps(write_code)
+        def definition(typing_context: Any, *kinds: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                made = write_code(builder, *values)
+                return made if result else context.get_dummy_value()
+
+            return typed, generate
+
+        return intrinsic(definition)
+
+    return decorate
+
+
+@intrinsic
+def address_of(typing_context, array):
+    """Address of the first element of an array."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.ptrtoint(data, I64)
+
+    return types.int64(array), generate
+
+
+def _element(builder, address, index, kind):
+    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+
+
+@intrinsic
+def read(typing_context, address, index, like):
+    """Number `index` of those at an address, which have the type of `like`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(_element(builder, arguments[0], arguments[1], context.get_value_type(like)))
+
+    return like(types.int64, types.int64, like), generate
+
+
+@intrinsic
+def write(typing_context, address, index, value):
+    """Set number `index` of those at an address, which have the type of `value`."""
+
+    def generate(context, builder, signature, arguments):
+        address, index, value = arguments
+        builder.store(value, _element(builder, address, index, value.type))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value), generate
+
+
+@instruction("n n", "s")
+def read_real(builder, address, index):
+    """Number `index` of the float32 numbers at an address."""
+    return builder.load(_element(builder, address, index, F32))
+
+
+@instruction("n n s")
+def write_real(builder, address, index, value):
+    """Set number `index` of the float32 numbers at an address."""
+    builder.store(value, _element(builder, address, index, F32))

@@ -1,0 +1,93 @@
+"""Memory that kernels work in, kept from call to call: fresh memory costs a page fault every 4 KB.
+
+What Python calls gets memory of its thread's own (`Scratch`). Compiled code has no look-up for that: a function that it
+calls by its address takes memory out of slots that all threads share, and puts it back (`slots`, `take`, `give_back`).
+"""
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+
+from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.simd.lanes import I64, POINTER, VOID, call, instruction, whole
+
+PAGE = 4096
+# Places for addresses of free memory.
+_SLOTS = 64
+
+
+class Scratch(threading.local):
+    """One thread's memory, which only grows.
+
+    before_growing   is called in a thread whenever its memory grows, the thread's first use included
+    """
+
+    def __init__(self, before_growing: Callable[[], None]) -> None:
+        self.before_growing = before_growing
+        self.size, self.address = 0, 0
+
+    def __call__(self, *sizes: int) -> list[int]:
+        """Addresses of pieces of these many bytes, each at the start of a page, until this thread's next call."""
+        *starts, end = itertools.accumulate((-(-size // PAGE) * PAGE for size in sizes), initial=0)
+        if end > self.size:
+            self._grow(end)
+        return [self.address + start for start in starts]
+
+    def _grow(self, size: int) -> None:
+        self.before_growing()
+        self._memory = np.empty(size + PAGE, np.uint8)
+        self.size, self.address = size, -(-self._memory.ctypes.data // PAGE) * PAGE
+
+
+@instruction("", "n")
+def slots(builder):
+    """Address of the slots. For the function at the top alone: every function that asks gets slots of its own."""
+    kind = ir.ArrayType(I64, _SLOTS)
+    places = ir.GlobalVariable(builder.module, kind, "scratch_slots")
+    places.linkage, places.initializer = "internal", ir.Constant(kind, None)
+    return builder.ptrtoint(places, I64)
+
+
+@instruction("n", "n")
+def _take_slot(builder, slot):
+    """The address in the slot at an address, which is empty (0) afterwards."""
+    return builder.atomic_rmw("xchg", builder.inttoptr(slot, I64.as_pointer()), whole(0), "acquire")
+
+
+@instruction("n n", "n")
+def _fill_slot(builder, slot, address):
+    """Put an address into the slot at an address; whether the slot was empty. Otherwise nothing happens."""
+    result = builder.cmpxchg(builder.inttoptr(slot, I64.as_pointer()), whole(0), address, "acq_rel", "acquire")
+    return builder.zext(builder.extract_value(result, 1), I64)
+
+
+@instruction("n", "n")
+def _allocate(builder, size):
+    return builder.ptrtoint(call(builder, "malloc", POINTER, [size]), I64)
+
+
+@instruction("n")
+def _release(builder, address):
+    call(builder, "free", VOID, [builder.inttoptr(address, POINTER)])
+
+
+@helper
+def take(places, size):
+    """Address of `size` bytes for this call alone; whoever asks at these slots asks for the same size."""
+    for slot in range(_SLOTS):
+        found = _take_slot(places + 8 * slot)
+        if found != 0:
+            return found
+    return _allocate(size)
+
+
+@helper
+def give_back(places, scratch):
+    """Leave what `take` gave to the next call."""
+    for slot in range(_SLOTS):
+        if _fill_slot(places + 8 * slot, scratch):
+            return
+    _release(scratch)

@@ -1,1 +1,0 @@
-"""Vectors: what kernels compute with, many numbers at a time."""

@@ -1,0 +1,321 @@
+"""Open a scheduler by its name or address: one of this process, or a cluster, one's own or somebody else's."""
+
+from __future__ import annotations
+
+import gc
+import ipaddress
+import json
+import logging
+import multiprocessing
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import dask
+from distributed import Client, LocalCluster
+from distributed.comm.addressing import get_address_host, normalize_address, parse_address
+from threadpoolctl import threadpool_limits
+
+from daskgpt.config.errors import refusal, require
+from daskgpt.config.stopping import delayed_interrupts
+from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.dask_internals import scheduler_identity
+from daskgpt.schedulers.local import ENVIRONMENT, keep_memory, local_scheduler, usable_cores
+from daskgpt.schedulers.membership import RemovePlugins, register, remove_plugins_of, running
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.worker_metrics import METRIC
+
+LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
+SETTING = "DASK_SCHEDULER_ADDRESS"
+CONNECT_TIMEOUT = 10  # seconds
+DASHBOARD_PORT = 8787
+HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
+PRELOAD, PAGE = (
+    "distributed.scheduler.preload",
+    "daskgpt.instruments.dashboard",
+)  # by name: in a layer above
+SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
+LOGGED, SENT = "distributed.admin.low-level-log-length", 20  # messages
+# Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
+# nannies, scheduler and client take 15 % of a core with the defaults, and 5 % with ours.
+BETWEEN_TASKS: dict[str, tuple[object, object]] = {
+    "distributed.admin.tick.interval": ("20ms", "500ms"),  # every process checks that it responds, warns after 3 s
+    "distributed.worker.profile.interval": ("10ms", "100ms"),  # samples of running tasks, for Dask's report
+    "distributed.admin.system-monitor.disk": (True, False),
+}
+WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker forever
+CERTIFICATES = "Set DASK_CONFIG to the cluster's dask.yaml: see Safety in cluster/README.md."
+_said: set[str] = set()
+
+
+@contextmanager
+def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) -> Iterator[Scheduler]:
+    """Open a scheduler by its name or address; it is closed at the end of the `with` block.
+
+    address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port,
+              file:PATH, or auto (see `chosen_address`)
+    threads   threads (threads) or worker processes of one thread (local); 0 = one a core
+    client    a `distributed.Client` of any cluster, in place of an address: it stays open
+
+    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError where no scheduler
+              answers or no worker comes
+
+    >>> import daskgpt
+    >>> with daskgpt.open_scheduler("threads", threads=2) as scheduler:
+    ...     scheduler.description
+    "Dask's threaded scheduler, 2 threads"
+    """
+    if client is not None:
+        with borrowed_cluster(client) as scheduler:
+            yield scheduler
+        return
+    address, named = chosen_address(address), SETTING if address == "auto" else ""
+    check_address(address)
+    threads = threads or usable_cores()
+    if address in ("sync", "threads"):
+        keep_memory()
+        with threadpool_limits(limits=1, user_api="blas"):
+            yield local_scheduler(address, threads)
+    else:
+        with local_cluster(threads) if address == "local" else connected_cluster(address, named) as scheduler:
+            yield scheduler
+
+
+def chosen_address(address: str) -> str:
+    """Return the address that `auto` stands for: Dask's setting scheduler-address (the environment variable
+    DASK_SCHEDULER_ADDRESS), or else `threads`. Other names and addresses are returned as they are.
+    """
+    if address != "auto":
+        return address
+    found = dask.config.get("scheduler-address", None)
+    return str(normalize_address(str(found))) if found else "threads"
+
+
+def resolved_address(address: str) -> str:
+    """Return the address that `auto` stands for or that a scheduler file names now; others as they are."""
+    address = chosen_address(address)
+    if not address.startswith("file:"):
+        return address
+    return str(json.loads(Path(address.removeprefix("file:")).read_text())["address"])
+
+
+def check_address(address: str) -> None:
+    """Check that `open_scheduler` knows a name; whether a scheduler answers is not checked.
+
+    Errors   ValueError for an unknown name
+    """
+    known = address in LOCAL_SCHEDULERS or address.startswith(("tcp://", "tls://", "file:"))
+    rule, got = "the scheduler must be known", {"scheduler": address}
+    advice = "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json."
+    require(known, "open_scheduler", rule, got, advice)
+
+
+@contextmanager
+def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
+    with _cluster_of_processes(workers) as cluster, _keeping_little(address=cluster) as client:
+        described = f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}"
+        yield _ready(client, described, ends_with_it=True)
+
+
+def _cluster_of_processes(workers: int) -> LocalCluster:
+    """Start worker processes that ignore Ctrl-C, which a terminal sends to all processes: the client ends them.
+
+    A worker imports the script that is running. A script that starts a cluster outside of `__main__` would start one in
+    the worker too, which multiprocessing forbids: the worker ends here, and the client reports the reason.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(1)
+    resource_tracker.ensure_running()  # otherwise the start of a worker does, and enables interrupts again
+    try:
+        settings: dict[str, Any] = {
+            PRELOAD: [*dask.config.get(PRELOAD), PAGE],
+            SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT},
+        }
+        settings |= {name: own for name, (usual, own) in BETWEEN_TASKS.items() if dask.config.get(name) == usual}
+        with delayed_interrupts(), dask.config.set(settings):
+            return LocalCluster(
+                n_workers=workers,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address=f"127.0.0.1:{_dashboard_port()}",
+            )
+    except RuntimeError as error:
+        rule, script = "the worker processes of a local cluster must start", "the script that is running"
+        advice = f'Each of them imports {script}: what it does must stand under `if __name__ == "__main__":`.'
+        raise refusal(RuntimeError, "open_scheduler", rule, str(error).rstrip("."), advice) from None
+
+
+def _dashboard_port() -> int:
+    """Return Dask's usual port if it is free, otherwise 0 for any: another dashboard may use it."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", DASHBOARD_PORT))
+        except OSError:
+            return 0
+        return DASHBOARD_PORT
+
+
+@contextmanager
+def connected_cluster(address: str, named: str = "") -> Iterator[ClusterScheduler]:
+    if address.startswith("file:"):
+        client = _client(address, scheduler_file=_scheduler_file(address))
+    else:
+        client = _client(address, address=address)
+    with _told_once(), client:
+        yield _ready(client, _described(client, "cluster", address, named))
+
+
+@contextmanager
+def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
+    """Use a client that stays open; nothing of a run stays on its cluster.
+
+    Errors   those of `client_address`; RuntimeError where no worker comes
+    """
+    address = client_address(client)
+    kind = type(client.cluster).__name__ if client.cluster else "cluster"
+    with _told_once():
+        try:
+            yield _ready(client, _described(client, kind, address))
+        finally:
+            with suppress(OSError, RuntimeError, ValueError):  # its cluster is gone
+                client.run_on_scheduler(remove_plugins_of, client.id)
+
+
+def client_address(client: Any) -> str:
+    """Return the address of a client's scheduler.
+
+    Errors   TypeError for an asynchronous client or another object, RuntimeError for a closed client
+    """
+    rule, got = "the client must be a distributed.Client that waits for results", {"client": repr(client)}
+    waits = isinstance(client, Client) and not client.asynchronous
+    require(waits, "open_scheduler", rule, got, "Give Client(cluster), not asynchronous=True.", TypeError)
+    rule, advice = "the client must be connected", "Open one that lives as long as the run."
+    require(client.status == "running", "open_scheduler", rule, {"client": client.status}, advice, RuntimeError)
+    return str(client.scheduler.address)
+
+
+def _described(client: Any, kind: str, address: str, named: str = "") -> str:
+    """Return the description of a connected cluster once it has a worker; warn where it is open to other machines.
+
+    named   the setting that the address comes from
+    """
+    try:
+        client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
+    except TimeoutError:
+        rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
+        advice = f"Start one with `dask worker {address}`."
+        raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
+    found = scheduler_identity(client)
+    warn_of_open([found["address"], *found["workers"]])
+    at = f"{address} ({named})" if named else address
+    count = len(found["workers"])
+    workers = f"{count} worker{'s' * (count != 1)} (more take part as they come)"
+    page = "" if client.run_on_scheduler(has_page) else f" (a page for runs: dask scheduler --preload {PAGE})"
+    return f"{kind} at {at}, {workers}, dashboard {client.dashboard_link}{page}"
+
+
+def has_page() -> bool:
+    """Return whether this scheduler process has the dashboard page for runs."""
+    return PAGE in sys.modules
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
+    levels = {name: logging.getLogger(name).level for name in ("distributed.client", "distributed.batched")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _scheduler_file(address: str) -> str:
+    """Return the path of a scheduler file once it exists: Dask itself would wait for it forever."""
+    path = Path(address.removeprefix("file:"))
+    deadline = time.monotonic() + CONNECT_TIMEOUT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            rule, got = "the scheduler file must exist", f"none at scheduler={address} in {CONNECT_TIMEOUT} seconds"
+            advice = "Start one with `dask scheduler --scheduler-file FILE`."
+            raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
+        time.sleep(0.1)
+    return str(path)
+
+
+def _keeping_little(**arguments: Any) -> Client:
+    """Return a client that keeps few of its messages: Dask keeps a thousand for debugging, each with a step's batch."""
+    with dask.config.set({LOGGED: SENT}):
+        return Client(**arguments)
+
+
+def _client(shown: str, **arguments: str) -> Client:
+    try:
+        return _keeping_little(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
+    except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
+        # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS;
+        # ValueError: an address or a scheduler file that is none.
+        reason, advice = reason_and_advice(error)
+    # Collect the client that has not connected now: if it is collected later, in a thread of Dask's while a cluster
+    # starts, it waits for the lock that the start holds, and the start waits for it.
+    gc.collect()
+    rule = "a Dask scheduler must answer"
+    raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice)
+
+
+def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> ClusterScheduler:
+    """ends_with_it   whether the cluster ends with its client: then no plugin has to be removed"""
+    from daskgpt.schedulers.workers import PrepareWorker
+
+    for kind in [PrepareWorker] if ends_with_it else [RemovePlugins, PrepareWorker]:
+        register(client, kind(client))
+    _await_heartbeats(client)
+    return ClusterScheduler(client, description)
+
+
+def _await_heartbeats(client: Any) -> None:
+    """Wait until a heartbeat of every worker says that it is prepared."""
+    deadline = time.monotonic() + HEARTBEATS_TIMEOUT
+    while len(running(client, METRIC)) < len(running(client)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def warn_of_open(addresses: Iterable[str]) -> None:
+    """Warn on stderr, once for each cluster, if other machines can reach one of its addresses without TLS."""
+    if (found := next(filter(is_open, addresses), "")) and found not in _said:
+        _said.add(found)
+        text = f"warning: no TLS: whoever reaches {found} can run code as you (cluster/README.md)"
+        print(text, file=sys.stderr, flush=True)
+
+
+def is_open(address: str) -> bool:
+    """Return whether other machines can reach an address without TLS; host names other than localhost count as such."""
+    if parse_address(address)[0] in ("tls", "wss", "inproc"):
+        return False
+    host: str = get_address_host(address)
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def reason_and_advice(error: Exception) -> tuple[str, str]:
+    """Return why a scheduler does not answer, in Dask's words where they are clear, and what to do."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "ssl_context" in said:
+        return "this process has no certificate", CERTIFICATES
+    if "TLS certificate" in said:
+        return "its certificate is another cluster's than this process has", CERTIFICATES
+    if "encryption required" in said:
+        return "DASK_CONFIG or another setting of Dask asks for TLS", "Give an address that begins with tls://."
+    if "TCP (closed)" in said:
+        return "it closed the connection", "Give an address that begins with tls:// where it speaks TLS."
+    return said, "Start one with `dask scheduler` and check the address."

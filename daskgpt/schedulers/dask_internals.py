@@ -1,0 +1,144 @@
+"""What this package uses of Dask beyond its documented interface, in one place.
+
+Each of these was seen in distributed 2026.8.0; `tests/test_dask_internals.py` has a test for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from distributed.client import ClosedClientError
+from distributed.core import Status
+from distributed.diagnostics.task_stream import TaskStreamPlugin
+
+BUSY = ("thread-cpu", "thread-noncpu")  # labels of the time in which a thread runs a task
+KERNEL = "kernel "  # prefix of our own labels, of kernels in merged tasks, whose time Dask subtracts from the task
+NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the whole machine is gone
+
+
+# Of a client: calls of the scheduler that `Client` itself has no method for, or one with other arguments.
+
+
+def scheduler_identity(client: Any) -> dict[str, Any]:
+    """Return what the scheduler says of itself and of all workers.
+
+    `Client.scheduler_info` returns the latest answer that the client has received: it asks every two seconds for one
+    without workers, so that the workers seem to be gone for a moment.
+
+    Errors   ClosedClientError, and OSError where the scheduler does not answer
+    """
+    if client.scheduler is None:
+        raise ClosedClientError
+    return dict(client.sync(client.scheduler.identity, n_workers=-1))
+
+
+def holders(client: Any, keys: Sequence[Any]) -> Mapping[Any, Collection[str]]:
+    """Return the addresses of the workers that hold each result in memory."""
+    found: Mapping[Any, Collection[str]] = client.sync(client.scheduler.who_has, keys=keys) if keys else {}
+    return found
+
+
+def sizes(client: Any, keys: Sequence[Any]) -> Mapping[Any, int]:
+    """Return the bytes of each result. Errors   KeyError where the scheduler has forgotten one"""
+    found: Mapping[Any, int] = client.sync(client.scheduler.nbytes, keys=keys, summary=False)
+    return found
+
+
+def end_worker(client: Any, address: str) -> None:
+    """Let the scheduler close a worker that may not answer, and its nanny start another."""
+    how = {"wait_for_workers": False, "on_error": "return", "timeout": NANNY_SECONDS}
+    client.sync(client.scheduler.restart_workers, workers=[address], stimulus_id="daskgpt-silent", **how)
+
+
+# Of the scheduler's process.
+
+
+def plugin_names(dask_scheduler: Any) -> tuple[list[str], list[str]]:
+    """Return the names of a scheduler's own plugins, and of those that it gives to workers."""
+    return list(dask_scheduler.plugins), list(dask_scheduler.worker_plugins)
+
+
+async def remove_plugins(dask_scheduler: Any, names: Collection[str]) -> None:
+    """Remove plugins of these names from a scheduler and from all workers."""
+    for name in names:
+        dask_scheduler.plugins.pop(name, None)
+        if name in dask_scheduler.worker_plugins:
+            await dask_scheduler.unregister_worker_plugin(None, name)
+
+
+def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str, span: Mapping[str, Any]) -> None:
+    """Draw a rectangle on the task stream of the dashboard.
+
+    span   action (compute, or transfer in red), start and stop by the time of day
+    """
+    known = {"worker": worker, "thread": thread, "status": "OK", "startstops": [span]}
+    for plugin in dask_scheduler.plugins.values():
+        if isinstance(plugin, TaskStreamPlugin):
+            plugin.transition(name, "processing", "memory", nbytes=0, type=b"", typename="", **known)
+
+
+# Of a worker's process.
+
+
+def event_loop(worker: Any) -> asyncio.AbstractEventLoop:
+    """Return the event loop in which a worker takes and sends messages."""
+    loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop
+    return loop
+
+
+def handle_messages(worker: Any, name: str, handler: Callable[..., Any] | None) -> None:
+    """Let a worker call `handler` with each message of this name; None = no longer."""
+    if handler is None:
+        worker.handlers.pop(name, None)
+    else:
+        worker.handlers[name] = handler
+
+
+async def send_heartbeat(worker: Any) -> None:
+    """Send a heartbeat now, unless the worker is only starting and will send one."""
+    if worker.periodic_callbacks["heartbeat"].is_running():
+        await worker.heartbeat()
+
+
+def refuse_work(worker: Any) -> None:
+    """Let a worker begin no task, and close it so that no nanny starts it again."""
+    worker.status = Status.paused
+    worker.loop.add_callback(worker.close, executor_wait=False, reason="not equal to the run")
+
+
+def thread_count(worker: Any) -> int:
+    """Return how many tasks a worker runs at once."""
+    return int(worker.state.nthreads)
+
+
+def memory(worker: Any) -> float:
+    """Return the bytes of a worker's process that are in memory."""
+    return float(worker.monitor.recent()["memory"])
+
+
+def executed(worker: Any) -> tuple[int, float, float]:
+    """Return the tasks that a worker has run, the seconds of its threads in them, and the bytes that it has sent."""
+    busy = sum(
+        seconds
+        for key, seconds in worker.digests_total.items()
+        if key[0] == "execute" and (key[-2] in BUSY or str(key[-2]).startswith(KERNEL))
+    )
+    return worker.state.executed_count, busy, worker.transfer_outgoing_bytes_total
+
+
+class Received:
+    """Counts the bytes that a worker receives: Dask keeps a list of the latest transfers, and no sum."""
+
+    def __init__(self, worker: Any) -> None:
+        self.log, self.total = worker.transfer_incoming_log, 0.0
+        self.latest = next(reversed(self.log), None)
+
+    def count(self) -> float:
+        """Return the bytes since the count began."""
+        new = list(takewhile(lambda entry: entry is not self.latest, reversed(self.log)))
+        self.total += sum(entry["total"] for entry in new)
+        self.latest = new[0] if new else self.latest
+        return self.total

@@ -1,0 +1,70 @@
+"""Tests of steps beside PyTorch, its DistributedDataParallel, and transformers: one model, and none stays behind."""
+
+import against
+import numpy as np
+import pytest
+from compare.pipes import Place, TorchOptions
+from compare.processes import TorchSide
+from conftest import SMALL
+from tolerances import TOLERANCES
+
+from daskgpt.config.run import DataflowConfig
+from daskgpt.instruments.measure import BenchConfig, Steps, job_of
+from daskgpt.instruments.records import read_records
+from daskgpt.schedulers.connect import open_scheduler
+
+pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'daskgpt[test-peers]'")
+MODEL = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]
+FEW = ["--steps", "2", "--warmup", "1", "--recorded", "1"]
+JOB = job_of(SMALL, BenchConfig(batch_size=4, sequence_length=16), DataflowConfig(grain="block"))
+
+
+def record_of(tmp_path, *flags):
+    assert against.main([*flags, "--record", str(tmp_path / "record")]) == 0
+    (found,) = read_records(tmp_path / "record")
+    return found, {name: figure.median for name, figure in found.figures.items()}
+
+
+@pytest.mark.parametrize(("processes", "bf16"), [(1, False), (1, True), (2, False), (2, True), (4, False)])
+def test_processes_together_train_what_threads_train(processes, bf16):
+    with TorchSide(JOB, 3, 1, TorchOptions(bf16=bf16), [Place()] * processes) as torch:
+        assert len(torch.run(10)) == len(torch.losses) == 10
+        assert len(torch.cpu()) == processes
+        assert torch.peak() > processes * 5e7
+    with open_scheduler("threads", 2) as scheduler:
+        steps = Steps(JOB, scheduler, 3)
+        steps.run(10)
+    np.testing.assert_allclose(torch.losses, steps.losses, **TOLERANCES["bfloat16 losses" if bf16 else "golden losses"])
+
+
+def test_what_ends_while_others_wait_for_it_is_said():
+    """The others give up, and are ended: the error names the first that did not answer."""
+    with pytest.raises(ValueError, match="batch_size=4, processes=3"):
+        TorchSide(JOB, 0, 1, TorchOptions(), [Place()] * 3)
+    torch = TorchSide(JOB, 0, 1, TorchOptions(), [Place()] * 2)
+    with torch:
+        torch.run(1)
+        torch.processes[1].process.kill()
+        with pytest.raises(RuntimeError, match="exit code="):
+            torch.run(1)
+    assert all(process.process.poll() is not None for process in torch.processes)
+
+
+@pytest.mark.parametrize("flags", [[], ["--apart"]])
+def test_three_programs_in_turns(tmp_path, monkeypatch, flags):
+    monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))
+    monkeypatch.setattr("compare.programs.LONGEST_TURN", 1.0)
+    found, figures = record_of(tmp_path, "torch-ddp", *MODEL, *FEW, *flags)
+    assert (found.settings["scheduler"], found.figures["cluster"].n) == ("local", 2)
+    loss = pytest.approx(figures["theirs_first_loss"], TOLERANCES["golden losses"]["rtol"])
+    assert figures["cluster_first_loss"] == figures["threads_first_loss"] == loss
+    assert sum(share for name, share in figures.items() if name.startswith("workers_")) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("other", ["torch", "transformers"])
+def test_another_program_in_turns(tmp_path, other):
+    pytest.importorskip(other)
+    flags = ["--positions", "40"] if other == "transformers" else []
+    found, figures = record_of(tmp_path, other, *MODEL, *flags, *FEW)
+    assert other in found.against.lower().replace("pytorch", "torch")
+    assert figures["theirs"] > 0

@@ -1,0 +1,111 @@
+"""Tests of what is used of Dask beyond its documented interface, as seen in distributed 2026.8.0."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, WorkerPlugin
+from distributed.core import Status
+from distributed.diagnostics.task_stream import TaskStreamPlugin
+from machines import wait_until
+
+from daskgpt.schedulers import dask_internals as internals
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    options = {"threads_per_worker": 2, "processes": False, "dashboard_address": ":0"}
+    with LocalCluster(n_workers=2, **options) as found, Client(found) as client:
+        yield found, client
+
+
+def workers_of(cluster):
+    return {worker.address: worker for worker in cluster[0].workers.values()}
+
+
+def test_the_scheduler_knows_workers_holders_and_sizes(cluster):
+    _, client = cluster
+    known = internals.scheduler_identity(client)
+    assert set(known["workers"]) == set(workers_of(cluster))
+    assert all(
+        {"status", "metrics", "nthreads", "last_seen", "name"} <= own.keys() for own in known["workers"].values()
+    )
+    address = min(workers_of(cluster))
+    array = client.submit(np.zeros, 1000, workers=[address])
+    array.result()
+    assert list(internals.holders(client, [array.key])[array.key]) == [address]
+    assert internals.sizes(client, [array.key])[array.key] >= 8000
+    assert internals.holders(client, []) == {}
+
+
+def test_plugins_are_listed_and_removed(cluster):
+    _, client = cluster
+
+    class Named(WorkerPlugin):
+        name = "daskgpt-test"
+
+    client.register_plugin(Named())
+    assert "daskgpt-test" in client.run_on_scheduler(lambda dask_scheduler: internals.plugin_names(dask_scheduler)[1])
+    assert all("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values())
+
+    async def remove(dask_scheduler):
+        await internals.remove_plugins(dask_scheduler, ["daskgpt-test", "never there"])
+
+    client.run_on_scheduler(remove)
+    wait_until(lambda: not any("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values()))
+
+
+def test_a_call_is_drawn_on_the_task_stream(cluster):
+    def draw(dask_scheduler):
+        plugin = TaskStreamPlugin(dask_scheduler)
+        dask_scheduler.add_plugin(plugin)
+        span = {"action": "transfer", "start": 1.0, "stop": 2.0}
+        internals.add_to_task_stream(dask_scheduler, min(dask_scheduler.workers), 1, "attention.forward", span)
+        return [(own["key"], own["startstops"]) for own in plugin.buffer]
+
+    found = cluster[1].run_on_scheduler(draw)
+    assert found[-1] == ("attention.forward", [{"action": "transfer", "start": 1.0, "stop": 2.0}])
+
+
+def test_a_worker_takes_messages_and_sends_heartbeats(cluster):
+    address, worker = min(workers_of(cluster).items())
+    got = []
+    internals.handle_messages(worker, "daskgpt-test", lambda value: got.append(value))
+
+    async def send():
+        comm = await worker.rpc.connect(address)
+        await comm.write({"op": "daskgpt-test", "reply": False, "value": 7})
+        await internals.send_heartbeat(worker)
+        comm.abort()
+
+    asyncio.run_coroutine_threadsafe(send(), internals.event_loop(worker)).result()
+    wait_until(lambda: got == [7])
+    internals.handle_messages(worker, "daskgpt-test", None)
+    assert "daskgpt-test" not in worker.handlers
+
+
+def test_a_worker_counts_tasks_seconds_and_bytes(cluster):
+    _, client = cluster
+    (first, one), (second, other) = sorted(workers_of(cluster).items())
+    assert internals.thread_count(one) == 2
+    assert internals.memory(one) > 1e6
+    received, before = internals.Received(other), internals.executed(one)
+    array = client.submit(np.ones, 10**6, workers=[first], pure=False)
+    client.submit(np.sum, array, workers=[second], pure=False).result()
+    wait_until(lambda: internals.executed(one)[0] == before[0] + 1)
+    wait_until(lambda: internals.executed(one)[1] > before[1])
+    assert received.count() == received.count() >= 0  # nothing is sent within a process
+
+
+def test_a_worker_is_closed_or_refused():
+    options = {"threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    with LocalCluster(n_workers=2, **options) as found, Client(found) as client:
+        address, worker = min((worker.address, worker) for worker in found.workers.values())
+
+        async def refuse():
+            internals.refuse_work(worker)
+
+        asyncio.run_coroutine_threadsafe(refuse(), internals.event_loop(worker)).result()
+        wait_until(lambda: worker.status in (Status.closing, Status.closed))
+        internals.end_worker(client, max(worker.address for worker in found.workers.values()))
+        wait_until(lambda: address not in internals.scheduler_identity(client)["workers"])
