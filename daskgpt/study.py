@@ -32,8 +32,8 @@ Run training steps on random tokens under many settings of the dataflow, each ru
 it has threads, and write a folder: results.csv (a row a run), figures, and report.md, which says what came of it.
 
 Without any of the lists below, a study goes out from one point (all cores, barrier step, grain block, half of the
-sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every combination of
-their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
+sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
+combination of their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
 A study that was stopped goes on with --out FOLDER; what is in its table is not run again.
 --record FILE adds what was measured to a file when the study is done: a line of JSON a point, with command, date,
 machine, versions, and the time of every run.
