@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from daskgpt.graph.calls import PHASES
 from daskgpt.instruments import machine
 from daskgpt.instruments.random_tokens import random_batch
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.timeline import StepRecorder, Timeline
 from daskgpt.instruments.timeline.colours import is_message
-from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler

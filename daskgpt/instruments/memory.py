@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from daskgpt.config.errors import require
-from daskgpt.graph.distribute import Rank
+from daskgpt.graph.messages import Rank
 from daskgpt.instruments import machine
 from daskgpt.instruments.traffic import Load, describe_loads, loads
 from daskgpt.model.parameters import tensors, value_count

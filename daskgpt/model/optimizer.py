@@ -11,11 +11,10 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.calls import apply
+from daskgpt.graph.calls import CallOptions, Origin, apply
 from daskgpt.kernels import adamw, momentum, muon
 from daskgpt.kernels.bfloat16 import rounded_layers
 from daskgpt.kernels.norm import LIMITS, TOLD, guard, squares
-from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.schedules import learning_rate
 from daskgpt.model.tape import Tape
@@ -188,8 +187,8 @@ def guarded(
         f"S{', ' * (1 + len(sums))} -> N",
         [hyper, loss, *sums],
         options={"clip": config.clip, "limits": bool(config.skip_outliers)},
-        new_axes={"N": optimizer.hyper_size + TOLD},
         origin=origin,
+        call_options=CallOptions(new_axes={"N": optimizer.hyper_size + TOLD}),
     )
     return told
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from daskgpt.config.groups import share_of_rank
 from daskgpt.config.run import LocalConfig
-from daskgpt.graph.distribute import Peers, own_part
+from daskgpt.graph.distribute import own_part
+from daskgpt.graph.messages import Peers
 from daskgpt.graph.nodes import Graph, Key, is_leaf, slices_of, task, value_of
 from daskgpt.graph.program import Call, Program
 from daskgpt.graph.recording import STATE, Layout, Runnable, Submission
@@ -33,6 +34,7 @@ from daskgpt.training.step import (
     Moment,
     Outcome,
     State,
+    StepOptions,
     TrainingStep,
     held_weights,
     input_values,
@@ -172,10 +174,8 @@ def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
         job.replica_shape,
         chunk,
         job.optimizer,
-        precision=job.precision,
-        grain="step",
-        in_place=True,
-        groups=job.groups,
+        job.precision,
+        StepOptions(grain="step", in_place=True, groups=job.groups),
     )
 
 

@@ -17,15 +17,16 @@ from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.data.dataset import validation_batches
 from daskgpt.data.encodings import get_encoding, sizes_of
+from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import Key, from_numpy, task
 from daskgpt.graph.recording import Layout, Recorded, Submission
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.grouping import groups_of, title
 from daskgpt.training.job import Job
 from daskgpt.training.step import (
+    EARLY_LAYERS,
     Batch,
     Lazy,
     Moment,
@@ -97,7 +98,7 @@ class Inference:
             outputs |= gradients_of(tape, weights, outputs["loss"])
         state = {f"weight.{name}": weight for name, weight in weights.items()}
         recorded = Recorded.of(tape.token, inputs, outputs, state, {}, layout=layout)
-        self.runnable = recorded.merged(groups_of(recorded.unmerged, grain), title)
+        self.runnable = recorded.merged(Fusion(grain, EARLY_LAYERS).groups(recorded.unmerged))
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None

@@ -8,14 +8,14 @@ from math import gcd
 
 import numpy as np
 
-from daskgpt.graph.distribute import Rank
+from daskgpt.graph.messages import Rank
 from daskgpt.graph.program import Span
 from daskgpt.graph.recording import Recorded
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, StepOptions, TrainingStep
 
 
 def training_step(
@@ -30,14 +30,9 @@ def training_step(
         job.batch_shape,
         chunk,
         job.optimizer,
-        precision=job.precision,
-        grain=grain,
-        barrier=job.dataflow.barrier,
-        in_place=in_place,
-        groups=job.groups,
-        accumulate=micro_batches_of(job, rank),
-        seed=job.run.seed,
-        rank=rank,
+        job.precision,
+        StepOptions(grain, job.dataflow.barrier, in_place, job.groups, micro_batches_of(job, rank), job.run.seed),
+        rank,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from distributed import get_worker
 
-from daskgpt.graph.distribute import Peers, Rank
+from daskgpt.graph.messages import Peers, Rank
 from daskgpt.graph.program import Span, recorded_spans
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from daskgpt.graph.calls import PHASES
 from daskgpt.graph.program import Span
 from daskgpt.graph.recording import Recorded
-from daskgpt.model.origins import PHASES
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import Usage

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from daskgpt.config.model import GPT2Config
+from daskgpt.graph.calls import PHASES
 from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point
 from daskgpt.instruments.timeline import Summary, summarise
-from daskgpt.model.origins import PHASES
 from daskgpt.schedulers.addresses import open_scheduler
 from daskgpt.training.job import compile_kernels
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from daskgpt.config.errors import refusal
+from daskgpt.graph.calls import PHASES
 from daskgpt.instruments.timeline.events import Event, Task, Timeline, different_at_once
-from daskgpt.model.origins import PHASES
 
 
 @dataclass(frozen=True)
