@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from daskgpt.graph.distribute import Channel, Rank
+from daskgpt.graph.messages import Channel, Rank
 from daskgpt.schedulers.local import local_scheduler
-from daskgpt.training.step import Batch, Outcome, TrainingStep
+from daskgpt.training.step import Batch, Outcome, StepOptions, TrainingStep
 
 LIMIT = 20  # seconds that a rank waits for a message
 
@@ -74,14 +74,14 @@ def train(
 ) -> tuple[list[Trained], Messages]:
     """Train with so many ranks: what each of them ends with, and the messages.
 
-    arguments, options   of `TrainingStep`
+    arguments, options   of `TrainingStep`, `StepOptions`
     threads              of each rank
     """
     messages, shape = Messages(), batches[0][0].shape
 
     def program(number: int) -> Trained:
         rank = Rank(number, count, options["groups"], *shape, messages.link(number))
-        step = TrainingStep(*arguments, **options, in_place=True, rank=rank)
+        step = TrainingStep(*arguments, StepOptions(**options, in_place=True), rank)
         scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         own = {name: value.copy() for name, value in initial.items()}  # it is written over
         state, outcomes, rows = step.initial(own), list[Outcome](), slice(*step.sequences)

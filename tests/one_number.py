@@ -22,7 +22,7 @@ from daskgpt.kernels.float32.blas import gemm_address
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.training.step import Outcome, TrainingStep
+from daskgpt.training.step import Outcome, StepOptions, TrainingStep
 
 SEED = "DASKGPT_TEST_SEED"
 STEPS = 3
@@ -98,7 +98,9 @@ def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = S
         optimizer = OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip)
         own = {name: getattr(dials, name) for name in ("grain", "barrier", "accumulate")} | {"groups": model.groups}
         own["in_place"] = scheduler.in_place if dials.in_place is None else dials.in_place
-        step = TrainingStep(model.config, model.batch, dials.chunk, optimizer, precision_of(precision), **own)
+        step = TrainingStep(
+            model.config, model.batch, dials.chunk, optimizer, precision_of(precision), StepOptions(**own)
+        )
         state, told = step.initial(start_values(model.config)), []
         if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training
             for first in range(0, steps, dials.window):

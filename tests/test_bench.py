@@ -20,7 +20,7 @@ from daskgpt.instruments.records import Record
 from daskgpt.model.parameters import parameter_count, step_operations
 from daskgpt.schedulers import machine as machine_memory
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 
 SIZE = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]
 FLAGS = [*SIZE, "--steps", "3", "--warmup", "1", "--recorded", "1"]
@@ -50,7 +50,7 @@ def test_the_record_of_a_measurement(capsys, flags):
     assert settings["threads"] == (1 if "sync" in flags else len(os.sched_getaffinity(0)))
     assert (settings["batch_size"], settings["sequence_length"], settings["sequence_chunk"]) == (4, 32, 16)
     chunk, grain = (settings["batch_chunk"], 16), settings["grain"]  # what the machine chose
-    step = TrainingStep(config, (4, 32), chunk, job_of().optimizer, grain=grain, in_place=True)
+    step = TrainingStep(config, (4, 32), chunk, job_of().optimizer, options=StepOptions(grain=grain, in_place=True))
     assert settings["tasks"] == sum(not is_leaf(node) for node in step.runnable.graph.values())
     assert record.versions["numpy"] == np.__version__
 

@@ -13,7 +13,7 @@ from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
 from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
 from daskgpt.model.precision import BFLOAT16, FLOAT32, settle
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 
 
 def test_losses_stay_close_to_those_of_float32():
@@ -26,7 +26,9 @@ def test_losses_stay_close_to_those_of_float32():
 
 
 def test_an_update_renews_the_packed_copy(random):
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision=BFLOAT16, in_place=True)
+    step = TrainingStep(
+        SMALL, (4, 12), (2, 12), OptimizerConfig(), precision=BFLOAT16, options=StepOptions(in_place=True)
+    )
     state = step.initial(random_parameters(SMALL, random))
     with open_scheduler("threads", 2) as scheduler:
         _, state = step(scheduler, state, *random_batch(SMALL, random), 1)

@@ -21,7 +21,7 @@ from daskgpt.training.autotune import ChunkChoice, Work, candidates
 from daskgpt.training.job import Job
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.stand_ins import Trial, most_bytes
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 
 TINY = preset("tiny")
 
@@ -140,7 +140,9 @@ def test_a_step_that_needs_more_memory_than_is_free_is_cut_smaller(available, ch
     """Logits take most of the memory here: the cut decides how many of them there are at once."""
     config = replace(SMALL, vocabulary=4000, padded_vocabulary=4000)
     choice = ChunkChoice(config, (64, 12), DataflowConfig(), FLOAT32, 2, in_place=True)
-    step = TrainingStep(config, (64, 12), choice.first, OptimizerConfig(), grain="segment", in_place=True)
+    step = TrainingStep(
+        config, (64, 12), choice.first, OptimizerConfig(), options=StepOptions(grain="segment", in_place=True)
+    )
     assert (choice.first, Trial(step).peak, most_bytes(step)) == ((32, 12), 9_153_280, 17_814_532)
     assert choice.fit(step, 1, available).startswith(warning)
     assert (step.chunk, choice.open) == (chunk, available in (None, 17_814_532))

@@ -21,7 +21,7 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 from daskgpt.training.safeguards import LEAST, WINDOW, Outliers
-from daskgpt.training.step import NO_LIMITS, Outcome, TrainingStep
+from daskgpt.training.step import NO_LIMITS, Outcome, StepOptions, TrainingStep
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["clipping"]
 SHAPES = {"a": (130, 33), "bb": (33,), "ccc": (1, 7)}
@@ -81,7 +81,7 @@ def test_the_norm_is_that_of_the_gradients(random):
     (gradients,) = dask.compute(loss_and_gradients(SMALL, parameters, *lazy)[1], scheduler="sync")
     expected = math.sqrt(sum(float((g.astype("float64") ** 2).sum()) for g in gradients.values()))
     with open_scheduler("sync", 1) as scheduler:
-        step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(clip=1.0), in_place=True)
+        step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(clip=1.0), options=StepOptions(in_place=True))
         handles, _ = step.submit(scheduler, step.initial(parameters), batch, 10)
         assert step.outcome(scheduler, handles).norm == pytest.approx(expected, rel=1e-6)
 
@@ -151,7 +151,7 @@ def test_a_step_that_is_left_out_changes_nothing(random, limits, in_place, preci
     before = {name: value.tobytes() for name, value in parameters.items()}
     optimizer = OptimizerConfig(skip_outliers=6.0, warmup=1)
     with open_scheduler("sync", 1) as scheduler:
-        step = TrainingStep(SMALL, (4, 12), (2, 6), optimizer, precision_of(precision), in_place=in_place)
+        step = TrainingStep(SMALL, (4, 12), (2, 6), optimizer, precision_of(precision), StepOptions(in_place=in_place))
         handles, state = step.submit(scheduler, step.initial(parameters), batch, 10, limits)
         assert not step.outcome(scheduler, handles).made
         assert {name: value.tobytes() for name, value in state.parameters(scheduler).items()} == before

@@ -21,7 +21,7 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.membership import running
 from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.training.inference import call_on_model
-from daskgpt.training.step import State, TrainingStep
+from daskgpt.training.step import State, StepOptions, TrainingStep
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
 engines = pytest.mark.parametrize("engine", ["ranks", "tasks"])
@@ -64,8 +64,8 @@ def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, t
 
 
 def state_after_a_step(scheduler, precision):
-    own = {"in_place": scheduler.in_place}
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision_of(precision), **own)
+    own = StepOptions(in_place=scheduler.in_place)
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision_of(precision), own)
     initial = step.initial(daskgpt.initial_parameters(SMALL, 0))
     return step(scheduler, initial, *random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
 

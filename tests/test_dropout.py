@@ -20,7 +20,7 @@ from daskgpt.kernels.dropout import dropped, philox, streams, threshold_of
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.training.step import Moment, TrainingStep, gradients_of
+from daskgpt.training.step import Moment, StepOptions, TrainingStep, gradients_of
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["dropout"]
 DROPPING = OptimizerConfig(dropout=0.2, warmup=3)
@@ -67,7 +67,7 @@ def test_a_share_of_all_numbers_is_dropped():
 
 
 def test_without_dropout_a_step_has_no_more_tasks_and_inputs():
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="kernel")
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="kernel"))
     assert "streams" not in step.recorded.inputs
     assert not any("dropout" in key[0] for key in step.recorded.unmerged)
 
@@ -95,7 +95,7 @@ def test_a_step_drops_by_its_number_and_the_run_s_seed(random):
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
 
     def loss_of(seed, number):
-        step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(dropout=0.3), seed=seed)
+        step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(dropout=0.3), options=StepOptions(seed=seed))
         with open_scheduler("sync", 1) as scheduler:
             return step(scheduler, step.initial(parameters, step=number), *batch, 10)[0]
 

@@ -20,8 +20,8 @@ from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, inplace
-from daskgpt.graph.accumulating import MicroBatches, MicroSum
-from daskgpt.graph.grain import GRAINS
+from daskgpt.graph.accumulating import MicroBatches
+from daskgpt.graph.fuse import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
 from daskgpt.instruments.plan import predict
@@ -29,7 +29,7 @@ from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 
 
 def assert_same_bits(found, expected, what):
@@ -46,13 +46,13 @@ def test_tensors_shared_by_several_update_tasks_give_the_same_bits(rows, monkeyp
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
     model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, own) for own in (False, True)]
     assert_same_bits(*(outcomes_of_steps(model, "float32", own) for own in dials), rows)
-    step = TrainingStep(config, (4, 12), (2, 12), OptimizerConfig(), in_place=True)
+    step = TrainingStep(config, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(in_place=True))
     shares = [key for key in step.runnable.graph if key[0].startswith("adamw-wte.weight")]
     assert len(shares) == 4
 
 
 def test_updates_in_place_wait_for_every_reader_of_the_old_value():
-    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", in_place=True)
+    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain="kernel", in_place=True))
     graph = step.runnable.graph
     homes = {call.key: key for key, node in graph.items() if not is_leaf(node) for call in node.func.calls}
     waits = [(update, reader) for update, readers in step.recorded.after.items() for reader in readers]
@@ -72,7 +72,7 @@ def test_parameters_that_were_given_are_not_written_over(random, small_text):
 
 
 def tasks_of(grain, chunk):
-    graph = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain).runnable.graph
+    graph = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), options=StepOptions(grain=grain)).runnable.graph
     return [key for key, node in graph.items() if not is_leaf(node)]
 
 
@@ -92,7 +92,7 @@ def chunk_of_call(call):
 
 
 def test_a_segment_stays_in_its_chunk():
-    graph = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="segment").runnable.graph
+    graph = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain="segment")).runnable.graph
     programs = [node.func for node in graph.values() if not is_leaf(node)]
     assert max(len(program.calls) for program in programs) > 10
     assert {len({chunk_of_call(call) for call in program.calls}) for program in programs} == {1}
@@ -100,7 +100,7 @@ def test_a_segment_stays_in_its_chunk():
 
 @pytest.mark.parametrize(("seconds", "threads", "grain"), [(1.0, 2, "segment"), (1e-6, 2, "chunk"), (1e-6, 4, "block")])
 def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads, grain):
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="segment", in_place=True)
+    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="segment", in_place=True))
     calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
     choice = GrainChoice("auto", "step", in_place=True)
     assert (choice.first, choice.open) == ("segment", True)
@@ -133,7 +133,9 @@ def test_a_program_drops_a_value_after_its_last_reader():
 
 def spans_of(barrier, grain="kernel", steps=2):
     random = np.random.default_rng(5)
-    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain=grain, barrier=barrier, in_place=True)
+    step = TrainingStep(
+        SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain=grain, barrier=barrier, in_place=True)
+    )
     state = step.initial(random_parameters(SMALL, random))
     with open_scheduler("threads", 2) as scheduler, recorded_spans() as spans:
         for _ in range(steps):
@@ -158,7 +160,9 @@ def test_a_stage_is_over_before_the_next_one_starts_where_there_is_a_barrier(bar
 
 
 def test_a_reader_waits_for_the_update_of_the_step_before_and_for_nothing_else_of_it():
-    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", barrier="none", in_place=True)
+    step = TrainingStep(
+        SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain="kernel", barrier="none", in_place=True)
+    )
     graph = step.runnable.window(2)
     earlier = {
         calls_of(node)[0].key: {need[0].split("-")[0] for need in node.dependencies if need[0].endswith("-0")}
@@ -198,8 +202,10 @@ def test_the_memory_is_that_of_one_micro_batch_and_the_gradients(config):
 
 def test_a_sum_is_made_when_its_micro_batch_has_come_so_far():
     config = MODELS["odd"].config
-    step = TrainingStep(config, (6, 20), (1, 20), OptimizerConfig(), in_place=True, accumulate=3)
-    sums = [node.func for node in step.recorded.unmerged.values() if isinstance(getattr(node, "func", None), MicroSum)]
+    step = TrainingStep(config, (6, 20), (1, 20), OptimizerConfig(), options=StepOptions(in_place=True, accumulate=3))
+    sums = [
+        node.func for node in step.recorded.unmerged.values() if getattr(getattr(node, "func", None), "whole", False)
+    ]
     assert {each.micro for each in sums} == {0, 1, 2, None}
     assert {each.origin.where for each in sums if each.micro is None} == {"wte+wpe"}
 

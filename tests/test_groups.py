@@ -1,6 +1,7 @@
 """Tests of groups of sequences: sums of their own that meet in a binary tree, the same however the batch is cut."""
 
 import tomllib
+from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -12,7 +13,7 @@ import daskgpt
 from daskgpt import bench, train
 from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.run import DataflowConfig
-from daskgpt.graph.calls import apply
+from daskgpt.graph.calls import CallOptions, apply
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.instruments.plan import predict
 from daskgpt.kernels import embedding, linear
@@ -53,9 +54,10 @@ def test_groups_meet_in_a_binary_tree(random, groups, started):
     for chunks in CHUNKS:
         arrays = [da.from_array(value, chunks=(*chunks, C)[: value.ndim]) for value in (dy, tokens)]
         starts = [da.from_array(value, chunks=-1) if started else None for value in (bias, table)]
-        options = {"new_axes": {"V": V}, "groups": Groups(groups)}
-        (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], start=starts[0], groups=Groups(groups))
-        (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, start=starts[1], **options)
+        bias_sum, table_sum = (CallOptions(start=start, groups=Groups(groups)) for start in starts)
+        (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], call_options=bias_sum)
+        table_sum = replace(table_sum, new_axes={"V": V})
+        (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, call_options=table_sum)
         for one, other in zip(dask.compute(db, dw, scheduler="sync"), wanted):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.

@@ -22,7 +22,7 @@ from daskgpt.instruments.timeline.page import _means, in_brief, lanes_of, time_a
 from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
 from daskgpt.instruments.timeline.summary import describe_summary, layers_at_once, live_bytes, summarise
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 
 LARGER = GPT2Config(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)
 SHAPE = (8, 64)
@@ -32,8 +32,8 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
     """A timeline of some windows of steps, after one window that is not recorded."""
     random = np.random.default_rng(5)
     with open_scheduler(scheduler, 2 if scheduler == "threads" else 0) as runs:
-        options = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
-        step = TrainingStep(config, shape, chunk, OptimizerConfig(), **options)
+        options = StepOptions(grain, barrier, runs.in_place)
+        step = TrainingStep(config, shape, chunk, OptimizerConfig(), options=options)
         state = step.initial(random_parameters(config, random))
         recorder = StepRecorder(step, runs)
         for number, window in enumerate([windows[0], *windows]):

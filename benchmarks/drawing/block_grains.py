@@ -12,13 +12,12 @@ from itertools import pairwise
 
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.calls import is_pick
-from daskgpt.graph.grain import chunk_of
+from daskgpt.graph.calls import Origin, is_pick
+from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Graph, Key
 from daskgpt.graph.program import calls_of
 from daskgpt.instruments.timeline import color_of
-from daskgpt.model.origins import Origin
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 from drawing.svg import FAINT, FRAME, INK, Picture
 
 BATCH = (4, 64)
@@ -45,7 +44,9 @@ def block_grains(config: GPT2Config | None = None, block: int = 1) -> str:
     config = config or preset("tiny", blocks=3)
     steps = {}
     for grain, chunk in PANELS:
-        steps[grain, chunk] = TrainingStep(config, BATCH, chunk, OptimizerConfig(), grain=grain, in_place=True)
+        steps[grain, chunk] = TrainingStep(
+            config, BATCH, chunk, OptimizerConfig(), options=StepOptions(grain=grain, in_place=True)
+        )
     rows = _rows(next(iter(steps.values())), block)  # tokens are cut there: it has all layers
     picture = Picture("One transformer block's forward pass at each grain")
     _labels(picture, rows, block)

@@ -9,11 +9,11 @@ from collections import defaultdict
 
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.grain import chunk_of
+from daskgpt.graph.calls import Origin
+from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.program import calls_of
-from daskgpt.model.origins import Origin
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 from drawing.svg import INK, Picture
 
 BATCH, CHUNK = (4, 64), (2, 64)
@@ -23,7 +23,13 @@ FILLS = {"forward": "#dbe5fb", "backward": "#fbdcd6", "head": "#ece0f8", "update
 
 def step_tasks(config: GPT2Config | None = None, grain: str = "block") -> str:
     """The picture, as SVG; config: None for the preset tiny with two blocks."""
-    step = TrainingStep(config or preset("tiny", blocks=2), BATCH, CHUNK, OptimizerConfig(), grain=grain, in_place=True)
+    step = TrainingStep(
+        config or preset("tiny", blocks=2),
+        BATCH,
+        CHUNK,
+        OptimizerConfig(),
+        options=StepOptions(grain=grain, in_place=True),
+    )
     graph = {key: node for key, node in step.runnable.graph.items() if not is_leaf(node)}
     picture = Picture(f"The tasks of a step, grain {grain}")
     for column, name in enumerate(("chunk 0", "sums and updates", "chunk 1")):

@@ -1,19 +1,28 @@
-"""Kernels on chunked dask arrays: the only user of `dask.array.blockwise`.
+"""What tasks run, and the kernels on chunked dask arrays that a recorded graph begins with.
 
-A call knows what it was made for (its origin, which this room only carries) and what it returns (axes, sizes, dtype),
-so that nobody has to guess either from a key or from the letters of a signature.
+Only this module uses `dask.array.blockwise`. There are six kinds of calls:
+
+    KernelCall   a kernel on the chunks of one place of the batch
+    ChunkSum     a summing kernel over all chunks: a gradient, or the loss
+    RowSum       some rows of such a sum over some of the chunks (the passes divide sums)
+    RowUpdate    a gradient's rows are used and the same rows of a tensor written over (`graph.inplace`)
+    Pick         one of several results
+    Exchange     any other function of results: sending, receiving, waiting
+
+A call knows what it was made for (its origin), what it returns (axes, sizes, dtype) and what stands in for that where
+memory is predicted, so that no pass has to guess either from a key or from the letters of a signature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import require
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
@@ -21,6 +30,59 @@ from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 CUT = "bt"
 ROWS_ELEMENTS = 768 * 1024  # of a gradient that is summed at a time: 3 MiB of float32, in the last cache
+Band = tuple[int, int]  # from which row to which
+Totals = np.ndarray | tuple[np.ndarray, ...]
+
+PHASES = ("forward", "backward", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The call of a layer that a task, or a part of one, belongs to.
+
+    layer      name of the layer's row, or of the optimizer
+    phase      one of PHASES
+    where      in the model, by GPT-2's published names: `h.0.attn.c_attn`
+    block      number of the transformer block, None outside of them
+    argument   in backward: the argument whose gradient it is
+    parameter  the tensor that an update writes
+    again      whether forward's result is computed again in backward
+    """
+
+    layer: str
+    phase: str
+    where: str
+    block: int | None = None
+    argument: str = ""
+    parameter: str = ""
+    again: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Layer and pass, as keys begin: `linear.forward`, `adamw`."""
+        return self.layer if self.phase == "update" else f"{self.layer}.{self.phase}"
+
+    @property
+    def place(self) -> str:
+        """Where, with what tells the calls of one layer's backward pass apart."""
+        return ".".join(filter(None, (self.where, "again" if self.again else self.argument)))
+
+    @property
+    def stage(self) -> str:
+        """The loop of a fork-join program that it belongs to: a layer's forward, a layer's backward, or the update.
+
+        The gradients of one layer belong together; what is computed again comes before them.
+        """
+        if self.phase == "update":
+            return self.phase
+        return f"{self.kind} {self.where}{' again' if self.again else ''}"
+
+    def name(self, token: str) -> str:
+        """The first part of the keys: Dask's dashboard colours and groups by what stands before the first dash.
+
+        It takes a part of letters alone after a dash for more of the name; hence the underscore.
+        """
+        return f"{self.kind}-{self.place}_-{token}"
 
 
 @dataclass(frozen=True)
@@ -39,7 +101,45 @@ class Result:
     dtype: np.dtype
 
 
-class KernelCall:
+class Memory(Protocol):
+    """Makes arrays that have a size and no data, and holds their bytes as long as somebody holds them."""
+
+    def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[Any]:
+        """Return arrays of a kind: "gradients" or "activations"."""
+        ...
+
+    def updated(self, parameter: str) -> list[Any]:
+        """Return the weight and the moments of a parameter anew."""
+        ...
+
+    def message(self) -> Any:
+        """Return what comes from other ranks, or goes to them, which is not counted; any item of it is the same."""
+        ...
+
+
+class TaskCall:
+    """What a task runs. All attributes are hints for the passes.
+
+    axes     of the grid of a kernel call: their indices follow the name in the keys of its tasks
+    origin   what the call was made for
+    by_rows  whether it works on some rows of a tensor, whose number is in the keys of its tasks
+    micro    number of the micro-batch that it belongs to, where it has no place in the batch
+    bucket   the task that it belongs to in the program of a rank, where a chunk is one task; READER: that of its
+             readers, where these are in one
+    """
+
+    axes: str = ""
+    origin: Origin | None = None
+    by_rows: bool = False
+    micro: int | None = None
+    bucket: Hashable = None
+
+    def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
+        """Return what stands for the result of this call, from what stands for its arguments."""
+        raise NotImplementedError
+
+
+class KernelCall(TaskCall):
     """What a task runs: a kernel on the chunks that Dask hands over, subnormal numbers flushed to zero.
 
     Dask passes an axis that the output lacks as a (nested) list of chunks. A whole axis has one chunk: the list is
@@ -71,6 +171,12 @@ class KernelCall:
         """What a worker needs to run it: who looks at graphs has them here, and each step sends every call again."""
         return {name: value for name, value in self.__dict__.items() if name not in self.KEPT_HERE}
 
+    def _copy(self) -> Self:
+        """Return the same call with all that it knows, which `copy.copy` would leave out as pickling does."""
+        call = object.__new__(type(self))
+        call.__dict__.update(self.__dict__)
+        return call
+
     def results(self, key: Key) -> list[Result]:
         """Shape and dtype of each value that the task of this key returns."""
         index = dict(zip(self.axes, key[1:]))
@@ -92,6 +198,19 @@ class KernelCall:
 
     def run(self, *arguments: Any) -> Any:
         return self.kernel(*arguments, **self.options)
+
+    def on_rows(self) -> KernelCall:
+        """Return the call for some rows of each argument, which come without Dask's lists."""
+        call = self._copy()
+        call.inputs, call.by_rows = ("",) * len(self.inputs), True
+        return call
+
+    def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
+        if self.origin and self.origin.parameter:
+            made = memory.updated(self.origin.parameter)
+        else:
+            made = [a for each in self.results(key) for a in memory.arrays("activations", 1, each.shape, each.dtype)]
+        return made[0] if len(made) == 1 else tuple(made)
 
     def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
         """The chunk at `index`; a list stays where a cut axis is not in it (a gather)."""
@@ -135,13 +254,28 @@ class ChunkSum(KernelCall):
         ]
         return [pieces, *chunks[len(self.inputs) :]]
 
-    def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> np.ndarray:
-        total = np.empty(self.shape, self.dtype) if start is None else start.copy()
-        chains = self.in_order(pieces)
-        for first, last in self.bands():
-            rows = total[first:last] if len(self.shape) > 1 else total
-            self.add(chains, [rows], first, last, started=start is not None)
+    def run(self, pieces: Sequence[Any], start: np.ndarray | None = None) -> Totals:
+        every = range(len(self.order.pieces))
+        program = RowSum(self, self.bands(), every, started=start is not None, over=False)
+        return program.run(pieces, () if start is None else start)
+
+    def ordered(self, order: SumOrder, origin: Origin) -> ChunkSum:
+        """Return the sum over other chunks."""
+        call = self._copy()
+        call.order, call.origin = order, origin
+        return call
+
+    def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
+        kind = "gradients" if self.origin and self.origin.phase == "backward" else "activations"
+        (total,) = memory.arrays(kind, 1, self.shape, self.dtype)
+        self.hold_totals(memory, self.bands()[:1], range(len(self.order.pieces)), 1)
         return total
+
+    def hold_totals(self, memory: Memory, bands: Sequence[Band], pieces: range, held: int) -> None:
+        """Hold for a moment the totals of some pieces, a band of rows at a time, but for those that are held anyway."""
+        for first, last in bands:
+            shape = (last - first, *self.shape[1:]) if self.shape else ()
+            memory.arrays("gradients", self.order.most_totals(pieces) - held, shape, self.dtype)
 
     def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]], first: int = 0) -> list[Chain]:
         """The arguments of the kernel calls that take the rows in order, as chains.
@@ -186,6 +320,70 @@ class ChunkSum(KernelCall):
                 self.order.meet(room, chain.group)
 
 
+class RowSum(TaskCall):
+    """Some rows of a sum over some pieces of the batch, in a task of their own.
+
+    It takes the chunks as they follow in the pieces and the totals that it goes on from, and returns those of every
+    total that waits for others in the tree of groups: an array where there is one, else a tuple.
+
+    given   how many totals it goes on from
+    left    how many it returns
+    whole   whether it sums all rows, of a micro-batch (`micro`, or None after all of them)
+    """
+
+    by_rows = True
+    whole = False
+
+    def __init__(
+        self, call: ChunkSum, bands: Sequence[Band], pieces: range, *, started: bool = False, over: bool = True
+    ) -> None:
+        """bands     of rows, which follow one another
+        pieces    of the sum's order
+        started   whether the whole sum goes on from another one
+        over      whether it writes over the totals that it goes on from: where no task runs twice
+        """
+        self.call, self.bands, self.pieces, self.over = call, tuple(bands), pieces, over
+        self.origin = call.origin
+        self.given = call.order.totals_before(pieces.start) if pieces.start else int(started)
+        self.left = call.order.totals_before(pieces.stop)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
+
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        pieces, position, each = [], 0, len(self.call.inputs)
+        for number in self.pieces:
+            ends = range(position, position + len(self.call.order.pieces[number]) * each, each)
+            pieces.append([list(chunks[first : first + each]) for first in ends])
+            position = ends.stop
+        return [pieces, *chunks[position:]]
+
+    def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
+        base = self.bands[0][0]
+        chains = self.call.in_order(pieces, self.pieces.start)
+        totals = [total if self.over else total.copy() for total in several(start)]
+        totals += [np.empty(self.shape, self.call.dtype) for _ in range(len(totals), self.left)]
+        # A group that was begun before has its total among those that are given, above those of the groups before it.
+        started = self.given > self.call.order.level(chains[0].group)
+        for first, last in self.bands:
+            rows = [total[first - base : last - base] if total.ndim else total for total in totals]
+            self.call.add(chains, rows, first, last, started=started)
+        return totals[0] if self.left == 1 else tuple(totals[: self.left])
+
+    def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
+        totals = list(several(arguments[1])) if len(arguments) > 1 else []
+        totals += memory.arrays("gradients", self.left - len(totals), self.shape, self.call.dtype)
+        self.call.hold_totals(memory, self.bands, self.pieces, len(totals))
+        return totals[0] if self.left == 1 else tuple(totals[: self.left])
+
+
+def several(totals: Any) -> Sequence[Any]:
+    """Return the totals of some subtrees, of which one may come alone."""
+    return totals if isinstance(totals, list | tuple) else [totals]
+
+
 def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
     """The token chunks of some sequences as one."""
     return np.concatenate(parts, axis=axes.index("t")) if "t" in axes else parts[0]
@@ -196,10 +394,10 @@ def _sequences(array: np.ndarray, axes: str, cut: Cut) -> np.ndarray:
     return array[cut.first : cut.last] if axes.startswith("b") else array
 
 
-class Pick:
+class Pick(TaskCall):
     """One of the results of a task that has several."""
 
-    def __init__(self, number: int, axes: str, origin: Any = None):
+    def __init__(self, number: int, axes: str, origin: Origin | None = None):
         self.number, self.axes, self.origin = number, axes, origin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -207,6 +405,40 @@ class Pick:
 
     def __call__(self, results: tuple[Any, ...]) -> Any:
         return results[self.number]
+
+    def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
+        return self(*arguments)
+
+
+NOTHING, MESSAGE, FIRST = "nothing", "message", "first"
+READER = "reader"
+
+
+class Exchange(TaskCall):
+    """A function of the results of other tasks that is no kernel: it sends, receives, picks or waits.
+
+    returns   for memory: NOTHING; a MESSAGE, which is not counted; or as much as its FIRST argument
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], origin: Origin | None, returns: str = NOTHING, bucket: Hashable = None
+    ) -> None:
+        self.function, self.origin, self.returns, self.bucket = function, origin, returns, bucket
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Exchange, (self.function, None)
+
+    def __call__(self, *results: Any) -> Any:
+        return self.function(*results)
+
+    def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
+        if self.returns == FIRST:
+            return arguments[0]
+        return memory.message() if self.returns == MESSAGE else None
+
+
+def wait(*results: object) -> None:
+    """Do nothing: what a task runs that only waits for others."""
 
 
 def parse(signature: str) -> tuple[list[str], list[str]]:
@@ -222,20 +454,33 @@ def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -
     """
     chunks: dict[str, tuple[int, ...]] = {}
     for array, axes in zip(arrays, inputs, strict=True):
-        if array.ndim != len(axes):
-            raise refusal(ValueError, where, f"an array must have axes {axes}", {"shape": array.shape}, "Reshape it.")
+        rule = f"an array must have axes {axes}"
+        require(array.ndim == len(axes), where, rule, {"shape": array.shape}, "Reshape it.")
         for axis, own in zip(axes, array.chunks):
-            if axis.isupper() and len(own) > 1:
-                raise refusal(ValueError, where, f"axis {axis} must be one chunk", {"chunks": own}, "Gather it first.")
-            if chunks.setdefault(axis, own) != own:
-                raise refusal(
-                    ValueError,
-                    where,
-                    f"arrays must share the chunks of axis {axis}",
-                    f"{chunks[axis]} and {own}",
-                    "Rechunk one.",
-                )
+            whole = not axis.isupper() or len(own) == 1
+            require(whole, where, f"axis {axis} must be one chunk", {"chunks": own}, "Gather it first.")
+            known = chunks.setdefault(axis, own)
+            rule = f"arrays must share the chunks of axis {axis}"
+            require(known == own, where, rule, f"{known} and {own}", "Rechunk one.")
     return chunks
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What else `apply` is told of a kernel that has axes or chunks of its own.
+
+    new_axes   sizes of axes that no argument has
+    start      where a sum over the chunks starts (an array like the output), None for zero
+    at_once    tokens of a sequence that a summing kernel takes in one step
+    groups     which groups of the batch these sequences are, see `graph.sum_order`
+    after      an array and its axes whose chunk must be there before, although the kernel does not read it
+    """
+
+    new_axes: Mapping[str, int] = field(default_factory=dict)
+    start: da.Array | None = None
+    at_once: int = 1
+    groups: Groups = ONE_GROUP
+    after: tuple[da.Array, str] | None = None
 
 
 def apply(
@@ -245,80 +490,64 @@ def apply(
     arrays: Sequence[da.Array],
     *,
     options: Mapping[str, Any] | None = None,
-    new_axes: Mapping[str, int] | None = None,
-    start: da.Array | None = None,
-    at_once: int = 1,
-    groups: Groups = ONE_GROUP,
-    after: tuple[da.Array, str] | None = None,
-    origin: Any = None,
+    origin: Origin | None = None,
+    call_options: CallOptions = CallOptions(),
 ) -> tuple[da.Array, ...]:
-    """Call a kernel on every chunk; one lazy dask array an output. Nothing is computed.
+    """Call a kernel on every chunk; return one lazy dask array for each output. Nothing is computed.
 
     name       of the first output, unique in its graph
     signature  axes of arguments and outputs, see `daskgpt.model.layers`
-    new_axes   sizes of axes that no argument has
-    start      where a sum over the chunks starts (an array like the output), None for zero
-    at_once    tokens of a sequence that a summing kernel takes in one step
-    groups     which groups of the batch these sequences are, see `graph.sum_order`
-    after      an array and its axes whose chunk must be there before, although the kernel does not read it
-    origin     what the call is made for, for those who look at the graph later
+    options    of the kernel
+    origin     what the call is made for
 
     Errors     ValueError where chunks do not fit the signature, or groups the batch
     """
     inputs, outputs = parse(signature)
     chunks = axis_chunks(name, arrays, inputs)
-    chunks |= {axis: (size,) for axis, size in (new_axes or {}).items()}
+    chunks |= {axis: (size,) for axis, size in call_options.new_axes.items()}
     if "T" in outputs[0] and "t" in chunks:
         chunks["T"] = (sum(chunks["t"]),)
     dtype = next(array.dtype for array in arrays if array.dtype.kind == "f")
     summed = not any(axis in CUT for axis in "".join(outputs)) and any(axis in CUT for axis in "".join(inputs))
-    known = {
+    known: dict[str, Any] = {
         "outputs": [Output(axes, dtype) for axes in outputs],
         "chunks": {axis: chunks[axis] for axis in "".join(outputs)},
         "origin": origin,
     }
     call: KernelCall
+    extra: tuple[da.Array, str] | None
     if summed:
-        groups = groups if "b" in chunks else ONE_GROUP
-        order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), at_once, groups)
+        groups = call_options.groups if "b" in chunks else ONE_GROUP
+        order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), call_options.at_once, groups)
         call = ChunkSum(kernel, inputs, outputs[0], options or {}, order=order, **known)
-        if start is not None:
-            arrays, inputs = [*arrays, start], [*inputs, outputs[0]]
+        extra = None if call_options.start is None else (call_options.start, outputs[0])
     else:
         grid = outputs[0] if len(outputs) == 1 else "".join(axis for axis in outputs[0] if axis in CUT)
-        call = KernelCall(kernel, inputs, grid, options or {}, **known)
-        if after is not None:
-            arrays, inputs = [*arrays, after[0]], [*inputs, after[1]]
+        call, extra = KernelCall(kernel, inputs, grid, options or {}, **known), call_options.after
+    if extra is not None:
+        arrays, inputs = [*arrays, extra[0]], [*inputs, extra[1]]
+
+    def blockwise(own_name: str, function: TaskCall, axes: str, pairs: Sequence[Any], own_dtype: np.dtype) -> da.Array:
+        return da.blockwise(
+            function,
+            axes,
+            *pairs,
+            name=own_name,
+            new_axes={axis: chunks[axis] for axis in axes if axis not in "".join(pairs[1::2])},
+            dtype=own_dtype,
+            meta=np.empty((0,) * len(axes), own_dtype),
+            concatenate=None,
+            align_arrays=False,
+        )
+
+    given = [item for pair in zip(arrays, inputs) for item in pair]
     if len(outputs) == 1:
-        return (_blockwise(name, call, outputs[0], arrays, inputs, chunks, dtype),)
+        return (blockwise(name, call, outputs[0], given, dtype),)
     # Dask's blockwise has one output: a task returns them all, in an array of tuples over the cut axes; each is picked.
-    both = _blockwise(name, call, call.axes, arrays, inputs, chunks, np.dtype(object))
+    both = blockwise(name, call, call.axes, given, np.dtype(object))
     return tuple(
-        _blockwise(f"{name}.{number}", Pick(number, axes, origin), axes, [both], [call.axes], chunks, dtype)
+        blockwise(f"{name}.{number}", Pick(number, axes, origin), axes, [both, call.axes], dtype)
         for number, axes in enumerate(outputs)
-    )
-
-
-def _blockwise(
-    name: str,
-    call: Callable[..., Any],
-    output: str,
-    arrays: Sequence[da.Array],
-    inputs: Sequence[str],
-    chunks: Mapping[str, tuple[int, ...]],
-    dtype: np.dtype,
-) -> da.Array:
-    known = set("".join(inputs))
-    return da.blockwise(
-        call,
-        output,
-        *(item for pair in zip(arrays, inputs) for item in pair),
-        name=name,
-        new_axes={axis: chunks[axis] for axis in output if axis not in known},
-        dtype=dtype,
-        meta=np.empty((0,) * len(output), dtype),
-        concatenate=None,
-        align_arrays=False,
     )
 
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import dask.array as da
 import numpy as np
 
-from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
-from daskgpt.graph.grain import GroupOf, merge
-from daskgpt.graph.inplace import InPlace
+from daskgpt.graph.fuse import GroupOf, Surroundings, fuse, title
+from daskgpt.graph.inplace import Rewritten
 from daskgpt.graph.nodes import (
     Graph,
     Key,
@@ -30,10 +29,9 @@ from daskgpt.graph.nodes import (
     waiting_for,
 )
 from daskgpt.graph.program import Place, calls_of, in_run
+from daskgpt.graph.waits import with_barriers
 
 STATE = "state"
-# What a merged task is called, from what its parts were made for: kind and place.
-TitleOf = Callable[[Sequence[Any]], tuple[str, str]]
 
 
 class Submission(NamedTuple):
@@ -107,23 +105,16 @@ class Recorded:
         updated: Mapping[str, da.Array],
         *,
         layout: Layout | None = None,
-        in_place: Callable[[Graph], InPlace] | None = None,
-        rewrite: Callable[[Graph], Graph] | None = None,
+        rewrite: Callable[[Graph], Rewritten] = Rewritten,
     ) -> Recorded:
         """inputs    may be more than the graph reads
         updated   state name -> its new value; empty where a run leaves the state as it is
-        in_place  rewrites the graph so that the state's arrays are written over; None: they are replaced
-        rewrite   rewrites it before
+        rewrite   of the graph, which may have the state's arrays written over
         """
-        graph = graph_of([*outputs.values(), *updated.values()])
-        if rewrite:
-            graph = rewrite(graph)
-        results = {name: keys_of(array)[0] for name, array in updated.items()}
-        written, after = tuple(results.values()), dict[Key, list[Key]]()
-        if in_place:
-            rewritten = in_place(graph)
-            graph, written, after = rewritten.graph, tuple(rewritten.updates), rewritten.after
-            results, layout = {}, Layout((tuple(state),))
+        rewritten = rewrite(graph_of([*outputs.values(), *updated.values()]))
+        graph, in_place = rewritten.graph, bool(rewritten.updates)
+        results = {} if in_place else {name: keys_of(array)[0] for name, array in updated.items()}
+        layout = Layout((tuple(state),)) if in_place else layout
         return cls(
             token=token,
             inputs={name: array for name, array in inputs.items() if keys_of(array)[0] in graph},
@@ -132,19 +123,17 @@ class Recorded:
             unmerged=graph,
             leaves={name: keys_of(array)[0] for name, array in state.items()},
             results=results,
-            written=written,
-            after=after,
+            written=tuple(rewritten.updates or results.values()),
+            after=rewritten.after,
             layout=layout,
-            in_place=in_place is not None,
+            in_place=in_place,
         )
 
     def origin(self, key: Key) -> Any:
         """What the task of this key was made for; None for data."""
         return origin_of(self.unmerged[key]) if key in self.unmerged else None
 
-    def merged(
-        self, group_of: GroupOf, title_of: TitleOf, waits: Mapping[Key, Sequence[Key]] | None = None
-    ) -> Runnable:
+    def merged(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> Runnable:
         """The tasks of a run, from groups of the unmerged ones.
 
         waits   task -> tasks that must have run before it for other reasons than their results
@@ -163,12 +152,13 @@ class Recorded:
         titles: dict[str, tuple[str, str]] = {}
 
         def name_of(members: Sequence[Key]) -> str:
-            kind, place = title_of([self.origin(key) for key in members])
+            kind, place = title([self.origin(key) for key in members])
             name = f"{kind}-{place}_-{self.token}"
             titles[name] = kind, place
             return name
 
-        merged = merge(self.unmerged, group_of, name_of, wanted, places, carried, after, self.in_place)
+        around = Surroundings(wanted, places, carried, after)
+        merged = fuse(self.unmerged, group_of, name_of, around, drop=self.in_place)
         layout = self.layout or _layout({name: merged.places[key] for name, key in self.results.items()})
         updates = list(dict.fromkeys(merged.places[key].key for key in self.written))
         if self.results:  # in the order of the packs

@@ -12,14 +12,13 @@ from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig
-from daskgpt.graph.calls import is_pick
-from daskgpt.graph.grain import chunk_of
+from daskgpt.graph.calls import Origin, is_pick
+from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import Runnable
 from daskgpt.instruments.plan import in_place_of, known_chunks, known_grain, plan
 from daskgpt.instruments.timeline import color_of
-from daskgpt.model.origins import Origin
 from daskgpt.training.job_steps import training_step
 from daskgpt.training.stand_ins import Trial
 

@@ -17,11 +17,11 @@ from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.graph.calls import PHASES
 from daskgpt.instruments import machine
 from daskgpt.instruments.records import Figure, figures_of
 from daskgpt.instruments.statistics import Spread
 from daskgpt.instruments.timeline import Timeline, is_message, recorder_of
-from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.machine import product_rate

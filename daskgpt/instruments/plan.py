@@ -14,7 +14,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table, html_text
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
-from daskgpt.graph.distribute import Joined, Rank, Shard, ShardUpdate, Store
+from daskgpt.graph.messages import Rank
 from daskgpt.instruments import machine
 from daskgpt.model.parameters import tensors, value_count
 from daskgpt.schedulers.local import local_scheduler, usable_cores
@@ -294,8 +294,9 @@ def loads(step: TrainingStep) -> list[Load]:
 
     Not counted are the loss, the squares that make the norm of a gradient, and Dask's messages.
     """
-    rank = step.rank
-    assert rank is not None, "a step of one of several ranks"
+    distribution = step.distribution
+    assert distribution is not None, "a step of one of several ranks"
+    rank = distribution.rank
     known, found = tensors(step.config), [Load() for _ in range(rank.count)]
 
     def pass_on(sender: int, reader: int, kind: str, size: int) -> None:
@@ -304,30 +305,20 @@ def loads(step: TrainingStep) -> list[Load]:
             found[reader].received[kind] += size
 
     owners: dict[str, set[int]] = {}
-    for shard, parameter in _shards(step):
-        owners.setdefault(parameter, set()).add(shard.owner)
-        rows = shard.rows.stop - shard.rows.start
-        values = rows * prod(known[parameter].shape[1:])
-        half = shard.rounded and step.precision.packed and known[parameter].row.multiplied
+    for shard in (each for own in distribution.shards.values() for each in own):
+        owners.setdefault(shard.parameter, set()).add(shard.owner)
+        half = shard.rounded and step.precision.packed and known[shard.parameter].row.multiplied
         for other in range(rank.count):
-            pass_on(other, shard.owner, "totals", 4 * values * len(rank.subtrees_of(other)))
-            pass_on(shard.owner, other, "weights", (2 if half else 4) * values)
-    for node in step.recorded.unmerged.values():
-        if isinstance(getattr(node, "func", None), Joined):
-            call = node.func.call
-            sizes = {"t": step.batch_shape[1]} | {axis: sum(chunks) for axis, chunks in call.chunks.items()}
-            sequence = sum(4 * prod(sizes.get(axis, step.config.channels) for axis in axes[1:]) for axes in call.inputs)
-            for other in range(rank.count):
-                first, last = rank.sequences_of(other)
-                for owner in owners[node.func.parameter]:
-                    pass_on(other, owner, "rows", (last - first) * sequence)
+            pass_on(other, shard.owner, "totals", shard.bytes * len(rank.subtrees_of(other)))
+            pass_on(shard.owner, other, "weights", shard.bytes // (2 if half else 1))
+    for call, parameter in distribution.gathered:
+        sizes = {"t": step.batch_shape[1]} | {axis: sum(chunks) for axis, chunks in call.chunks.items()}
+        sequence = sum(4 * prod(sizes.get(axis, step.config.channels) for axis in axes[1:]) for axes in call.inputs)
+        for other in range(rank.count):
+            first, last = rank.sequences_of(other)
+            for owner in owners[parameter]:
+                pass_on(other, owner, "rows", (last - first) * sequence)
     return found
-
-
-def _shards(step: TrainingStep) -> list[tuple[Shard, str]]:
-    """Return all shards of a step, and the parameters that they are rows of."""
-    functions = (getattr(node, "func", None) for node in step.recorded.unmerged.values())
-    return [(each.shard, each.origin.parameter) for each in functions if isinstance(each, ShardUpdate | Store)]
 
 
 def describe_loads(found: Sequence[Load]) -> str:

@@ -12,12 +12,11 @@ import numpy as np
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.config.settings import part_of
-from daskgpt.graph.calls import apply
+from daskgpt.graph.calls import CallOptions, Origin, apply
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.optimizers import LIMITS, TOLD, guard, squares
-from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
 
@@ -248,8 +247,8 @@ def guarded(
         f"S{', ' * (1 + len(sums))} -> N",
         [hyper, loss, *sums],
         options={"clip": config.clip, "limits": bool(config.skip_outliers)},
-        new_axes={"N": optimizer.hyper_size + TOLD},
         origin=origin,
+        call_options=CallOptions(new_axes={"N": optimizer.hyper_size + TOLD}),
     )
     return info
 

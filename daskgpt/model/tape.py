@@ -10,9 +10,8 @@ from uuid import uuid4
 import dask.array as da
 
 from daskgpt.config.groups import ONE_GROUP, Groups
-from daskgpt.graph.calls import apply, parse
+from daskgpt.graph.calls import CallOptions, Origin, apply, parse
 from daskgpt.model.layers import ADD, GATHER, PASS, SPLIT, Layer, Row
-from daskgpt.model.origins import Origin
 from daskgpt.model.parameters import block_of
 from daskgpt.model.precision import FLOAT32, Precision
 
@@ -142,8 +141,7 @@ class Tape:
             arrays,
             options={name: options[name] for name in row.options.split()},
             origin=origin,
-            groups=self.groups,
-            **places,
+            call_options=CallOptions(groups=self.groups, **places),
         )
 
 

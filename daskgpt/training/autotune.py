@@ -13,7 +13,7 @@ from itertools import product
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.graph.grain import GRAINS, chunk_of
+from daskgpt.graph.fuse import GRAINS, chunk_of
 from daskgpt.graph.nodes import Key
 from daskgpt.graph.program import Span
 from daskgpt.graph.recording import Recorded
@@ -21,7 +21,6 @@ from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.layers import ATTENTION
 from daskgpt.model.parameters import parameter_count
 from daskgpt.model.precision import Precision
-from daskgpt.training.grouping import groups_of
 from daskgpt.training.stand_ins import Trial, most_bytes, rounded
 from daskgpt.training.step import TrainingStep
 
@@ -258,7 +257,7 @@ class GrainChoice:
             seconds[span.key] = seconds.get(span.key, 0.0) + span.end - span.start
         means: dict[str, float] = {}
         for grain in MERGED_GRAINS if step.chunks >= threads else MERGED_GRAINS[:-1]:
-            group_of = groups_of(step.recorded.unmerged, grain, updates=True, apart=step.apart)
+            group_of = step.fusion(grain).groups(step.recorded.unmerged)
             means[grain] = sum(seconds.values(), 0.0) / len({group_of(key) or key for key in seconds})
         step.set_grain(next((grain for grain, mean in means.items() if mean >= LONG_ENOUGH), list(means)[-1]))
         others = ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())

@@ -18,7 +18,8 @@ from dask.local import get_sync
 
 from daskgpt.config.groups import share_of_rank
 from daskgpt.config.run import LocalConfig
-from daskgpt.graph.distribute import Peers, own_part
+from daskgpt.graph.distribute import own_part
+from daskgpt.graph.messages import Peers
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.recording import STATE, Layout, Runnable, Submission
 from daskgpt.kernels.floating_point import flush_to_zero
@@ -38,6 +39,7 @@ from daskgpt.training.step import (
     Moment,
     Outcome,
     State,
+    StepOptions,
     TrainingStep,
     held_weights,
     input_values,
@@ -110,8 +112,8 @@ def outer_step(
 
 def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
     """Record a step of one replica, as one task that writes over the state."""
-    own = job.config, job.replica_shape, chunk, job.optimizer
-    return TrainingStep(*own, precision=job.precision, grain="step", in_place=True, groups=job.groups)
+    options = StepOptions(grain="step", in_place=True, groups=job.groups)
+    return TrainingStep(job.config, job.replica_shape, chunk, job.optimizer, job.precision, options)
 
 
 class LocalSteps(Steps):

@@ -17,15 +17,16 @@ from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.data.dataset import validation_batches
 from daskgpt.data.tokenizer import get_encoding, sizes_of
+from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import Key, from_numpy, task
 from daskgpt.graph.recording import Layout, Recorded, Submission
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.grouping import groups_of, title
 from daskgpt.training.job import Job
 from daskgpt.training.step import (
+    EARLY_LAYERS,
     Lazy,
     Moment,
     State,
@@ -97,7 +98,7 @@ class Inference:
         state = {f"weight.{name}": weight for name, weight in weights.items()}
         recorded = Recorded.of(tape.token, inputs, outputs, state, {}, layout=layout)
         # A task a chunk: there is work for all threads, and larger tasks only hand on less.
-        self.runnable = recorded.merged(groups_of(recorded.unmerged, "chunk"), title)
+        self.runnable = recorded.merged(Fusion("chunk", EARLY_LAYERS).groups(recorded.unmerged))
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None

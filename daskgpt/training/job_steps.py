@@ -8,13 +8,13 @@ from math import gcd
 
 import numpy as np
 
-from daskgpt.graph.distribute import Rank
+from daskgpt.graph.messages import Rank
 from daskgpt.graph.recording import Recorded
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, TrainingStep
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, StepOptions, TrainingStep
 
 
 def training_step(
@@ -25,15 +25,13 @@ def training_step(
     rank    the rank that makes it, where several processes share a batch
     """
     return TrainingStep(
-        *(job.config, job.batch_shape, chunk, job.optimizer),
-        precision=job.precision,
-        grain=grain,
-        barrier=job.dataflow.barrier,
-        in_place=in_place,
-        groups=job.groups,
-        accumulate=micro_batches_of(job, rank),
-        seed=job.run.seed,
-        rank=rank,
+        job.config,
+        job.batch_shape,
+        chunk,
+        job.optimizer,
+        job.precision,
+        StepOptions(grain, job.dataflow.barrier, in_place, job.groups, micro_batches_of(job, rank), job.run.seed),
+        rank,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from distributed import get_worker
 
 from daskgpt.config.errors import require
-from daskgpt.graph.distribute import Peers, Rank
+from daskgpt.graph.messages import Peers, Rank
 from daskgpt.graph.program import Span, recorded_spans
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors

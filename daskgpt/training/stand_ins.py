@@ -9,33 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import dask.local
 import numpy as np
 
-from daskgpt.graph.calls import ChunkSum, KernelCall, Result
-from daskgpt.graph.distribute import (
-    Item,
-    Joined,
-    PartialTotals,
-    Posted,
-    Receive,
-    RowsOfTotals,
-    Send,
-    ShardUpdate,
-    Store,
-    TreeSum,
-)
-from daskgpt.graph.inplace import RowSum, RowUpdate
+from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.nodes import Key, combined, is_leaf
 from daskgpt.graph.program import Call, Program, Values
 from daskgpt.graph.recording import Submission
-from daskgpt.model.origins import Origin
-from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.local import LocalScheduler
 from daskgpt.training.step import TrainingStep
 
@@ -112,16 +99,13 @@ class Trial(LocalScheduler):
         return super().run(submission._replace(graph=without_data))
 
     def _state(self, name: str) -> StandIn:
-        """A tensor of the state by its name there, KIND.NAME."""
-        kind, _, tensor = name.partition(".")
-        return self._held(kind, self.moments[name] if name in self.moments else self.tensors[tensor])
-
-    def _held(self, kind: str, tensor: Tensor) -> StandIn:
-        precision = self.precision
+        """Return a tensor of the state by its name there, KIND.NAME."""
+        kind, _, parameter = name.partition(".")
         if kind == "weight":
-            return StandIn(self.account, "parameters", precision.held_bytes(tensor))
-        rows = sum(len(range(*own.indices(tensor.shape[0]))) for own in self.step.owned_rows(tensor.name))
-        return StandIn(self.account, "optimizer", rows * math.prod(tensor.shape[1:]) * precision.dtype.itemsize)
+            return StandIn(self.account, "parameters", self.precision.held_bytes(self.tensors[parameter]))
+        shape = self.moments[name].shape
+        rows = sum(len(range(*own.indices(shape[0]))) for own in self.step.owned_rows(parameter))
+        return self.arrays("optimizer", 1, (rows, *shape[1:]), self.precision.dtype)[0]
 
     def _without_data(self, key: Key, program: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(program, Program):  # a barrier
@@ -137,75 +121,22 @@ class Trial(LocalScheduler):
         return run
 
     def _stand_in(self, call: Call) -> Callable[..., Any]:
-        """What returns stand-ins where the call would return arrays."""
-        function = getattr(call.function, "__self__", call.function)
-        if isinstance(function, RowSum):
-            return lambda parts, start=(): self._row_sum(function, start)
-        if isinstance(function, RowUpdate):
-            return lambda *arguments: self._update(function)
-        if isinstance(function, ShardUpdate):
-            return lambda *arguments: self._shard_update(function)
-        if isinstance(function, Send | Posted | Store):
-            return lambda *arguments: None
-        if isinstance(function, Receive | Joined | Item):
-            return lambda *arguments: Message()
-        if isinstance(function, RowsOfTotals | TreeSum):
-            return lambda own, *others: own
-        if isinstance(function, PartialTotals):
-            return lambda *arguments: Message()
-        if isinstance(function, KernelCall):
-            return lambda *arguments: self._results(call.key, function)
-        return function  # a pick
+        """Return what returns stand-ins where the call would return arrays."""
+        function: Any = call.function
+        return partial(getattr(function, "__self__", function).stand_in, self, call.key)
 
-    def _array(self, name: str, result: Result) -> StandIn:
-        return StandIn(self.account, name, math.prod(result.shape) * result.dtype.itemsize)
+    def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[StandIn]:
+        """See `graph.calls.Memory`."""
+        return [StandIn(self.account, kind, math.prod(shape) * dtype.itemsize) for _ in range(count)]
 
-    def _row_sum(self, function: RowSum, start: Any) -> Any:
-        """The totals that are left: a sum that goes on from others is made in their rows."""
-        totals = list(start) if isinstance(start, tuple) else [start]
-        rows = Result(function.shape, function.call.dtype)
-        totals += [self._array("gradients", rows) for _ in range(len(totals), function.left)]
-        pieces = range(function.first_piece, function.first_piece + len(function.counts))
-        self._bands(function.call, function.bands, pieces, len(totals))
-        return totals[0] if function.left == 1 else tuple(totals[: function.left])
+    def updated(self, parameter: str) -> list[Any]:
+        """See `graph.calls.Memory`."""
+        kinds = ["weight", *self.step.row.of(self.tensors[parameter]).moments]
+        return [self._state(f"{kind}.{parameter}") for kind in kinds]
 
-    def _update(self, function: RowUpdate) -> None:
-        """In place: the gradient's rows that are used at once are all that is made, where the gradient is not given."""
-        if function.sums:
-            call = function.sums[0]
-            for bands in function.rule.at_once(function.bands):
-                rows = bands[-1][1] - bands[0][0]
-                used = self._array("gradients", Result((rows, *call.shape[1:]) if call.shape else (), call.dtype))
-                self._bands(call, bands, range(len(call.order.pieces)), 1)
-                del used
-
-    def _shard_update(self, function: ShardUpdate) -> None:
-        """In place as well: of the sum of all ranks, the rows that are used at once."""
-        shape = self.tensors[function.origin.parameter].shape
-        for bands in function.rule.at_once(function.shard.bands):
-            rows = Result((bands[-1][1] - bands[0][0], *shape[1:]), self.precision.dtype)
-            self._array("gradients", rows)
-
-    def _bands(self, call: ChunkSum, bands: Sequence[tuple[int, int]], pieces: range, held: int) -> None:
-        """The totals of some pieces' sum for a band of rows at a time, but for those that are held anyway."""
-        most = call.order.most_totals(pieces)
-        together: list[StandIn] = []
-        for first, last in bands:
-            together.clear()
-            rows = Result((last - first, *call.shape[1:]) if call.shape else (), call.dtype)
-            together += [self._array("gradients", rows) for _ in range(held, most)]
-
-    def _results(self, key: Key, call: KernelCall) -> Any:
-        origin, results = call.origin, call.results(key)
-        if isinstance(origin, Origin) and origin.parameter:
-            kinds = ["weight", *self.step.row.of(self.tensors[origin.parameter]).moments]
-            made = [self._state(f"{kind}.{origin.parameter}") for kind in kinds]
-            return made[0] if len(made) == 1 else tuple(made)
-        summed = isinstance(call, ChunkSum) and isinstance(origin, Origin) and origin.phase == "backward"
-        made = [self._array("gradients" if summed else "activations", result) for result in results]
-        if isinstance(call, ChunkSum):
-            self._bands(call, call.bands()[:1], range(len(call.order.pieces)), 1)
-        return made[0] if len(made) == 1 else tuple(made)
+    def message(self) -> Any:
+        """See `graph.calls.Memory`."""
+        return Message()
 
 
 def most_bytes(step: TrainingStep) -> int:

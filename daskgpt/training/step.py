@@ -15,32 +15,36 @@ from daskgpt.config.errors import require
 from daskgpt.config.groups import Groups
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.accumulating import MicroBatches
-from daskgpt.graph.calls import is_pick, origin_of
-from daskgpt.graph.distribute import Rank, Rows, ShardUpdate, distribute
-from daskgpt.graph.inplace import InPlace, InPlaceRule, update_in_place
+from daskgpt.graph.accumulating import MicroBatches, accumulate
+from daskgpt.graph.calls import Origin
+from daskgpt.graph.distribute import Distribution
+from daskgpt.graph.fuse import Fusion
+from daskgpt.graph.inplace import InPlaceRule, Rewritten, UpdateRules, update_in_place
+from daskgpt.graph.messages import Rank, RowAccess
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, Recorded
+from daskgpt.graph.waits import memory_waits, stage_of
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import TOLD, squares
 from daskgpt.model.gpt2 import mean_loss
-from daskgpt.model.optimizer import OPTIMIZERS, Guarded, Optimizer, guarded, guards, hyper_of, hyper_size, update
-from daskgpt.model.origins import Origin
+from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
+from daskgpt.model.optimizer import (
+    OPTIMIZERS,
+    SQUARES,
+    Guarded,
+    Optimizer,
+    guarded,
+    guards,
+    hyper_of,
+    hyper_size,
+    update,
+)
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, write_rows
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.grouping import (
-    accumulated_groups,
-    accumulated_stage,
-    accumulated_step,
-    accumulated_waits,
-    groups_of,
-    memory_edges,
-    ranked_groups,
-    stage_of,
-    title,
-)
+
+EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # belong to the first block, where they are outside of the blocks
 
 
 @dataclass(frozen=True)
@@ -175,8 +179,31 @@ def held_weights(config: GPT2Config, parameters: Mapping[str, np.ndarray], preci
     return {f"weight.{name}": precision.hold(tensor, parameters[name]) for name, tensor in tensors(config).items()}
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is recorded; none of it but the groups and the seed changes a bit of the results.
+
+    grain       size of a task
+    barrier     where all tasks wait for all: after each layer, each phase (forward, backward, update) or the step
+    in_place    whether the state's arrays are written over: for schedulers that never compute a task again
+    groups      into how many groups of sequences sums over the batch are divided
+    accumulate  into how many micro-batches the sequences are divided, that are worked on one after the other
+    seed        of what dropout drops
+    """
+
+    grain: str = "block"
+    barrier: str = "step"
+    in_place: bool = False
+    groups: int = 1
+    accumulate: int = 1
+    seed: int = 0
+
+
 class TrainingStep:
-    """Forward, backward and update of one batch, recorded once."""
+    """Forward, backward and update of one batch, recorded once.
+
+    distribution   how ranks share it; None where there is one
+    """
 
     def __init__(
         self,
@@ -185,32 +212,22 @@ class TrainingStep:
         chunk: tuple[int, int],
         optimizer: OptimizerConfig,
         precision: Precision = FLOAT32,
-        grain: str = "block",
-        barrier: str = "step",
-        in_place: bool = False,
-        groups: int = 1,
-        accumulate: int = 1,
-        seed: int = 0,
+        options: StepOptions = StepOptions(),
         rank: Rank | None = None,
     ) -> None:
-        """barrier   where everybody waits: after each layer, each phase (forward, backward, update) or the step
-        in_place  whether the state's arrays are written over: for schedulers that never compute a task again
-        groups    into how many groups of sequences sums over the batch are divided
-        accumulate  into how many micro-batches the sequences are divided, that are worked on one after the other
-        seed      of what dropout drops
-        rank      which of several processes this one is, that share the batch in place; None where it is the only one
-        """
+        """rank   which of several processes this one is, that share the batch in place; None where it is alone"""
         first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
         self.rank, self.sequences, self.whole_shape = rank, (first, last), batch_shape
-        batch_shape = (last - first, batch_shape[1])
-        self.config, self.optimizer, self.precision, self.barrier = config, optimizer, precision, barrier
-        self.in_place, self.groups, self.accumulate, self.seed = in_place, groups, accumulate, seed
+        self.distribution: Distribution | None = None
+        self.config, self.optimizer, self.precision, self.options = config, optimizer, precision, options
+        self.in_place, self.barrier = options.in_place, options.barrier
         # With barriers inside a step, sums and updates are tasks of their own phases.
-        self.apart = barrier in ("layer", "phase")
+        self.apart = options.barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
         # From here on activations take more memory than weights do, and tasks wait so that it is given back in time.
-        self.batch_shape, self.large = batch_shape, math.prod(batch_shape) > config.channels
-        self.grain = grain
+        self.batch_shape = last - first, batch_shape[1]
+        self.large = math.prod(self.batch_shape) > config.channels
+        self.grain = options.grain
         self.set_chunk(chunk)
 
     def set_chunk(self, chunk: tuple[int, int]) -> None:
@@ -220,7 +237,7 @@ class TrainingStep:
         self.chunk = chunk
         self.chunks = math.prod(whole // part for whole, part in zip(self.batch_shape, chunk))
         config, optimizer, precision = self.config, self.optimizer, self.precision
-        tape = Tape(precision, self.rank.groups_of(self.rank.number) if self.rank else Groups(self.groups))
+        tape = Tape(precision, self.rank.groups_of(self.rank.number) if self.rank else Groups(self.options.groups))
         inputs = input_leaves(tape, self.batch_shape, chunk, hyper_size(optimizer, self.row))
         weights = parameter_leaves(tape, config, precision)
         state = {f"weight.{name}": leaf for name, leaf in weights.items()}
@@ -231,74 +248,50 @@ class TrainingStep:
         if guards(optimizer):
             told = outputs["told"] = guarded(gradients, tensors(config), loss, told, optimizer, self.row, tape)
         new = update(tensors(config), state, gradients, told, optimizer, self.row, tape)
-        self.recorded = Recorded.of(
-            tape.token,
-            inputs,
-            outputs,
-            {name: state[name] for name in new},
-            new,
-            in_place=self._in_place(keys_of(loss)[0], tape.token) if self.in_place else None,
-            rewrite=partial(self._rewritten, token=tape.token),
-        )
-        self._owned: dict[str, list[slice]] = {}
-        for node in self.recorded.unmerged.values():
-            if isinstance(own := getattr(node, "func", None), ShardUpdate):
-                self._owned.setdefault(own.origin.parameter, []).append(own.shard.rows)
+        rewrite = partial(self._rewritten, loss=keys_of(loss)[0], token=tape.token)
+        own = {name: state[name] for name in new}
+        self.recorded = Recorded.of(tape.token, inputs, outputs, own, new, rewrite=rewrite)
         self.set_grain(self.grain)
 
     @property
     def micro_batches(self) -> MicroBatches:
         """Which sequences belong to which."""
-        return MicroBatches(self.accumulate, self.batch_shape[0] // self.chunk[0])
+        return MicroBatches(self.options.accumulate, self.batch_shape[0] // self.chunk[0])
 
-    def _rewritten(self, graph: Graph, token: str) -> Graph:
-        if self.accumulate == 1:
-            return graph
-        return accumulated_step(graph, self.micro_batches, token, over=self.in_place, ranked=self.rank is not None)
+    def _rewritten(self, graph: Graph, loss: Key, token: str) -> Rewritten:
+        if self.options.accumulate > 1:
+            ranked = self.rank is not None
+            graph = accumulate(graph, self.micro_batches, token, over=self.in_place, ranked=ranked)
+        if not self.in_place:
+            return Rewritten(graph)
+        rules = UpdateRules(self._rule, math.prod(self.batch_shape), (squares,))
+        if self.rank is None:
+            return update_in_place(graph, rules, apart=self.apart)
+        access = RowAccess(read_rows, write_rows, self.precision.rounding)
+        self.distribution = Distribution(graph, rules, self.rank, loss, access, token)
+        return self.distribution.rewritten()
 
     def _rule(self, origin: Origin) -> InPlaceRule:
-        """How a parameter is written over."""
+        """Return how a parameter is written over."""
         row = self.row.of(tensors(self.config)[origin.parameter])
         kernel = Guarded(row.in_place) if guards(self.optimizer) else row.in_place
         return InPlaceRule(self.precision.update(kernel), row.fused, row.whole)
 
-    def _in_place(self, loss: Key, token: str) -> Callable[[Graph], InPlace]:
-        summed = math.prod(self.batch_shape)
-
-        def rewrite(graph: Graph) -> InPlace:
-            updates = [
-                key
-                for key, node in graph.items()
-                if (origin := origin_of(node)) is not None and origin.parameter and not is_pick(node)
-            ]
-            if self.rank is None:
-                return update_in_place(graph, updates, self._rule, summed, apart=self.apart, by_rows=(squares,))
-            rows = Rows(read_rows, write_rows, self.precision.rounding)
-            named = (updates, self._rule, self.rank, loss, rows, message, token, summed)
-            return distribute(graph, *named, by_rows=(squares,))
-
-        return rewrite
+    def fusion(self, grain: str) -> Fusion:
+        """Return which tasks are one at a grain."""
+        return Fusion(grain, EARLY_LAYERS, SQUARES, updates=True, apart=self.apart, ranked=self.rank is not None)
 
     def set_grain(self, grain: str) -> None:
-        """Merge the step's tasks to another size; the state and every bit of the results stay the same.
+        """Fuse the step's tasks to another size; the state and every bit of the results stay the same.
 
         Out of place the packs of the state change with the grain: set it before the first step.
         """
-        graph = self.recorded.unmerged
-        micro_batches, waits = self.micro_batches, dict[Key, list[Key]]()
+        graph, ranked, waits = self.recorded.unmerged, self.rank is not None, dict[Key, list[Key]]()
         if self.large and grain != "chunk" and self.in_place and not self.apart:
-            waits = memory_edges(graph, ranked=self.rank is not None)
-            if self.accumulate > 1:
-                waits |= accumulated_waits(graph, micro_batches)
-        group_of = groups_of(graph, grain, updates=self.rank is None, apart=self.apart)
-        if self.rank:
-            group_of = ranked_groups(graph, group_of, grain, apart=self.apart)
-        stage = stage_of(graph, self.barrier)
-        if self.accumulate > 1:
-            group_of = accumulated_groups(graph, group_of, grain, apart=self.apart)
-            stage = accumulated_stage(graph, stage, micro_batches)
-        runnable = self.recorded.merged(group_of, title, waits)
+            waits = memory_waits(graph, CROSSENTROPY.name, self.micro_batches, ranked=ranked)
+        runnable = self.recorded.merged(self.fusion(grain).groups(graph), waits)
         if self.apart:
+            stage = stage_of(graph, self.barrier, self.micro_batches)
             runnable = runnable.with_barriers(stage, tokens=not self.in_place)
         self.runnable, self.grain = runnable, grain
 
@@ -325,7 +318,9 @@ class TrainingStep:
         """The rows of a tensor that are updated here: all, where no other rank updates any."""
         if not self.rank:
             return [slice(None)]
-        return sorted(self._owned.get(parameter, []), key=lambda rows: rows.start)
+        assert self.distribution is not None
+        every = [shard for own in self.distribution.shards.values() for shard in own if shard.parameter == parameter]
+        return [shard.rows for shard in every if shard.owner == self.rank.number]
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray, steps: int
@@ -362,15 +357,10 @@ class TrainingStep:
 
     def _values(self, batch: Batch, step: int, steps: int, limits: Limits = NO_LIMITS) -> Mapping[str, np.ndarray]:
         hyper = hyper_of(self.optimizer, self.row, step, steps, limits)
-        random = streams_of(self.optimizer, self.seed, step, self.whole_shape[0])
+        random = streams_of(self.optimizer, self.options.seed, step, self.whole_shape[0])
         if random is not None:
             random = random[slice(*self.sequences)]
         return input_values(Moment(*batch, hyper, random))
-
-
-def message(kind: str, phase: str, number: int) -> Origin:
-    """The origin of a task that sends or receives."""
-    return Origin(kind, phase, f"bucket.{number}")
 
 
 def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:

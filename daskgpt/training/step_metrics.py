@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
+from daskgpt.graph.calls import PHASES
 from daskgpt.graph.recording import Recorded
-from daskgpt.model.origins import PHASES
 from daskgpt.model.parameters import step_operations
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import Usage

@@ -11,7 +11,7 @@ from long_run import long_run, table
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import StepOptions, TrainingStep
 
 STATUS = Path("/proc/self/statm")
 PAGE = 4096
@@ -25,7 +25,9 @@ def resident() -> int:
 @pytest.mark.skipif(not STATUS.exists(), reason="resident memory is read from /proc")
 def test_a_thousand_overlapping_steps_keep_tasks_and_memory_flat():
     window, random = 4, np.random.default_rng(5)
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="chunk", barrier="none", in_place=True)
+    step = TrainingStep(
+        SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="chunk", barrier="none", in_place=True)
+    )
     state = step.initial(random_parameters(SMALL, random))
     batches = [random_batch(SMALL, random) for _ in range(window)]
     found = []

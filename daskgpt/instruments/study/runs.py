@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from daskgpt.config.model import GPT2Config
+from daskgpt.graph.calls import PHASES
 from daskgpt.instruments import machine
 from daskgpt.instruments.measure import Steps
 from daskgpt.instruments.records import PACKAGES
@@ -37,7 +38,6 @@ from daskgpt.instruments.timeline import (
     write_side_by_side,
     write_timeline,
 )
-from daskgpt.model.origins import PHASES
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels

@@ -11,7 +11,7 @@ from textwrap import fill
 
 from daskgpt.config.rich import html_text
 from daskgpt.graph.calls import is_pick
-from daskgpt.graph.grain import chunk_of
+from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.recording import Runnable

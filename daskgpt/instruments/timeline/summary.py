@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from daskgpt.graph.calls import PHASES
 from daskgpt.instruments.timeline.events import Event, Task, Timeline, different_at_once
-from daskgpt.model.origins import PHASES
 
 Curve = list[tuple[float, int]]  # times, and the value from then on
 

@@ -1,0 +1,336 @@
+"""Fuse tasks: which calls of a step become one task, and the graph of these tasks.
+
+A fused task calls the same kernels in the same order on the same arrays, so the grain changes no bit of the result.
+
+    kernel    a task a kernel call
+    segment   what one chunk does between two gathers
+    block     what one chunk does in one stretch of the model (its transformer block), forward or backward
+    chunk     all that one chunk does, where chunks hold whole sequences
+    step      everything
+
+Sums over the batch and updates belong to no chunk. A gradient, its update and others like it are a task.
+
+Why a fused graph is free of circles. Let the *depth* of a task be how often the longest path to it has changed its
+chunk. (1) An edge never leads to a smaller depth: a path to its start goes on to its end. (2) An edge that stays at its
+depth stays in its chunk: if it changed the chunk, the depth of its end would be one more. So a path that leaves a group
+(chunk, depth) has either grown in depth, and never comes back, or is in the same group. Blocks split such a group into
+parts that follow one another, forward and backward, so that a path that has left a part does not come back either.
+Groups of sums and updates come with no such proof: `fuse` looks for a circle at its end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from dask.order import order
+
+from daskgpt.config.errors import refusal
+from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, is_pick, origin_of
+from daskgpt.graph.inplace import RowUpdate, dependents_of
+from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
+from daskgpt.graph.program import Place, program_of
+
+GRAINS = ("kernel", "segment", "block", "chunk")
+OUTSIDE = "outside"  # of the blocks
+Chunk = tuple[Any, ...]
+GroupOf = Callable[[Key], Hashable]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which tasks of a step become one; tasks of the group None stay on their own.
+
+    grain    one of GRAINS, or "step"
+    first    layers that go with the first block
+    squares  the layer of tasks that square gradients
+    updates  whether gradients and updates are grouped too
+    apart    whether forward, backward and update stay in tasks of their own: there are barriers inside of the step
+    ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
+             rank are a task each
+    """
+
+    grain: str
+    first: Collection[str] = ()
+    squares: str = ""
+    updates: bool = False
+    apart: bool = False
+    ranked: bool = False
+
+    def groups(self, graph: Graph) -> GroupOf:
+        """Return the group of each task of a graph."""
+        if self.grain == "step":
+            return lambda key: self.grain
+        chunk_group, single = self._chunk_groups(graph), self.grain == "kernel"
+        buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
+        shared = self.updates and not single and not self.ranked
+        squared = self._squares(graph) if shared else {}
+        # Updates that wait for all gradients can all run then: tasks of a block do, and are fewer.
+        updated = self._updates(graph, "chunk" if squared else self.grain) if shared else {}
+
+        def group_of(key: Key) -> Hashable:
+            call, origin = graph[key].func, origin_of(graph[key])
+            if isinstance(call, RowSum) and call.whole:
+                # The tables' sums are large, and made long before or after each other.
+                if single or call.micro is None or origin.block is None:
+                    return None
+                unit = unit_of(origin, self.grain) if self.ranked or self.grain == "chunk" else origin.where
+                return "micro", call.micro, unit, origin.stage if self.apart else ""
+            if self.ranked and not self.apart:
+                if key in buckets:
+                    return buckets[key]
+                if not single and call.bucket == "store":
+                    return "store", min(graph[key].dependencies)
+                if not single and isinstance(call, RowSum | RowUpdate):
+                    unit = unit_of(origin, self.grain)
+                    return None if unit == OUTSIDE else (type(call).__name__, unit, key[1:])
+            phase = origin.phase if self.apart else ""
+            if key in squared or key in updated:
+                share = key[1] if call.by_rows else 0  # each share of a large tensor's rows stays a task
+                if key not in squared:
+                    return phase, "update", updated[key], share
+                unit, earlier = squared[key]
+                return phase, "squares", unit, key[1:] if earlier else share
+            group = chunk_group(key)
+            return group if group is None else (phase, group)
+
+        return group_of
+
+    def _chunk_groups(self, graph: Graph) -> GroupOf:
+        """Return the groups of tasks that belong to a chunk."""
+        if self.grain == "kernel":
+            return lambda key: next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key
+        whole = self.grain != "segment" and token_chunks(graph) == 1
+        chunks = {key: chunk_of(graph, key, whole) for key in graph}
+        depths = _depths(graph, chunks)
+
+        def group_of(key: Key) -> Hashable:
+            if chunks[key] is None:
+                return None
+            return chunks[key], depths[key], self._stretch(origin_of(graph[key])) if self.grain == "block" else None
+
+        return group_of
+
+    def _stretch(self, origin: Origin) -> Hashable:
+        """Return the block a task belongs to and whether forward or backward."""
+        block = 0 if origin.block is None and origin.layer in self.first else origin.block
+        return block, block is not None and origin.phase == "backward"
+
+    def _updates(self, graph: Graph, grain: str) -> dict[Key, Hashable]:
+        """Return what is updated together with each task that updates a parameter, its picks, and the last sum before.
+
+        An earlier sum (the gradient that the unembedding gives to the tied embedding) stays apart: it is there long
+        before the rest, and what it reads can be dropped. So does the same sum by rows beside an update that makes its
+        own.
+        """
+        sums, found = ChunkSum | RowSum if self.apart else ChunkSum, dict[Key, Hashable]()
+        for key, node in graph.items():
+            if (origin := origin_of(node)) and origin.phase == "update" and origin.parameter:
+                own = [each for each in node.dependencies if isinstance(getattr(graph[each], "func", None), sums)]
+                found |= dict.fromkeys([key, *own], unit_of(origin, grain))
+        return found
+
+    def _squares(self, graph: Graph) -> dict[Key, tuple[Hashable, bool]]:
+        """Return for each task that squares a gradient, and the sums that it reads, what is updated together, and
+        whether it sums rows of earlier pieces of the batch.
+
+        Updates wait for all of them, so these sums are in no task with an update.
+        """
+        found: dict[Key, tuple[Hashable, bool]] = {}
+        for key, node in graph.items():
+            if not (origin := origin_of(node)) or origin.layer != self.squares:
+                continue
+            unit, sums = unit_of(origin, self.grain), [each for each in node.dependencies if is_sum(graph, each)]
+            found |= dict.fromkeys([key, *sums], (unit, False))
+            while sums:
+                later = sums.pop()
+                earlier = [d for d in graph[later].dependencies if d[0] == later[0] and is_sum(graph, d)]
+                found |= dict.fromkeys(earlier, (unit, True))
+                sums += earlier
+        return found
+
+
+def unit_of(origin: Origin, grain: str) -> Hashable:
+    """Return what is updated together: weight and bias of a layer, or at the grain of chunks all tensors of a block."""
+    if grain == "chunk":
+        return OUTSIDE if origin.block is None else origin.block
+    return (origin.parameter or origin.where).rpartition(".")[0]
+
+
+def is_sum(graph: Graph, key: Key) -> bool:
+    """Return whether a task makes a sum over the batch, or a part of one."""
+    return isinstance(getattr(graph[key], "func", None), ChunkSum | RowSum)
+
+
+def _buckets(graph: Graph) -> dict[Key, Hashable]:
+    """Return what of a rank's graph is one task where a chunk is: all that is summed and sent of a bucket, all that is
+    updated and sent, and all that is received at the end. What only such a task reads belongs to it.
+    """
+    buckets = {key: node.func.bucket for key, node in graph.items() if not is_leaf(node)}
+    found = {key: bucket for key, bucket in buckets.items() if bucket not in (None, READER)}
+    readers = dependents_of(graph)
+    for key in reversed(in_order(graph)):
+        groups = {found.get(reader) for reader in readers[key]}
+        if buckets.get(key) == READER and len(groups) == 1 and None not in groups:
+            found[key] = groups.pop()
+    return found
+
+
+def title(origins: Sequence[Origin]) -> tuple[str, str]:
+    """Return the name of a fused task, kind and place: its layer and pass; of several, the block, segment or update."""
+    if len({origin.kind for origin in origins}) == 1:
+        return origins[0].kind, origins[0].place
+    if any(origin.phase == "update" for origin in origins):
+        last = next((origin for origin in reversed(origins) if origin.parameter), None)
+        if last is None:  # sums of gradients, and their squares
+            return "gradient", origins[-1].where.rpartition(".")[0]
+        return "update", last.parameter.rpartition(".")[0] or last.parameter
+    passes = {origin.phase for origin in origins}
+    way = passes.pop() if len(passes) == 1 else "head"
+    return f"tokens.{way}", origins[0].place
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A graph of fused tasks, and where in it the wanted values are."""
+
+    graph: Graph
+    places: dict[Key, Place]
+
+
+def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
+    """Which part of the batch a task works on, (b, t); None for what belongs to no chunk (leaves, sums).
+
+    whole   whether a chunk holds whole sequences, so that a gathered sequence is a chunk and no other thing
+    """
+    axes = _axes(graph, key)
+    if not {"b", "t"} & set(axes):
+        return None
+    index = dict(zip(axes, key[1:]))
+    return index.get("b"), 0 if whole else index.get("t")
+
+
+def token_chunks(graph: Graph) -> int:
+    """Into how many chunks the tasks of a graph cut a sequence."""
+    found = (dict(zip(axes, key[1:])).get("t", 0) for key in graph if (axes := _axes(graph, key)))
+    return 1 + max(found, default=0)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a graph has to do with what runs before and after it.
+
+    wanted     keys whose results are read from outside
+    places     where leaves are found that are values in other data
+    carried    leaves that the next run takes from what a task of this run returns: leaf -> (its data's key, the result)
+    after      task -> tasks that must have run before it although it does not read them
+    """
+
+    wanted: Sequence[Key]
+    places: Mapping[Key, Place] = field(default_factory=dict)
+    carried: Mapping[Key, tuple[Key, Key]] = field(default_factory=dict)
+    after: Mapping[Key, Iterable[Key]] = field(default_factory=dict)
+
+
+def fuse(
+    graph: Graph,
+    group_of: GroupOf,
+    name_of: Callable[[Sequence[Key]], str],
+    around: Surroundings,
+    *,
+    drop: bool = False,
+) -> Fused:
+    """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
+
+    name_of    what the task of these members is called: the first part of its key
+    drop       whether a value is dropped when its last reader has taken it, even though other results of its task are
+               still needed: only where no task runs twice
+
+    Errors     RuntimeError where groups depend on each other in a circle, naming it
+    """
+    wanted, carried, after = around.wanted, around.carried, around.after
+    members: dict[Hashable, list[Key]] = defaultdict(list)
+    own = {key: group_of(key) for key, node in graph.items() if not is_leaf(node)}
+    for key in in_order(_with_waits_inside(graph, own, after)):
+        if key in own:
+            members[("alone", key) if own[key] is None else own[key]].append(key)
+    home = {key: group for group, keys in members.items() for key in keys}
+    names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
+    results = {result for _, result in carried.values()}
+    packs = {home[result] for result in results}  # what the next run takes is a tuple, however short
+    outputs = _outputs(graph, home, members, set(wanted), results)
+    found = dict(around.places)
+    for group, keys in outputs.items():
+        for number, key in enumerate(keys):
+            found[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
+    readers = _readers(graph, home, set(wanted)) if drop else None
+    for leaf, (data, result) in carried.items():
+        found[leaf] = Place(data, found[result].number)
+    merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in found}
+    for group, keys in members.items():
+        program, needed = program_of(graph, keys, outputs[group], found, readers, group in packs)
+        before = {names[home[earlier]] for key in keys for earlier in after.get(key, ())}
+        # What a task waits for comes last among its arguments: the program does not look at it.
+        needed += sorted(before - {names[group], *needed})
+        merged[names[group]] = task(names[group], program, needed)
+    _check_circle(merged)
+    return Fused(merged, {key: found[key] for key in wanted})
+
+
+def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mapping[Key, Iterable[Key]]) -> Graph:
+    """The graph in which a task depends on what must run before it in its own group: a program runs in this order."""
+    inside = {
+        key: [earlier for earlier in before if group[earlier] == group[key] is not None]
+        for key, before in after.items()
+    }
+    return graph | {key: waiting_for(graph[key], before) for key, before in inside.items() if before}
+
+
+def _check_circle(graph: Graph) -> None:
+    try:
+        TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
+    except CycleError as error:
+        circle = " -> ".join(str(key[0]) for key in reversed(error.args[1]))
+        rule = "merged tasks must not wait for each other in a circle"
+        raise refusal(RuntimeError, "merge", rule, circle, "Use a finer grain.") from None
+
+
+def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> dict[Key, int]:
+    """How many other groups read each value; one more where it is wanted from outside, so that it is never dropped."""
+    readers: dict[Key, set[Hashable]] = defaultdict(set)
+    for key in home:
+        for dependency in graph[key].dependencies:
+            readers[dependency].add(home[key])
+    return {key: len(readers[key] - {home[key]}) + (key in wanted) for key in home}
+
+
+def in_order(graph: Graph) -> list[Key]:
+    """The keys in the order in which Dask would run them one by one."""
+    return sorted(graph, key=order(graph).__getitem__)
+
+
+def _outputs(
+    graph: Graph, home: Mapping[Key, Hashable], members: Mapping[Hashable, list[Key]], wanted: set[Key], first: set[Key]
+) -> dict[Hashable, list[Key]]:
+    """What each group must return: what is wanted, and what tasks of other groups read; some of it first."""
+    read = {d for key in home for d in graph[key].dependencies if d in home and home[d] != home[key]}
+    returned = {group: [key for key in keys if key in read or key in wanted] for group, keys in members.items()}
+    return {group: sorted(keys, key=lambda key: key not in first) for group, keys in returned.items()}
+
+
+def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:
+    """How often the longest path to a task has changed its chunk."""
+    depths: dict[Key, int] = {}
+    for key in in_order(graph):
+        depths[key] = max(
+            (depths[d] + (chunks[d] != chunks[key]) for d in graph[key].dependencies if not is_leaf(graph[d])),
+            default=0,
+        )
+    return depths
+
+
+def _axes(graph: Graph, key: Key) -> str:
+    return getattr(getattr(graph[key], "func", None), "axes", "")

@@ -1,0 +1,136 @@
+"""What must run before what for other reasons than results: barriers, and edges that give memory back in time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from graphlib import CycleError, TopologicalSorter
+
+from daskgpt.config.errors import refusal
+from daskgpt.graph.accumulating import MicroBatches
+from daskgpt.graph.calls import KernelCall, RowSum, is_pick, origin_of, wait
+from daskgpt.graph.fuse import in_order
+from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
+
+LOOKAHEAD = 2  # blocks, and chunks in the head, that may be worked on before the oldest of them is done with
+
+
+def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, tokens: bool) -> Graph:
+    """The graph with a barrier after each stage: no task of a stage starts before all of the stages before it are done.
+
+    stage_of   task -> its stage
+    name       begins the keys of the barriers
+    tokens     whether a barrier waits for a token of each task instead of its result: on a cluster, where a task's
+               arguments travel to where it runs
+
+    Errors     RuntimeError where stages depend on each other in a circle
+    """
+    members: dict[str, list[Key]] = defaultdict(list)
+    for key, node in graph.items():
+        if not is_leaf(node):
+            members[stage_of(key)].append(key)
+    stages = _in_order(graph, members, stage_of)
+    new = {key: node for key, node in graph.items() if is_leaf(node)}
+    before: list[Key] = []
+    for number, stage in enumerate(stages):
+        for key in members[stage]:
+            new[key] = waiting_for(graph[key], before)
+        if tokens:
+            done = [(f"{name}-token-{number}_{place}", *key) for place, key in enumerate(members[stage])]
+            new |= {token: task(token, wait, [key]) for token, key in zip(done, members[stage])}
+        else:
+            done = members[stage]
+        key = (f"{name}-{number}_",)
+        new[key] = task(key, wait, [*done, *before])
+        before = [key]
+    return new
+
+
+def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable[[Key], str]) -> list[str]:
+    """The stages, each after those it depends on; of several possible ones, the one whose tasks come first."""
+    needs: dict[str, set[str]] = {stage: set() for stage in members}
+    for stage, keys in members.items():
+        for key in keys:
+            needs[stage] |= {stage_of(d) for d in graph[key].dependencies if d in graph and not is_leaf(graph[d])}
+        needs[stage].discard(stage)
+    try:
+        return list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        rule, got = "stages must follow one another", f"a circle of {error.args[1]}"
+        raise refusal(RuntimeError, "with_barriers", rule, got, "Use a finer grain.") from None
+
+
+def stage_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> Callable[[Key], str]:
+    """Return what a task does between two barriers: a layer's forward or backward (fork-join), or a phase, of each
+    micro-batch its own.
+    """
+
+    def stage(key: Key) -> str:
+        origin, micro = origin_of(graph[key]), micro_batches.of_task(graph, key)
+        own = origin.stage if barrier == "layer" else origin.phase
+        return own if micro is None else f"{own} {micro}"
+
+    return stage
+
+
+def memory_waits(graph: Graph, head: str, micro_batches: MicroBatches, *, ranked: bool = False) -> dict[Key, list[Key]]:
+    """Return for tasks the tasks that must run before them, so that memory is given back in time.
+
+    head     the layer that makes the logits of a chunk, and their loss
+    ranked   whether updates wait for other ranks: then the sums of a block are what others wait for
+
+    Dask would take one chunk through the whole backward pass before the next one, and keep what the weight gradients of
+    all blocks wait for. So a block's backward waits for the updates of the blocks `LOOKAHEAD` above, or for the sums of
+    a micro-batch there; and the logits of a chunk wait until those of the chunk `LOOKAHEAD` before have been added to
+    the unembedding's gradient. Not where an update itself depends on that block (one that waits for the norm of all
+    gradients): it would be a circle.
+    """
+    lowest = _lowest_blocks(graph)
+    done: dict[Hashable, list[Key]] = defaultdict(list)  # micro-batch or None, and block -> what its memory waits for
+    backward: dict[Key, tuple[int | None, int]] = {}
+    for key, node in graph.items():
+        origin, micro = origin_of(node), micro_batches.of_task(graph, key)
+        if origin is None or origin.block is None:
+            continue
+        if isinstance(node.func, RowSum) if ranked else origin.phase == "update":
+            done[None, origin.block].append(key)
+        if isinstance(node.func, RowSum) and micro is not None:
+            done[micro, origin.block].append(key)
+        elif origin.phase == "backward" and not (ranked and isinstance(node.func, RowSum)):
+            backward[key] = micro, origin.block
+    edges = {}
+    for key, (micro, block) in backward.items():
+        updates = [update for update in done[None, block + LOOKAHEAD] if lowest[update] > block]
+        edges[key] = updates if micro is None else done[micro, block + LOOKAHEAD] or updates
+    return {key: earlier for key, earlier in edges.items() if earlier} | _head_waits(graph, head)
+
+
+def _lowest_blocks(graph: Graph) -> dict[Key, float]:
+    """Return for each task the lowest block whose backward pass it needs."""
+    lowest: dict[Key, float] = {}
+    for key in in_order(graph):
+        origin = origin_of(graph[key])
+        own = float("inf")
+        if origin is not None and origin.phase == "backward" and origin.block is not None:
+            own = origin.block
+        lowest[key] = min([own, *(lowest[dependency] for dependency in graph[key].dependencies)])
+    return lowest
+
+
+def _head_waits(graph: Graph, head: str) -> dict[Key, list[Key]]:
+    """Return for the logits of a chunk the sums that the logits of an earlier chunk have been added to."""
+    own = {
+        key: (origin.phase, graph[key].func)
+        for key, node in graph.items()
+        if (origin := origin_of(node)) is not None and origin.layer == head and not is_pick(node)
+    }
+    heads = [key for key, (phase, call) in own.items() if phase == "forward" and isinstance(call, KernelCall)]
+    sums = {key: call for key, (phase, call) in own.items() if phase == "backward" and isinstance(call, RowSum)}
+    order = next((call.call.order for call in sums.values()), None)
+    if order is None or len({call.pieces.start for call in sums.values()}) != len(order.pieces):
+        return {}  # all chunks together are smaller than the gradient
+    piece_of = {chunk: number for number, piece in enumerate(order.pieces) for chunk in piece}
+    done: dict[int, list[Key]] = defaultdict(list)
+    for key, call in sums.items():
+        done[call.pieces.start + LOOKAHEAD].append(key)
+    return {key: done[piece] for key in heads if (piece := piece_of[key[1:]]) in done}
