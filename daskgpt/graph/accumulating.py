@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from daskgpt.graph.calls import ChunkSum, Exchange, Origin, RowSum, wait
-from daskgpt.graph.inplace import references, start_of
-from daskgpt.graph.nodes import Graph, Key, combined, is_leaf, nested, reference, task, waiting_for
+from daskgpt.graph.inplace import start_of
+from daskgpt.graph.nodes import Graph, Key, all_keys, is_leaf, key_trees, task, waiting_for
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def _chain(graph: Graph, key: Key, micro_batches: MicroBatches, *, begun: bool, 
     begun   whether another sum goes on from it: then each chunk is added, and let go, on its own
     """
     call: ChunkSum = graph[key].func
-    pieces, *before = call.arrange([nested(argument) for argument in graph[key].args])
-    start, new = [reference(total) for total in before], Graph()
+    pieces, *before = call.arrange(key_trees(graph[key]))
+    start, new = before, Graph()
     micros = [micro_batches.of_chunk(piece[0][0]) for piece in call.order.pieces]
     runs = [list(own) for _, own in groupby(range(len(micros)), key=(lambda n: n) if begun else micros.__getitem__)]
     for run in runs:
         link = key if run is runs[-1] else (f"{key[0]}.micro", run[0])
         made = RowSum(call, call.bands(), range(run[0], run[-1] + 1), started=bool(before), over=over)
         made.micro, made.whole = None if before else micros[run[0]], True
-        new[link] = combined(link, made, [*references(pieces[run[0] : run[-1] + 1]), *start])
-        start = [reference(link)]
+        new[link] = task(link, made, [*all_keys(pieces[run[0] : run[-1] + 1]), *start])
+        start = [link]
     return new

@@ -35,13 +35,12 @@ from daskgpt.graph.inplace import (
     RowUpdate,
     UpdateRules,
     dependents_of,
-    references,
     row_sum,
     shares,
     start_of,
 )
 from daskgpt.graph.messages import Channel, Peers, Rank, RowAccess, Shard, inputs_in_one, item, receive, send
-from daskgpt.graph.nodes import Graph, Key, as_it_is, combined, listed, nested, only, reference, task
+from daskgpt.graph.nodes import Graph, Key, all_keys, as_it_is, key_trees, only_key, task
 from daskgpt.graph.sum_order import SumOrder
 
 BUCKET_BYTES = 1 << 23  # of totals that are sent together
@@ -77,7 +76,7 @@ class Distribution:
         """
         self.graph, self.rules, self.rank, self.loss, self.access, self.token = graph, rules, rank, loss, access, token
         self.updates = rules.updates(graph)[::-1]  # the backward pass comes to the first tensors last
-        self.last = {update: only(graph[update].args[1]) for update in self.updates}  # the sum that is the gradient
+        self.last = {update: only_key(graph[update].args[1]) for update in self.updates}  # the sum that is the gradient
         self.dependents = dependents_of(graph)
         self.new = dict(graph)
         self.shards = self._shards()
@@ -106,7 +105,7 @@ class Distribution:
             call, own = self.graph[self.last[update]].func, self.graph[update].func
             columns = prod((call.call.shape if isinstance(call, RowSum) else call.shape)[1:])
             # Other readers of the weight than its update may read only what is rounded.
-            readers = self.dependents[only(self.graph[update].args[0])] - {update}
+            readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             rounded = all(getattr(self.graph[key].func, "kernel", None) in self.access.rounding for key in readers)
             for number, bands in enumerate(shares(call, self.rules.of(own))):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
@@ -128,8 +127,8 @@ class Distribution:
         }
         posted: list[Key] = []  # of each bucket a task that has waited for it, and for those before
         loss, call = (f"{self.loss[0]}.own",), self.graph[self.loss].func
-        pieces, *_ = call.arrange([nested(argument) for argument in self.graph[self.loss].args])
-        self.new[loss] = combined(loss, RowSum(call, call.bands(), range(len(pieces))), references(pieces))
+        pieces, *_ = call.arrange(key_trees(self.graph[self.loss]))
+        self.new[loss] = task(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces))
         self.new[loss].func.bucket = "sent", 0
         for number, bucket in enumerate(buckets):
             done = posted[-1:] or [self._send(q, "loss", 0, [loss], "forward", ("sent", 0)) for q in self.rank.others]
@@ -179,7 +178,7 @@ class Distribution:
                 own = (f"{key[0]}.rows", shard.number)
                 program = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
                 program.bucket = READER
-                self.new[own] = combined(own, program, map(reference, [*pieces, self._whole(before, shard)]))
+                self.new[own] = task(own, program, [*pieces, self._whole(before, shard)])
                 self.totals[key, shard.number] = _Totals([own])
             del self.new[key]
 
@@ -193,7 +192,7 @@ class Distribution:
         count, joined = len(call.inputs), (f"{key[0]}.own", 0)
         self.gathered.append((call, self.shards[update][0].parameter))
         join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE, ("sent", 0))
-        self.new[joined] = combined(joined, join, self.graph[key].args[:count])
+        self.new[joined] = task(joined, join, self.graph[key].args[:count])
         owners = {shard.owner for shard in self.shards[update]}
         own = ("sent", 0)
         sent = [self._send(q, "gather", place, [joined], "backward", own) for q in self.rank.others if q in owners]
@@ -256,10 +255,10 @@ class Distribution:
         self.posted += [*sent, *mine]
         for reader in {other for key in readers for other in self.dependents[key]}:
             arguments = [
-                listed(reference(found[place]) for place in readers[key]) if (key := only(a)) in readers else a
+                [found[place] for place in readers[key]] if (key := only_key(a)) in readers else a
                 for a in self.graph[reader].args
             ]
-            self.new[reader] = combined(reader, self.graph[reader].func, arguments)
+            self.new[reader] = task(reader, self.graph[reader].func, arguments)
 
     def _readers(self, update: Key) -> list[Key]:
         """Return who reads a gradient other than its update; a sum of micro-batches stays whole, and may have more."""
@@ -282,9 +281,9 @@ class Distribution:
                 rule = self.rules.of(call)
                 program = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
                 program.bucket = "update", number
-                self.new[key] = combined(key, program, [weight, *moments, hyper, *map(reference, totals.keys)])
+                self.new[key] = task(key, program, [weight, *moments, hyper, *totals.keys])
             if own:
-                given = [only(self.graph[shard.update].args[0]) for shard in own]
+                given = [only_key(self.graph[shard.update].args[0]) for shard in own]
                 given += [done[shard.update, shard.number] for shard in own]
                 pick = partial(self.access.read_all, own)
                 to = ("update", number)
@@ -298,10 +297,10 @@ class Distribution:
                     key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                     origin = self.graph[shard.update].func.origin
                     store = Exchange(partial(self.access.store, shard, place), origin, bucket="store")
-                    self.new[key] = task(key, store, [message, only(self.graph[shard.update].args[0])])
+                    self.new[key] = task(key, store, [message, only_key(self.graph[shard.update].args[0])])
         after: dict[Key, list[Key]] = {}
         for update in self.updates:
-            readers = self.dependents[only(self.graph[update].args[0])] - {update}
+            readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             after |= {done[update, shard.number]: sorted(readers) for shard in self.shards[update]}
             for gone in [update, *self.dependents[update]]:
                 if gone not in done.values():

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, Origin, RowSum, TaskCall, is_pick, origin_of
-from daskgpt.graph.nodes import Graph, Key, combined, listed, nested, only, reference
+from daskgpt.graph.nodes import Graph, Key, all_keys, key_trees, only_key, task
 
 TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
 
@@ -191,7 +191,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
     parts: dict[Key, list[Any]] = defaultdict(list)  # a call on a whole gradient -> those on its rows
     for update in rules.updates(graph):
         weight, gradient, *moments, hyper = graph[update].args
-        last, call = only(gradient), graph[update].func
+        last, call = only_key(gradient), graph[update].func
         rule = rules.of(call)
         others = dependents[last] - {update}
         of_rows = rules.readers_by_rows(graph, others)
@@ -207,19 +207,19 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
         for number, bands in enumerate(shares(graph[last].func, rule)):
             given = []
             if before is not None:
-                given = [reference(before if shared else row_sum(graph, new, before, number, bands, rules.summed))]
+                given = [before if shared else row_sum(graph, new, before, number, bands, rules.summed)]
             for reader in of_rows:
                 key = (f"{reader[0]}.rows", number)
-                new[key] = combined(key, graph[reader].func.on_rows(), given)
-                parts[reader].append(reference(key))
+                new[key] = task(key, graph[reader].func.on_rows(), given)
+                parts[reader].append(key)
             program = RowUpdate(call, rule, bands, base=0 if shared else bands[0][0], sums=calls)
             key = (update[0], number)
-            new[key] = combined(key, program, [weight, *moments, hyper, *summed, *given])
+            new[key] = task(key, program, [weight, *moments, hyper, *summed, *given])
             done.append(key)
-            after[key] = [reader for reader in dependents[only(weight)] if reader != update]
+            after[key] = [reader for reader in dependents[only_key(weight)] if reader != update]
     for reader in {other for key in parts for other in dependents[key]}:
-        arguments = [listed(parts[key]) if (key := only(a)) in parts else a for a in graph[reader].args]
-        new[reader] = combined(reader, graph[reader].func, arguments)
+        arguments = [parts[key] if (key := only_key(a)) in parts else a for a in graph[reader].args]
+        new[reader] = task(reader, graph[reader].func, arguments)
     return Rewritten(new, done, after)
 
 
@@ -230,22 +230,15 @@ def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ban
     lets go of them.
     """
     call, before = graph[key].func, start_of(graph, key)
-    pieces, *_ = call.arrange([nested(argument) for argument in graph[key].args])
-    start = [] if before is None else [reference(row_sum(graph, new, before, number, bands, summed))]
+    pieces, *_ = call.arrange(key_trees(graph[key]))
+    start = [] if before is None else [row_sum(graph, new, before, number, bands, summed)]
     together = len(pieces) if summed < call.shape[-1] else 1
     for first in range(0, len(pieces), together):
         task_key = (f"{key[0]}.rows", number, first)
         program = RowSum(call, bands, range(first, first + together), started=before is not None)
-        new[task_key] = combined(task_key, program, [*references(pieces[first : first + together]), *start])
-        start = [reference(task_key)]
+        new[task_key] = task(task_key, program, [*all_keys(pieces[first : first + together]), *start])
+        start = [task_key]
     return task_key
-
-
-def references(pieces: Any) -> list[Any]:
-    """Return the arguments of a `RowSum`: one for each chunk and input in nested lists of keys."""
-    if not isinstance(pieces, list):
-        return [reference(pieces)]
-    return [argument for each in pieces for argument in references(each)]
 
 
 def _starts(graph: Graph, key: Key | None) -> list[Key]:
@@ -271,7 +264,7 @@ def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int
 def start_of(graph: Graph, key: Key) -> Key | None:
     """Return the sum that a sum over chunks goes on from."""
     extra = graph[key].args[len(graph[key].func.inputs) :]
-    return only(extra[0]) if extra else None
+    return only_key(extra[0]) if extra else None
 
 
 def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:

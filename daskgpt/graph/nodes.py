@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import DataNode, GraphNode, List, Task, TaskRef
+from dask._task_spec import DataNode, List, Task, TaskRef
+from dask._task_spec import GraphNode as GraphNode
 from dask.array.core import slices_from_chunks
 from dask.highlevelgraph import HighLevelGraph
 
@@ -17,22 +18,6 @@ from daskgpt.config.errors import refusal, require
 Key = tuple[Any, ...]
 Graph = dict[Key, GraphNode]
 Chunks = tuple[tuple[int, ...], ...]
-
-__all__ = ["Graph", "GraphNode", "Key", "arguments_of", "array_of", "from_numpy", "graph_of", "is_leaf", "keys_of"]
-__all__ += [
-    "as_it_is",
-    "combined",
-    "flat",
-    "listed",
-    "nested",
-    "only",
-    "part_of_list",
-    "pieces",
-    "reference",
-    "renamed",
-    "task",
-]
-__all__ += ["slices_of", "value_of", "waiting_for", "with_leaves"]
 
 
 def keys_of(array: da.Array) -> list[Key]:
@@ -119,58 +104,48 @@ def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any,
         return [resolved(item) for item in argument] if isinstance(argument, list) else standing_for[argument]
 
     assert isinstance(node, Task)
-    return node.func, [resolved(nested(argument)) for argument in node.args]
+    return node.func, [resolved(tree) for tree in key_trees(node)]
 
 
-def nested(argument: Any) -> Any:
-    """An argument of a task as a key, or nested lists of keys."""
+def key_tree(argument: Any) -> Any:
+    """Return an argument of a task as a key, or nested lists of keys."""
     if isinstance(argument, TaskRef):
         return argument.key
     if isinstance(argument, List):
-        return [nested(item) for item in argument.args]
+        return [key_tree(item) for item in argument.args]
     rule = "a task takes chunks and lists of them"
-    raise refusal(TypeError, "nested", rule, {"argument": repr(argument)}, "Use calls.apply.")
+    raise refusal(TypeError, "key_tree", rule, {"argument": repr(argument)}, "Use calls.apply.")
 
 
-def flat(keys: Any) -> Iterator[Key]:
-    """The keys in nested lists, one after the other."""
-    if isinstance(keys, list):
-        for item in keys:
-            yield from flat(item)
-    else:
-        yield keys
+def key_trees(node: GraphNode) -> list[Any]:
+    """Return the arguments of a task, each as a key or nested lists of keys."""
+    assert isinstance(node, Task)
+    return [key_tree(argument) for argument in node.args]
 
 
-def part_of_list(argument: Any, first: int, last: int) -> Any:
-    """Some items of an argument that is a list."""
-    return List(*argument.args[first:last])
+def all_keys(tree: Any) -> list[Key]:
+    """Return the keys in nested lists, one after the other."""
+    return [key for item in tree for key in all_keys(item)] if isinstance(tree, list) else [tree]
 
 
-def listed(arguments: Iterable[Any]) -> Any:
-    """Several arguments as one, a list."""
-    return List(*arguments)
-
-
-def task(key: Key, function: Callable[..., Any], dependencies: Iterable[Key]) -> GraphNode:
-    """A task that calls `function` with the results of other tasks."""
-    return Task(key, function, *(TaskRef(dependency) for dependency in dependencies))
-
-
-def combined(key: Key, function: Any, arguments: Iterable[Any]) -> GraphNode:
-    """A task of `function` (a kernel call) with arguments of other tasks, lists and references as they are."""
-    return Task(key, function, *arguments)
-
-
-def reference(key: Key) -> Any:
-    """The result of a task, as an argument."""
-    return TaskRef(key)
-
-
-def only(argument: Any) -> Key:
-    """The one task that an argument names, however deep in lists."""
-    key: Key
-    (key,) = (argument.key,) if isinstance(argument, TaskRef) else argument.dependencies
+def only_key(argument: Any) -> Key:
+    """Return the key of the one task that an argument names, however deep in lists."""
+    (key,) = all_keys(key_tree(argument))
     return key
+
+
+def task(key: Key, function: Any, arguments: Iterable[Any]) -> GraphNode:
+    """Return a task that calls `function` with the results of other tasks.
+
+    arguments   keys, nested lists of keys, or arguments of another task
+    """
+
+    def argument(given: Any) -> Any:
+        if isinstance(given, list):
+            return List(*map(argument, given))
+        return TaskRef(given) if isinstance(given, tuple) else given
+
+    return Task(key, function, *map(argument, arguments))
 
 
 def waiting_for(node: GraphNode, earlier: Iterable[Key]) -> GraphNode:

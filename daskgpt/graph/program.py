@@ -10,7 +10,7 @@ from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from daskgpt.graph.nodes import Graph, GraphNode, Key, arguments_of, combined
+from daskgpt.graph.nodes import Graph, GraphNode, Key, arguments_of, task
 from daskgpt.kernels.floating_point import flush_to_zero
 
 
@@ -230,7 +230,7 @@ def in_run(node: GraphNode, run: int) -> GraphNode:
         return node
     program = copy(node.func)
     program.run = run
-    return combined(node.key, program, node.args)
+    return task(node.key, program, node.args)
 
 
 def calls_of(node: GraphNode) -> tuple[Call, ...]:

@@ -19,7 +19,7 @@ import dask.local
 import numpy as np
 
 from daskgpt.graph.calls import KernelCall
-from daskgpt.graph.nodes import Key, combined, is_leaf
+from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Values
 from daskgpt.graph.recording import Submission
 from daskgpt.model.parameters import tensors
@@ -93,7 +93,7 @@ class Trial(LocalScheduler):
 
     def run(self, submission: Submission) -> list[Any]:
         without_data = {
-            key: node if is_leaf(node) else combined(key, self._without_data(key, node.func), node.args)
+            key: node if is_leaf(node) else task(key, self._without_data(key, node.func), node.args)
             for key, node in submission.graph.items()
         }
         return super().run(submission._replace(graph=without_data))
