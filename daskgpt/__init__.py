@@ -30,7 +30,7 @@ _PUBLIC = {
     "OptimizerConfig": "config.run",
     "RunConfig": "config.run",
     "TimelineConfig": "instruments.timeline",
-    "TimelineWatcher": "instruments.timeline",
+    "TimelineCallback": "instruments.timeline",
     "check_layer": "instruments.layer_check",
     "dataflow": "instruments.dataflow",
     "digest": "model.parameters",
@@ -48,8 +48,8 @@ _PUBLIC = {
 
 __all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "LocalConfig", "OptimizerConfig", "RunConfig"]
 __all__ += [
+    "TimelineCallback",
     "TimelineConfig",
-    "TimelineWatcher",
     "check_layer",
     "dataflow",
     "digest",

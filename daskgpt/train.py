@@ -17,9 +17,9 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable
-from daskgpt.instruments.dask_report import DaskReportConfig, DaskReportWatcher
+from daskgpt.instruments.dask_report import DaskReportCallback, DaskReportConfig
 from daskgpt.instruments.plan import check_workers, predict
-from daskgpt.instruments.timeline import TimelineConfig, TimelineWatcher
+from daskgpt.instruments.timeline import TimelineCallback, TimelineConfig
 from daskgpt.instruments.timeline.recorder import require_shared_steps
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
@@ -39,7 +39,7 @@ from daskgpt.training.start import (
     start_values,
 )
 from daskgpt.training.step import State
-from daskgpt.training.trainer import Callbacks, Watcher, train
+from daskgpt.training.trainer import Callback, Observers, train
 
 DEFAULT = "tiny"  # the preset
 EPILOG = (
@@ -107,10 +107,10 @@ def main(arguments: list[str]) -> int:
         return 0
     require_memory(job)
     first = resumed.initial if resumed else ResumeState(start_values(job, start))
-    watchers: list[Watcher] = [TimelineWatcher(shown)] if shown.timeline else []
-    watchers += [DaskReportWatcher(report_config, job)] if report_config.performance_report else []
+    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
+    callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
-    result = train(job, first, folder, Callbacks(watchers=watchers, sampler=sampler))
+    result = train(job, first, folder, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)
     return STOPPED if result.stopped else 0
 

@@ -57,10 +57,10 @@ SHOWN = [
 
 @pytest.fixture(scope="module")
 def timeline():
-    watcher = daskgpt.TimelineWatcher(daskgpt.TimelineConfig(timeline_steps=2))
+    watcher = daskgpt.TimelineCallback(daskgpt.TimelineConfig(timeline_steps=2))
     assert watcher.timeline is None
     data, run = DATA | {"data": __file__}, {"steps": 5, "validation_batches": 1}
-    daskgpt.fit(MODEL, data, dataflow={"scheduler": "threads"}, run=run, watchers=[watcher], quiet=True)
+    daskgpt.fit(MODEL, data, dataflow={"scheduler": "threads"}, run=run, callbacks=[watcher], quiet=True)
     assert watcher.timeline.steps == [3, 4]
     return watcher.timeline
 

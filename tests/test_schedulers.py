@@ -108,24 +108,27 @@ def test_why_a_scheduler_does_not_answer(said, reason, advice):
 
 
 def test_losses_are_told_as_one_error():
-    kinds = ("running", failures.LostResults, "worker"), ("closed", failures.LostCluster, "scheduler")
+    kinds = ("running", failures.WorkerLost, "worker"), ("closed", failures.ClusterLost, "scheduler")
     for status, kind, keyword in kinds:
         for error in (*failures.SIGNS[:1], *failures.SIGNS[2:]):
-            with pytest.raises(kind, match=keyword) as caught, failures.telling_losses(SimpleNamespace(status=status)):
+            with (
+                pytest.raises(kind, match=keyword) as caught,
+                failures.losses_as_errors(SimpleNamespace(status=status)),
+            ):
                 raise error
             assert type(caught.value) is kind
 
 
 def test_a_run_that_does_not_get_on_between_losses_ends():
     counted = recovery.Losses()
-    loss = failures.LostResults("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
+    loss = failures.WorkerLost("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
     for done in range(20):
         counted.count(done, 0, loss)  # a step more each time
     for restart in range(1, 20):
         counted.count(19, restart, loss)  # from a later point each time
     for _ in range(recovery.MOST_IN_VAIN - 1):
         counted.count(19, 19, loss)
-    with pytest.raises(failures.LostCluster, match="10 in a row at step=19; the last: KilledWorker"):
+    with pytest.raises(failures.ClusterLost, match="10 in a row at step=19; the last: KilledWorker"):
         counted.count(19, 19, loss)
 
 
@@ -139,7 +142,7 @@ def test_after_a_loss_the_newest_state_is_gone_on_with(client, small_text, run, 
     def losing(self, state, *rest):
         if state.step == 8 and not lost:
             lost.append(state.step)
-            raise failures.LostResults("here", "a worker must live", "nothing")
+            raise failures.WorkerLost("here", "a worker must live", "nothing")
         return steps_run(self, state, *rest)
 
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
@@ -271,9 +274,9 @@ def test_every_source_file_counts_for_the_identity(tmp_path, monkeypatch):
 
 
 def test_a_worker_is_waited_for_until_the_end_of_patience():
-    lost = failures.LostResults("here", "rule", "got")
+    lost = failures.WorkerLost("here", "rule", "got")
     for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when a stop was requested")):
-        with pytest.raises(failures.LostCluster, match=got):
+        with pytest.raises(failures.ClusterLost, match=got):
             recovering([""] * 9, asked=asked, minutes=minutes)[0]._await_worker(lost)
     for who, words in ((["", "", "", "a"], 1), (["a"], 0)):
         found, said, _ = recovering(who)

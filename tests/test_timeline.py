@@ -16,7 +16,7 @@ from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of, recorded_spans
-from daskgpt.instruments.timeline import StepRecorder, TimelineConfig, TimelineWatcher, files
+from daskgpt.instruments.timeline import StepRecorder, TimelineCallback, TimelineConfig, files
 from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, different_at_once
 from daskgpt.instruments.timeline.page import _means, in_brief, lanes_of, time_axis
 from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
@@ -119,11 +119,11 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
 
 def test_ranks_record_kernels_and_messages_on_one_clock(cluster, small_text):
     cluster.have(2)
-    watcher = TimelineWatcher(TimelineConfig(timeline_steps=2))
+    watcher = TimelineCallback(TimelineConfig(timeline_steps=2))
     data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16, "groups": 2}
     run = {"steps": 6, "validation_batches": 1}
     daskgpt.fit(
-        daskgpt.preset("tiny", blocks=1), data, dataflow={"scheduler": cluster.address}, run=run, watchers=[watcher]
+        daskgpt.preset("tiny", blocks=1), data, dataflow={"scheduler": cluster.address}, run=run, callbacks=[watcher]
     )
     timeline = watcher.timeline
     assert len(timeline.lanes) == 2

@@ -41,8 +41,8 @@ class DaskReportConfig(Checked):
             raise ValueError(f"train: {rule}. Make it, or name another.")
 
 
-class DaskReportWatcher:
-    """A `training.watching.Watcher`: Dask's report of all steps.
+class DaskReportCallback:
+    """A `training.trainer.Callback`: Dask's report of all steps.
 
     Errors   ValueError where no cluster runs them
     """
@@ -55,7 +55,7 @@ class DaskReportWatcher:
     def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
         if not isinstance(scheduler, ClusterScheduler):
             got = f"got scheduler={scheduler.description}"
-            raise ValueError(f"train: Dask reports on clusters only; {got}. Take TimelineWatcher.")
+            raise ValueError(f"train: Dask reports on clusters only; {got}. Take TimelineCallback.")
         self.path = Path(job.run.out if is_bare(self.name) else "") / self.name
         self.stack = ExitStack()
         with scheduler.client.as_current():

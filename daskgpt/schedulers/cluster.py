@@ -16,7 +16,7 @@ from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import Submission
 from daskgpt.schedulers.bounded_map import each_submitted
-from daskgpt.schedulers.failures import LostResults, Silence, copies_apart, loss, present, telling_losses
+from daskgpt.schedulers.failures import HeartbeatMonitor, WorkerLost, copies_apart, loss, losses_as_errors, present
 from daskgpt.schedulers.membership import check_versions, members, register, running
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import METRIC
@@ -40,13 +40,13 @@ class ClusterScheduler:
         self.client, self.description, self.runs = client, description, 0
         with span(TAG):  # otherwise Dask opens a span for each submission, and keeps it
             self.annotation = {"span": dask.get_annotations()["span"]}
-        self.silence = Silence(client, METRIC)
+        self.silence = HeartbeatMonitor(client, METRIC)
         self.needed: set[str] = set()
 
     @property
     def threads(self) -> int:
         """Threads of all workers together."""
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             return sum(self.client.nthreads().values())
 
     def run(self, submission: Submission) -> list[Any]:
@@ -57,29 +57,29 @@ class ClusterScheduler:
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         layer = in_one_layer({key: in_run(node, number) for key, node in renamed(data, new).items()})
-        with telling_losses(self.client), dask.annotate(**self.annotation):
+        with losses_as_errors(self.client), dask.annotate(**self.annotation):
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
     def submit_to(self, address: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Submit a call of a function to one worker and no other; return its future."""
-        with telling_losses(self.client), dask.annotate(**self.annotation):
+        with losses_as_errors(self.client), dask.annotate(**self.annotation):
             key = f"{name}-{uuid4().hex}"
             return self.client.submit(function, *arguments, key=key, workers=[address], pure=False)
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             fetching = self.client.sync(_begun, self.client, handles)
             try:
                 while not self.client.sync(_soon, [fetching]):
                     self._look()
-            except LostResults:
+            except WorkerLost:
                 self.client.loop.add_callback(fetching.cancel)
                 raise
             return list(self.client.sync(_result, fetching))
 
     def fetch_together(self, handles: list[Any]) -> list[Any]:
         """Return the results of tasks that wait for each other: once one fails, do not wait for the others."""
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             while left := [handle for handle in handles if handle.status == "pending"]:
                 self._wait(left, "FIRST_COMPLETED")
                 for handle in handles:
@@ -90,7 +90,7 @@ class ClusterScheduler:
             return list(self.client.gather(handles))
 
     def settle(self, handles: list[Any]) -> None:
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             self._wait(handles)
 
     def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
@@ -101,7 +101,7 @@ class ClusterScheduler:
     def _look(self) -> None:
         """Look at the workers while waiting for results: Dask itself would wait forever.
 
-        Errors   LostResults where a needed worker, or the last one, is gone
+        Errors   WorkerLost where a needed worker, or the last one, is gone
         """
         self.silence.look()
         if self.client.status == "running":
@@ -116,19 +116,19 @@ class ClusterScheduler:
         return set(own) <= {"finished"}
 
     def present(self, handles: list[Any]) -> list[bool]:
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             return present(self.client, handles)
 
     def copies(self, handles: list[Any]) -> list[list[Any]]:
-        with telling_losses(self.client), dask.annotate(**self.annotation):
+        with losses_as_errors(self.client), dask.annotate(**self.annotation):
             return copies_apart(self.client, handles, METRIC)
 
     def addresses(self) -> set[str]:
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             return set(running(self.client, METRIC))
 
     def admit(self, packed: bool) -> None:
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             check_versions(self.client, packed)
 
     def leave_silent(self, seconds: float) -> None:
@@ -142,12 +142,12 @@ class ClusterScheduler:
         return results + list(self.client.run(function, *arguments).values())
 
     def told(self, name: str) -> dict[str, Any]:
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             workers = members(self.client).values()
         return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
 
     def tell(self, topic: str, message: Any) -> None:
-        with suppress(LostResults), telling_losses(self.client):  # the next request for results raises it
+        with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises it
             self.client.log_event(topic, message)
 
     def each(
@@ -156,7 +156,7 @@ class ClusterScheduler:
         run, self.runs = self.runs, self.runs + 1
 
         def submit(call: Callable[[], Any], key: str) -> Any:
-            with telling_losses(self.client), dask.annotate(**self.annotation):
+            with losses_as_errors(self.client), dask.annotate(**self.annotation):
                 return self.client.submit(call, key=f"{key}-{run}-{self.client.id}")
 
         each_submitted(submit, self.fetch, self.threads, name, function, items, take)
@@ -166,12 +166,12 @@ class ClusterScheduler:
         from daskgpt.schedulers.workers import RecordSpans, take_spans
 
         found: list[ProcessSpans] = []
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             register(self.client, RecordSpans())
         try:
             yield found
         finally:
-            with telling_losses(self.client):
+            with losses_as_errors(self.client):
                 taken = self.client.run(take_spans, on_error="ignore")
                 with suppress(OSError):  # of a worker that leaves; the others were reached
                     self.client.unregister_worker_plugin(RecordSpans.name)
@@ -186,7 +186,7 @@ class ClusterScheduler:
         """Return a future of a value that stays on a worker."""
         if isinstance(value, Future):
             return value
-        with telling_losses(self.client):
+        with losses_as_errors(self.client):
             try:
                 return self.client.scatter([value], hash=False)[0]
             except KeyError:  # the scheduler knows that worker no longer

@@ -30,7 +30,7 @@ SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
 LOST_SOURCE = "Worker holding Actor was lost"  # Dask's message for any result whose source cannot be made again
 
 
-class LostResults(RuntimeError):
+class WorkerLost(RuntimeError):
     """Results of a run were lost with the worker that held them. A run continues from its copies of them.
 
     where, rule, got   as of `config.errors.refusal`
@@ -42,19 +42,19 @@ class LostResults(RuntimeError):
         self.where, self.rule, self.got = where, rule, got
 
 
-class LostCluster(LostResults):
+class ClusterLost(WorkerLost):
     """The cluster is lost: the scheduler is gone, or no worker came in time."""
 
 
 @contextmanager
-def telling_losses(client: Any) -> Iterator[None]:
+def losses_as_errors(client: Any) -> Iterator[None]:
     """Raise the different errors of Dask's client for lost results as one.
 
-    Errors   LostResults, LostCluster where the scheduler is gone
+    Errors   WorkerLost, ClusterLost where the scheduler is gone
     """
     try:
         yield
-    except LostResults:
+    except WorkerLost:
         raise
     except SIGNS as error:
         raise loss(client, type(error).__name__) from None
@@ -64,13 +64,13 @@ def telling_losses(client: Any) -> Iterator[None]:
         raise loss(client, "a result's source") from None
 
 
-def loss(client: Any, sign: str) -> LostResults:
+def loss(client: Any, sign: str) -> WorkerLost:
     """Return the error of a loss; `sign` is how it was noticed."""
-    lost: type[LostResults]
+    lost: type[WorkerLost]
     if client.status == "running":
-        lost, who, what = LostResults, "every worker", "a worker lost with its part of the parameters"
+        lost, who, what = WorkerLost, "every worker", "a worker lost with its part of the parameters"
     else:
-        lost, who, what = LostCluster, "the scheduler", "nobody who knows where the parameters are"
+        lost, who, what = ClusterLost, "the scheduler", "nobody who knows where the parameters are"
     rule = f"{who} must live until the end of a run"
     return lost("ClusterScheduler", rule, f"{sign}, {what}")
 
@@ -123,14 +123,14 @@ def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequen
     return [places[number] for number in range(len(results))]
 
 
-class Silence:
+class HeartbeatMonitor:
     """Detects workers that send no heartbeats while results are waited for, and lets Dask end them.
 
     A process that ends closes its connections, which the scheduler sees at once. A stopped process, or a machine that
     is cut off or loses power, closes nothing: Dask waits 5 minutes (`distributed.scheduler.worker-ttl`, a setting of
     the scheduler's process, not of this one), and a run with it.
 
-    Silence is counted in looks, a late look for no more than any other: after a delay of this process or of the
+    HeartbeatMonitor is counted in looks, a late look for no more than any other: after a delay of this process or of the
     scheduler all workers seem silent.
 
     seconds  without a heartbeat after which a worker is ended; 0 = only Dask's own limit

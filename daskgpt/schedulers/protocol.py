@@ -51,7 +51,7 @@ class Scheduler(Protocol):
     def fetch(self, handles: list[Any]) -> list[Any]:
         """Wait for results and return them.
 
-        Errors   LostResults where one was lost with the process that held it
+        Errors   WorkerLost where one was lost with the process that held it
         """
         ...
 
@@ -102,7 +102,7 @@ class Scheduler(Protocol):
         """Return a metric of the latest heartbeats by the names of the processes, without waiting for any of them.
         Empty where there is this process only.
 
-        Errors   LostResults where the scheduler is gone
+        Errors   WorkerLost where the scheduler is gone
         """
         ...
 

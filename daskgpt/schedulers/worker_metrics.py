@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from daskgpt.schedulers.dask_internals import Received, executed, memory, thread_count
-from daskgpt.schedulers.failures import LostResults
+from daskgpt.schedulers.failures import WorkerLost
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate
 from daskgpt.schedulers.protocol import Scheduler
@@ -166,7 +166,7 @@ class Usage:
     def _read(self) -> dict[str, Use]:
         try:
             found = {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
-        except LostResults:
+        except WorkerLost:
             return {}  # the next request for results raises it
         self.products = sum(own.products for own in found.values()) or self.products
         return found

@@ -48,7 +48,7 @@ def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[s
 
     function   of the parameters by name; a cluster pickles it and its answer
 
-    Errors     those of the function; schedulers.failures.LostResults where a parameter is lost
+    Errors     those of the function; schedulers.failures.WorkerLost where a parameter is lost
     """
     if scheduler.in_place:
         return function(state.parameters(scheduler))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.model.parameters import value_count
-from daskgpt.schedulers.failures import LostCluster, LostResults
+from daskgpt.schedulers.failures import ClusterLost, WorkerLost
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.job import Job
@@ -74,7 +74,7 @@ class RecoveryPoints:
                 self.making, self.since = Point(state), time.monotonic()
             if self.making is not None:
                 self._advance(self.making)
-        except LostResults:
+        except WorkerLost:
             self.making, self.soon = None, True
 
     def changed(self, *, gone: bool) -> None:
@@ -174,13 +174,13 @@ class Losses:
     restart: int = -1
     in_vain: int = 0
 
-    def count(self, done: int, restart: int, error: LostResults) -> None:
-        """Count a loss. Errors   LostCluster where the run makes no progress"""
+    def count(self, done: int, restart: int, error: WorkerLost) -> None:
+        """Count a loss. Errors   ClusterLost where the run makes no progress"""
         self.in_vain = 0 if (done, restart) > (self.done, self.restart) else self.in_vain + 1
         self.done, self.restart = done, restart
         if self.in_vain >= MOST_IN_VAIN:
             rule = "a run must make progress between losses"
-            raise LostCluster("train", rule, f"{self.in_vain} in a row at step={done}; the last: {error.got}")
+            raise ClusterLost("train", rule, f"{self.in_vain} in a row at step={done}; the last: {error.got}")
 
 
 @dataclass
@@ -232,12 +232,12 @@ class Recovery:
         news, self.metrics = self.metrics, {}
         return news
 
-    def back(self, error: LostResults, done: int) -> State:
+    def back(self, error: WorkerLost, done: int) -> State:
         """Return the state to continue from after a loss.
 
         done     how many steps have ever been made
 
-        Errors   LostCluster where no worker is left, LostResults where something is lost in the meantime
+        Errors   ClusterLost where no worker is left, WorkerLost where something is lost in the meantime
         """
         if not self.steps.recovers:
             raise error
@@ -285,10 +285,10 @@ class Recovery:
             changes = [f"{what} {', '.join(who)}" for what, who in parts if who]
             self.say(f"workers    {'; '.join(changes)}")
 
-    def _await_worker(self, error: LostResults) -> None:
+    def _await_worker(self, error: WorkerLost) -> None:
         """Wait until there is a worker.
 
-        Errors   LostCluster where none comes in time, or a stop is requested
+        Errors   ClusterLost where none comes in time, or a stop is requested
         """
         if self.scheduler.addresses():
             return
@@ -298,6 +298,6 @@ class Recovery:
         while not self.scheduler.addresses():
             if (over := waited > 60 * minutes) or self.stop_requested():
                 got = f"none for {minutes:g} minutes" if over else f"none for {waited:.0f} s, when a stop was requested"
-                raise LostCluster("train", "the cluster must have a worker", got) from error
+                raise ClusterLost("train", "the cluster must have a worker", got) from error
             time.sleep(0.2)
             waited = time.monotonic() - begin

@@ -35,7 +35,7 @@ SPARE = 1.1  # free memory that a copy of the state needs, as a multiple of its 
 def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
     """Return the arrays of a state that a cluster keeps, which are fetched a pack at a time when they are read.
 
-    Errors   schedulers.failures.LostResults, when an array is read that is lost
+    Errors   schedulers.failures.WorkerLost, when an array is read that is lost
     """
     places = {name: place for place, (names, _) in enumerate(zip(state.layout.packs, state.packs)) for name in names}
 

@@ -24,7 +24,7 @@ from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import check_config
 from daskgpt.schedulers.connect import client_address, open_scheduler
 from daskgpt.schedulers.events import Events
-from daskgpt.schedulers.failures import LostCluster, LostResults
+from daskgpt.schedulers.failures import ClusterLost, WorkerLost
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.worker_metrics import Usage
 from daskgpt.training.checkpoint import checkpoints, step_folder
@@ -57,7 +57,7 @@ Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 RUNNING = RLock()  # held by the thread whose run trains; its callbacks may train as well
 
 
-class Watcher(Protocol):
+class Callback(Protocol):
     """An instrument that observes some steps of a run."""
 
     def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
@@ -77,17 +77,17 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Callbacks:
+class Observers:
     """What a run calls and shows while it trains.
 
     on_step    called with (step, metrics) after each step; ends the run if it returns True
-    watchers   instruments that observe steps
+    callbacks   instruments that observe steps
     sampler    returns the text to print of a state
     quiet      whether nothing is printed
     """
 
     on_step: Any = None
-    watchers: Sequence[Watcher] = ()
+    callbacks: Sequence[Callback] = ()
     sampler: Sampler | None = None
     quiet: bool = False
 
@@ -104,7 +104,7 @@ def fit(
     resume: str | os.PathLike[str] = "",
     client: Any = None,
     on_step: Any = None,
-    watchers: Sequence[Watcher] = (),
+    callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Result:
     """Train a model, as `python -m daskgpt.train` does. The run is written where `run.out` names a folder.
@@ -117,7 +117,7 @@ def fit(
                  and nothing of the run stays on its cluster
     on_step      called with (step, metrics) after each step; if it returns True the run ends as with Ctrl-C, with a
                  checkpoint, and can be resumed
-    watchers     instruments that observe steps, such as `daskgpt.TimelineWatcher`
+    callbacks     instruments that observe steps, such as `daskgpt.TimelineCallback`
     quiet        whether to print nothing: no header, no progress
 
     Errors       ValueError where the configurations do not fit each other or a setting must not change,
@@ -146,7 +146,7 @@ def fit(
         require(config is not None, "fit", rule, {"config": config}, advice)
         job, initial = _new_job(check_config("fit", config), parameters, given)
         folder = RunFolder(job.run.out) if job.run.out else None
-    return train(job, initial, folder, Callbacks(on_step, watchers, quiet=quiet), client)
+    return train(job, initial, folder, Observers(on_step, callbacks, quiet=quiet), client)
 
 
 def _new_job(
@@ -187,20 +187,20 @@ def _changes(given: Any) -> Mapping[str, Any]:
 
 
 def train(
-    job: Job, initial: ResumeState, folder: RunFolder | None, callbacks: Callbacks = Callbacks(), client: Any = None
+    job: Job, initial: ResumeState, folder: RunFolder | None, observers: Observers = Observers(), client: Any = None
 ) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The folder is closed."""
     try:
         compile_kernels(job.precision)
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
-            return run_job(job, scheduler, initial, folder, callbacks)
+            return run_job(job, scheduler, initial, folder, observers)
     finally:
         if folder:
             folder.close()
 
 
 def run_job(
-    job: Job, scheduler: Scheduler, initial: ResumeState, folder: RunFolder | None, callbacks: Callbacks
+    job: Job, scheduler: Scheduler, initial: ResumeState, folder: RunFolder | None, observers: Observers
 ) -> Result:
     """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
 
@@ -209,15 +209,15 @@ def run_job(
     """
     scheduler.admit(job.precision.packed)
     scheduler.leave_silent(job.run.worker_seconds)
-    progress = Progress(job.steps, done=initial.step, quiet=callbacks.quiet)
+    progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
     what = "round" if job.local.local_steps else "step"
     with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
         trainer = _Trainer(job, scheduler, initial, folder, progress, stop_requested)
         try:
-            return trainer.run(callbacks)
+            return trainer.run(observers)
         except Exception as error:
             trainer.wait()  # for the checkpoint that is being written, which precedes the error
-            if isinstance(error, LostResults):
+            if isinstance(error, WorkerLost):
                 raise trainer.ended_by(error) from None
             raise
         finally:
@@ -298,10 +298,10 @@ class _Trainer:
         if self.folder:
             self.folder.close()
 
-    def run(self, callbacks: Callbacks) -> Result:
+    def run(self, observers: Observers) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
         job, progress, steps = self.job, self.progress, self.steps
-        self.on_step, self.sampler, watchers = callbacks.on_step, callbacks.sampler, callbacks.watchers
+        self.on_step, self.sampler, callbacks = observers.on_step, observers.sampler, observers.callbacks
         if self.folder:
             self.folder.begin(self._resolved(), self.initial.step, chosen_sinks(job.run.log, job.run.out))
         if self.saver:
@@ -310,7 +310,7 @@ class _Trainer:
             progress.say(line)
         if steps.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {steps.described_tasks}")
-        self.watching = [(watcher.begin(job, steps, self.scheduler), watcher) for watcher in watchers]
+        self.callbacks = [(callback.begin(job, steps, self.scheduler), callback) for callback in callbacks]
         self.usage.begin(products=bool(self.folder or self.on_step))
         self.start = time.perf_counter()
         progress.begin()
@@ -324,13 +324,13 @@ class _Trainer:
                 result = self._result(state, stopped)
                 if not stopped:  # whoever stops a run does not want to wait
                     self._show_sample(state)
-            except LostCluster:
+            except ClusterLost:
                 raise
-            except LostResults as error:
+            except WorkerLost as error:
                 lost = error.with_traceback(None)  # its frames hold what is lost
                 self.wait()
-        for watcher in watchers:  # their files may not get written: the model is saved by now
-            watcher.end()
+        for callback in callbacks:  # their files may not get written: the model is saved by now
+            callback.end()
         return result
 
     def _train(self, state: State) -> tuple[State, bool]:
@@ -376,7 +376,7 @@ class _Trainer:
 
     def _together(self, number: int) -> int:
         """Return how many steps from this one on run together: until the next one after which something is due."""
-        ends = [self._next_validation(number), *(first for first, _ in self.watching if number < first)]
+        ends = [self._next_validation(number), *(first for first, _ in self.callbacks if number < first)]
         ends += [end] if self.saver and (end := self.saver.next_fixed(number)) else []
         ends += [end] if (end := self.job.horizon.next_change(number)) else []
         ends += [(number // every + 1) * every] if (every := self.job.run.sample_every) else []
@@ -394,10 +394,10 @@ class _Trainer:
         """Let the instruments observe steps that run together, each from the first step that it wants to see."""
         with ExitStack() as stack:
             if not self.steps.open:
-                for first, watcher in self.watching:
+                for first, callback in self.callbacks:
                     if numbers[0] >= max(first, known):
-                        stack.enter_context(watcher.watch(numbers))
-                if not self.watching:
+                        stack.enter_context(callback.watch(numbers))
+                if not self.callbacks:
                     stack.enter_context(self.metrics.record(self.steps.recorded))
             yield
 
@@ -491,10 +491,10 @@ class _Trainer:
         try:
             if self.sampler:
                 self.progress.show(f"\n{self.sampler(self.scheduler, state)}")
-        except LostResults as error:
+        except WorkerLost as error:
             self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
 
-    def ended_by(self, error: LostResults) -> RuntimeError:
+    def ended_by(self, error: WorkerLost) -> RuntimeError:
         """Return the error of a run whose cluster is lost; it names the checkpoint to resume from."""
         kind, advice = RuntimeError, "Start again: there is no checkpoint."
         if self.folder and checkpoints(self.folder.path):

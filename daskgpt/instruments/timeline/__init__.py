@@ -2,7 +2,7 @@
 
 from daskgpt.instruments.timeline.events import Event, Timeline, Window, color_of, is_message
 from daskgpt.instruments.timeline.files import is_bare, write_picture, write_side_by_side, write_timeline
-from daskgpt.instruments.timeline.recorder import StepRecorder, TimelineConfig, TimelineWatcher, recorder_of
+from daskgpt.instruments.timeline.recorder import StepRecorder, TimelineCallback, TimelineConfig, recorder_of
 from daskgpt.instruments.timeline.summary import Summary, describe_summary, summarise
 
 __all__ = [
@@ -10,8 +10,8 @@ __all__ = [
     "StepRecorder",
     "Summary",
     "Timeline",
+    "TimelineCallback",
     "TimelineConfig",
-    "TimelineWatcher",
     "Window",
     "color_of",
     "describe_summary",

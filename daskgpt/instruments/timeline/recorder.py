@@ -178,8 +178,8 @@ def require_shared_steps(job: Job) -> None:
     require(not job.run.minutes, "train", rule, {"minutes": job.run.minutes}, advice)
 
 
-class TimelineWatcher:
-    """A `training.watching.Watcher`: records a run's last steps as a `Timeline`, which notebooks show.
+class TimelineCallback:
+    """A `training.trainer.Callback`: records a run's last steps as a `Timeline`, which notebooks show.
 
     Where the configuration names a file, the timeline is written there and its summary printed.
 
