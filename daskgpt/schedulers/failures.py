@@ -130,7 +130,7 @@ class HeartbeatMonitor:
     is cut off or loses power, closes nothing: Dask waits 5 minutes (`distributed.scheduler.worker-ttl`, a setting of
     the scheduler's process, not of this one), and a run with it.
 
-    HeartbeatMonitor is counted in looks, a late look for no more than any other: after a delay of this process or of the
+    Silence is counted in looks, a late look for no more than any other: after a delay of this process or of the
     scheduler all workers seem silent.
 
     seconds  without a heartbeat after which a worker is ended; 0 = only Dask's own limit

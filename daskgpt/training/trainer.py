@@ -81,7 +81,7 @@ class Observers:
     """What a run calls and shows while it trains.
 
     on_step    called with (step, metrics) after each step; ends the run if it returns True
-    callbacks   instruments that observe steps
+    callbacks  instruments that observe steps
     sampler    returns the text to print of a state
     quiet      whether nothing is printed
     """
