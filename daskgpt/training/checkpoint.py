@@ -21,6 +21,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -90,14 +91,16 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[
 
     before_rename   called when the whole checkpoint is on the disk, before it gets its name
 
-    Cost     one tensor at a time
+    Cost     one tensor of the model and one moment at a time
     Errors   OSError with path and reason where the system refuses; nothing of the checkpoint is left then
     """
     target = step_folder(run, checkpoint.step)
     temporary = run / f".{target.name}.{_unique()}.tmp"
     temporary.mkdir()
     try:
-        digests = write_run_models(temporary, checkpoint.model) | _write_moments(temporary, checkpoint)
+        with ThreadPoolExecutor(1) as pool:  # side by side: a SHA-256 of one file is slower than a good disk
+            model = pool.submit(write_run_models, temporary, checkpoint.model)
+            digests = _write_moments(temporary, checkpoint) | model.result()
         files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": own} for name, own in digests.items()}
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(temporary / STATE, "write_checkpoint") as file:

@@ -39,7 +39,7 @@ def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
     """
     places = {name: place for place, (names, _) in enumerate(zip(state.layout.packs, state.packs)) for name in names}
 
-    @lru_cache(maxsize=1)
+    @lru_cache(maxsize=2)  # the model and the moments are written side by side
     def pack(place: int) -> Arrays:
         (values,) = scheduler.fetch([state.packs[place]])
         return {name: values_of(value) for name, value in zip(state.layout.packs[place], values)}
