@@ -16,8 +16,8 @@ memory is predicted, so that no pass has to guess either from a key or from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import dask.array as da
 import numpy as np
@@ -102,7 +102,7 @@ class Result:
 
 
 class Memory(Protocol):
-    """Makes arrays that have a size and no data, and holds their bytes as long as somebody holds them."""
+    """Makes arrays that have a size and no data, whose bytes count as long as they are referred to."""
 
     def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[Any]:
         """Return arrays of a kind: "gradients" or "activations"."""
@@ -139,46 +139,35 @@ class TaskCall:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class KernelCall(TaskCall):
     """What a task runs: a kernel on the chunks that Dask hands over, subnormal numbers flushed to zero.
 
     Dask passes an axis that the output lacks as a (nested) list of chunks. A whole axis has one chunk: the list is
     unwrapped. A cut axis that the output has whole is gathered: the kernel gets the list.
+
+    inputs   axes of each argument
+    axes     of the task's grid, whose indices stand in its key and say where in the batch it works
+    options  of the kernel
+    outputs  one for each value that the kernel returns
+    chunks   axis -> sizes of its chunks
     """
 
-    KEPT_HERE: tuple[str, ...] = ("origin", "outputs", "chunks")
-
-    def __init__(
-        self,
-        kernel: Callable[..., Any],
-        inputs: Sequence[str],
-        axes: str,
-        options: Mapping[str, Any],
-        *,
-        outputs: Sequence[Output],
-        chunks: Mapping[str, tuple[int, ...]],
-        origin: Any = None,
-    ):
-        """axes     of the task's grid, whose indices stand in its key and say where in the batch it works
-        outputs  one a value that the kernel returns
-        chunks   axis -> sizes of its chunks
-        origin   what the call was made for
-        """
-        self.kernel, self.inputs, self.axes, self.options = kernel, tuple(inputs), axes, dict(options)
-        self.outputs, self.chunks, self.origin = tuple(outputs), dict(chunks), origin
+    KEPT_HERE: ClassVar[tuple[str, ...]] = ("origin", "outputs", "chunks")
+    kernel: Callable[..., Any]
+    inputs: Sequence[str]
+    axes: str = field()  # without TaskCall's default
+    options: Mapping[str, Any]
+    outputs: Sequence[Output]
+    chunks: Mapping[str, tuple[int, ...]]
+    origin: Origin | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker needs to run it: who looks at graphs has them here, and each step sends every call again."""
+        """Return what a worker needs to run it: each step sends every call again. Passes look at graphs here alone."""
         return {name: value for name, value in self.__dict__.items() if name not in self.KEPT_HERE}
 
-    def _copy(self) -> Self:
-        """Return the same call with all that it knows, which `copy.copy` would leave out as pickling does."""
-        call = object.__new__(type(self))
-        call.__dict__.update(self.__dict__)
-        return call
-
     def results(self, key: Key) -> list[Result]:
-        """Shape and dtype of each value that the task of this key returns."""
+        """Return shape and dtype of each value that the task of this key returns."""
         index = dict(zip(self.axes, key[1:]))
         return [
             Result(tuple(self.chunks[axis][index.get(axis, 0)] for axis in output.axes), output.dtype)
@@ -193,7 +182,7 @@ class KernelCall(TaskCall):
             restore(previous)
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """The arguments of `run` from Dask's nested lists, whatever these hold: arrays, or what stands for them."""
+        """Return the arguments of `run` from Dask's nested lists, whatever these hold: arrays, or keys, or slots."""
         return [self.chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)]
 
     def run(self, *arguments: Any) -> Any:
@@ -201,8 +190,8 @@ class KernelCall(TaskCall):
 
     def on_rows(self) -> KernelCall:
         """Return the call for some rows of each argument, which come without Dask's lists."""
-        call = self._copy()
-        call.inputs, call.by_rows = ("",) * len(self.inputs), True
+        call = replace(self, inputs=("",) * len(self.inputs))
+        call.by_rows = True
         return call
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
@@ -213,7 +202,7 @@ class KernelCall(TaskCall):
         return made[0] if len(made) == 1 else tuple(made)
 
     def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
-        """The chunk at `index`; a list stays where a cut axis is not in it (a gather)."""
+        """Return the chunk at `index`; a list stays where a cut axis is not in it (a gather)."""
         for number, axis in enumerate(axes):
             if axis in self.axes:
                 continue
@@ -223,6 +212,7 @@ class KernelCall(TaskCall):
         return chunks
 
 
+@dataclass(eq=False)
 class ChunkSum(KernelCall):
     """A summing kernel over every chunk, in order, into one total; one more argument is where the total starts.
 
@@ -231,11 +221,8 @@ class ChunkSum(KernelCall):
     order   of the rows of all chunks
     """
 
-    KEPT_HERE: tuple[str, ...] = ("origin",)  # the shape of the total is needed everywhere
-
-    def __init__(self, *arguments: Any, order: SumOrder, **known: Any) -> None:
-        super().__init__(*arguments, **known)
-        self.order = order
+    KEPT_HERE: ClassVar[tuple[str, ...]] = ("origin",)  # the shape of the total is needed everywhere
+    order: SumOrder = field(kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -247,7 +234,7 @@ class ChunkSum(KernelCall):
         return self.outputs[0].dtype
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """For each piece a list of chunks, each the list of the kernel's arguments; and the start or None."""
+        """Return for each piece a list of chunks, each the list of the kernel's arguments; and the start, if any."""
         pieces = [
             [[self.chunk_at(c, axes, {"b": b, "t": t}) for c, axes in zip(chunks, self.inputs)] for b, t in piece]
             for piece in self.order.pieces
@@ -258,12 +245,6 @@ class ChunkSum(KernelCall):
         every = range(len(self.order.pieces))
         program = RowSum(self, self.bands(), every, started=start is not None, over=False)
         return program.run(pieces, () if start is None else start)
-
-    def ordered(self, order: SumOrder, origin: Origin) -> ChunkSum:
-        """Return the sum over other chunks."""
-        call = self._copy()
-        call.order, call.origin = order, origin
-        return call
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         kind = "gradients" if self.origin and self.origin.phase == "backward" else "activations"
@@ -278,7 +259,7 @@ class ChunkSum(KernelCall):
             memory.arrays("gradients", self.order.most_totals(pieces) - held, shape, self.dtype)
 
     def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]], first: int = 0) -> list[Chain]:
-        """The arguments of the kernel calls that take the rows in order, as chains.
+        """Return the arguments of the kernel calls that take the rows in order, as chains.
 
         first   number of the first of these pieces
         """
@@ -291,8 +272,8 @@ class ChunkSum(KernelCall):
         return self.order.chains(calls, first + len(pieces))
 
     def bands(self) -> list[tuple[int, int]]:
-        """The rows that are summed at a time: so many that they stay in the cache. They decide the order of nothing,
-        but the same bands everywhere make sure that BLAS rounds the same everywhere.
+        """Return the rows that are summed at a time: so many that they stay in the cache. They do not decide the order
+        of a sum, but the same bands everywhere make sure that BLAS rounds the same everywhere.
         """
         if len(self.shape) < 2:
             return [(0, self.shape[0] if self.shape else 1)]
@@ -307,8 +288,8 @@ class ChunkSum(KernelCall):
         totals    the same rows (of a vector: all of it) of the totals so far, and room for those that are to be kept
         started   whether the first chain goes on from its total; else what that holds does not matter
         """
-        options = self.options | {"first_row": first} if len(self.shape) > 1 else self.options
-        # Other totals of the tree are met again at once: they stay in the cache.
+        options = {**self.options, "first_row": first} if len(self.shape) > 1 else self.options
+        # Other totals of the tree are added again at once: they stay in the cache.
         deepest = max(self.order.level(chain.group) for chain in chains)
         room = [*totals, *(np.empty_like(totals[0]) for _ in range(len(totals), deepest + 1))]
         for chain in chains:
@@ -385,20 +366,22 @@ def several(totals: Any) -> Sequence[Any]:
 
 
 def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
-    """The token chunks of some sequences as one."""
+    """Return the token chunks of some sequences as one."""
     return np.concatenate(parts, axis=axes.index("t")) if "t" in axes else parts[0]
 
 
 def _sequences(array: np.ndarray, axes: str, cut: Cut) -> np.ndarray:
-    """Some sequences of a chunk; what has no sequences belongs to all of them."""
+    """Return some sequences of a chunk; what has no sequences belongs to all of them."""
     return array[cut.first : cut.last] if axes.startswith("b") else array
 
 
+@dataclass(eq=False)
 class Pick(TaskCall):
     """One of the results of a task that has several."""
 
-    def __init__(self, number: int, axes: str, origin: Origin | None = None):
-        self.number, self.axes, self.origin = number, axes, origin
+    number: int
+    axes: str = field()
+    origin: Origin | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pick, (self.number, self.axes)
@@ -414,16 +397,17 @@ NOTHING, MESSAGE, FIRST = "nothing", "message", "first"
 READER = "reader"
 
 
+@dataclass(eq=False)
 class Exchange(TaskCall):
     """A function of the results of other tasks that is no kernel: it sends, receives, picks or waits.
 
     returns   for memory: NOTHING; a MESSAGE, which is not counted; or as much as its FIRST argument
     """
 
-    def __init__(
-        self, function: Callable[..., Any], origin: Origin | None, returns: str = NOTHING, bucket: Hashable = None
-    ) -> None:
-        self.function, self.origin, self.returns, self.bucket = function, origin, returns, bucket
+    function: Callable[..., Any]
+    origin: Origin | None
+    returns: str = NOTHING
+    bucket: Hashable = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Exchange, (self.function, None)
@@ -442,13 +426,13 @@ def wait(*results: object) -> None:
 
 
 def parse(signature: str) -> tuple[list[str], list[str]]:
-    """Axes of the arguments and of the outputs of a signature such as `btC, OC -> btO`."""
+    """Return axes of the arguments and of the outputs of a signature such as `btC, OC -> btO`."""
     arguments, outputs = signature.split("->")
     return [axes.strip() for axes in arguments.split(",")], [axes.strip() for axes in outputs.split(",")]
 
 
 def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Chunks of every axis, from the arrays.
+    """Return the chunks of every axis, from the arrays.
 
     Errors   ValueError where arrays disagree on an axis (blockwise would pair wrong chunks), or a whole axis is cut
     """
@@ -467,7 +451,7 @@ def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What else `apply` is told of a kernel that has axes or chunks of its own.
+    """What else `apply` needs to know of a kernel with new axes, of a sum, or of a call that waits.
 
     new_axes   sizes of axes that no argument has
     start      where a sum over the chunks starts (an array like the output), None for zero
@@ -552,10 +536,10 @@ def apply(
 
 
 def origin_of(node: GraphNode) -> Any:
-    """What a task was made for; None for data and for tasks that were made for nothing in particular."""
+    """Return what a task was made for; None for data and for tasks without an origin."""
     return getattr(getattr(node, "func", None), "origin", None)
 
 
 def is_pick(node: GraphNode) -> bool:
-    """Whether a task takes one result of several out of a tuple: no work of its own."""
+    """Return whether a task takes one result of several out of a tuple: no work of its own."""
     return isinstance(getattr(node, "func", None), Pick)

@@ -16,7 +16,7 @@ table.
 
 What is sent lies in *buckets*, in the order in which the backward pass makes it: there is one message for each bucket
 and pair of ranks. A task that receives waits in its thread. It runs when this rank has sent the bucket after it, which
-is why ranks never wait for each other in a circle: the rank that is behind all others waits for nobody.
+is why ranks never wait for each other in a circle: the rank that is behind all others waits for no other.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Distribution:
             # Each rank's sequences are a chunk. The start goes on in each sequence, in whatever pieces the tokens come.
             sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
-            whole = self.graph[key].func.ordered(order, _origin("gather", "update", 0))
+            whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
             for shard in self._owned(update):
                 own = (f"{key[0]}.rows", shard.number)
                 program = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
@@ -261,7 +261,7 @@ class Distribution:
             self.new[reader] = task(reader, self.graph[reader].func, arguments)
 
     def _readers(self, update: Key) -> list[Key]:
-        """Return who reads a gradient other than its update; a sum of micro-batches stays whole, and may have more."""
+        """Return the tasks that read a gradient, except its update. A sum of micro-batches may have more readers."""
         readers = self.dependents[self.last[update]] - {update}
         by_rows = self.rules.readers_by_rows(self.graph, readers)
         assert len(by_rows) == len(readers) or isinstance(self.graph[self.last[update]].func, RowSum)
@@ -337,11 +337,11 @@ def _origin(kind: str, phase: str, number: int) -> Origin:
 
 
 def own_part(graph: Graph, ranks: Mapping[Key, int], own: Peers) -> tuple[Graph, Key]:
-    """What one rank does of a graph whose tasks are those of several: with what it sends, and what it receives.
+    """Cut a graph whose tasks belong to several ranks into the part of one rank, with what it sends and receives.
 
     ranks   of the tasks and of the leaves that they read
 
-    Returns the graph, and a task that is done when all is sent.
+    Return the graph, and a task that is done when all is sent.
 
     A task that receives waits in its thread. It runs when all is sent that has as many messages on its way, or fewer:
     so ranks never wait for each other in a circle.

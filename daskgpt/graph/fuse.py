@@ -202,7 +202,7 @@ class Fused:
 
 
 def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
-    """Which part of the batch a task works on, (b, t); None for what belongs to no chunk (leaves, sums).
+    """Return which part of the batch a task works on, (b, t); None for what belongs to no chunk (leaves, sums).
 
     whole   whether a chunk holds whole sequences, so that a gathered sequence is a chunk and no other thing
     """
@@ -214,7 +214,7 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
 
 
 def token_chunks(graph: Graph) -> int:
-    """Into how many chunks the tasks of a graph cut a sequence."""
+    """Return into how many chunks the tasks of a graph cut a sequence."""
     found = (dict(zip(axes, key[1:])).get("t", 0) for key in graph if (axes := _axes(graph, key)))
     return 1 + max(found, default=0)
 
@@ -281,7 +281,7 @@ def fuse(
 
 
 def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mapping[Key, Iterable[Key]]) -> Graph:
-    """The graph in which a task depends on what must run before it in its own group: a program runs in this order."""
+    """Return the graph in which a task depends on what must run before it in its group, as in the program."""
     inside = {
         key: [earlier for earlier in before if group[earlier] == group[key] is not None]
         for key, before in after.items()
@@ -294,12 +294,12 @@ def _check_circle(graph: Graph) -> None:
         TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
     except CycleError as error:
         circle = " -> ".join(str(key[0]) for key in reversed(error.args[1]))
-        rule = "merged tasks must not wait for each other in a circle"
-        raise refusal(RuntimeError, "merge", rule, circle, "Use a finer grain.") from None
+        rule = "fused tasks must not wait for each other in a circle"
+        raise refusal(RuntimeError, "fuse", rule, circle, "Use a finer grain.") from None
 
 
 def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> dict[Key, int]:
-    """How many other groups read each value; one more where it is wanted from outside, so that it is never dropped."""
+    """Return how many other groups read each value; one more where it is wanted from outside: never drop it."""
     readers: dict[Key, set[Hashable]] = defaultdict(set)
     for key in home:
         for dependency in graph[key].dependencies:
@@ -308,21 +308,21 @@ def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> di
 
 
 def in_order(graph: Graph) -> list[Key]:
-    """The keys in the order in which Dask would run them one by one."""
+    """Return the keys in the order in which Dask would run them one by one."""
     return sorted(graph, key=order(graph).__getitem__)
 
 
 def _outputs(
     graph: Graph, home: Mapping[Key, Hashable], members: Mapping[Hashable, list[Key]], wanted: set[Key], first: set[Key]
 ) -> dict[Hashable, list[Key]]:
-    """What each group must return: what is wanted, and what tasks of other groups read; some of it first."""
+    """Return what each group must return: what is wanted, and what tasks of other groups read; some of it first."""
     read = {d for key in home for d in graph[key].dependencies if d in home and home[d] != home[key]}
     returned = {group: [key for key in keys if key in read or key in wanted] for group, keys in members.items()}
     return {group: sorted(keys, key=lambda key: key not in first) for group, keys in returned.items()}
 
 
 def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:
-    """How often the longest path to a task has changed its chunk."""
+    """Return how often the longest path to a task has changed its chunk."""
     depths: dict[Key, int] = {}
     for key in in_order(graph):
         depths[key] = max(

@@ -21,12 +21,12 @@ Chunks = tuple[tuple[int, ...], ...]
 
 
 def keys_of(array: da.Array) -> list[Key]:
-    """Keys of an array's chunks, last axis fastest."""
+    """Return the keys of an array's chunks, last axis fastest."""
     return [(array.name, *index) for index in product(*map(range, array.numblocks))]
 
 
 def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
-    """What each chunk of `array` is where the whole is `value`: views, nothing is copied."""
+    """Return what each chunk of `array` is where the whole is `value`: views, nothing is copied."""
     found: dict[Key, np.ndarray] = {}
     for key, index in slices_of(array).items():
         own: tuple[Any, ...] = (*index, ...)
@@ -35,12 +35,12 @@ def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
 
 
 def slices_of(array: da.Array) -> dict[Key, tuple[slice, ...]]:
-    """Where each chunk of an array lies in the whole."""
+    """Return where each chunk of an array lies in the whole."""
     return dict(zip(keys_of(array), slices_from_chunks(array.chunks)))
 
 
 def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
-    """A dask array without data: a leaf of a recorded graph, given its chunks at each run by `with_leaves`.
+    """Return a dask array without data: a leaf of a recorded graph, given its chunks at each run by `with_leaves`.
 
     Errors   RuntimeError where Dask makes array expressions, which have no graph to record
     """
@@ -52,53 +52,53 @@ def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing
 
 
 def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
-    """A dask array whose chunks are views of `value` (dask.array.from_array would copy and hash them)."""
+    """Return a dask array whose chunks are views of `value` (dask.array.from_array would copy and hash them)."""
     empty = array_of(name, value.shape, chunks, value.dtype)
     nodes = {key: DataNode(key, chunk) for key, chunk in pieces(empty, value).items()}
     return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=value.dtype)
 
 
 def as_it_is(result: Any) -> Any:
-    """What a task runs that brings a result to another worker or key; where it is, it takes no memory again."""
+    """Return a result as it is: what a task runs that brings it to another worker or key."""
     return result
 
 
 def graph_of(arrays: Iterable[da.Array]) -> Graph:
-    """The tasks behind the arrays, none merged or changed."""
+    """Return the tasks behind the arrays, none fused or changed."""
     graph: Graph = HighLevelGraph.merge(*(array.__dask_graph__() for array in arrays)).to_dict()
     return graph
 
 
 def in_one_layer(graph: Graph) -> HighLevelGraph:
-    """The graph as Dask's clients take it at once: a name for a plain dictionary they make from the bytes of all its
-    tasks, pickled for that alone.
+    """Return the graph in a form that Dask's clients take as it is: the name of a plain dictionary they would make
+    from the bytes of all its tasks, pickled for that alone.
     """
     return HighLevelGraph.from_collections("step", graph, ())
 
 
 def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:
-    """The recorded graph with new data at its leaves."""
+    """Return the recorded graph with new data at its leaves."""
     return {**graph, **{key: DataNode(key, value) for key, value in leaves.items()}}
 
 
 def renamed(graph: Graph, new: Mapping[Key, Key]) -> Graph:
-    """The graph under other keys; keys that `new` does not name stay."""
+    """Return the graph under other keys; keys that `new` does not name stay."""
     return {new.get(key, key): node.substitute(new, key=new.get(key, key)) for key, node in graph.items()}
 
 
 def is_leaf(node: GraphNode) -> bool:
-    """Whether a node is data, and no task."""
+    """Return whether a node is data, and no task."""
     return isinstance(node, DataNode)
 
 
 def value_of(leaf: GraphNode) -> Any:
-    """The data that a node holds."""
+    """Return the data that a node holds."""
     assert isinstance(leaf, DataNode)
     return leaf.value
 
 
 def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any, list[Any]]:
-    """A task's function and its arguments, nested lists and all, with something else standing for each dependency."""
+    """Return a task's function and its arguments, in their nested lists, with something else for each dependency."""
 
     def resolved(argument: Any) -> Any:
         return [resolved(item) for item in argument] if isinstance(argument, list) else standing_for[argument]
@@ -149,7 +149,7 @@ def task(key: Key, function: Any, arguments: Iterable[Any]) -> GraphNode:
 
 
 def waiting_for(node: GraphNode, earlier: Iterable[Key]) -> GraphNode:
-    """The same task, to run after others whose results it does not look at (they come last among its arguments)."""
+    """Return the same task, to run after others whose results it does not read: they come last in its arguments."""
     assert isinstance(node, Task)
     extra = [TaskRef(key) for key in earlier if key not in node.dependencies]
     return Task(node.key, node.func, *node.args, *extra) if extra else node

@@ -1,4 +1,4 @@
-"""When each kernel call ran, and in which thread: recorded by the programs of this process while somebody asks."""
+"""Programs, which are what fused tasks run, and when each of their calls ran in which thread."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Holds the spans while recording; `spans` is None when nobody asks.
+    """Where the programs of this process record their calls.
 
-    meter       is told seconds of the kernels that a merged task has run, by layer and pass; None when nobody asks
+    spans       of the calls while they are recorded, else None
+    meter       called with the seconds of the kernels that a fused task has run, by layer and pass; None for no meter
     first_run   number of the run that a graph begins with, where the scheduler of this process runs it; programs that
                 a cluster sends know their own
     """
@@ -47,7 +48,7 @@ RECORDER = Recorder()
 
 @contextmanager
 def recorded_spans() -> Iterator[list[Span]]:
-    """The spans of every call that programs of this process make inside the `with` statement."""
+    """Record every call that programs of this process make inside the `with` statement; give the spans."""
     before, RECORDER.spans = RECORDER.spans, []
     try:
         yield RECORDER.spans
@@ -57,7 +58,7 @@ def recorded_spans() -> Iterator[list[Span]]:
 
 @contextmanager
 def counting_from(first_run: int) -> Iterator[None]:
-    """The number of the run that the programs of this process begin with, inside the `with` statement."""
+    """Number the runs of the programs of this process from here on inside the `with` statement."""
     before, RECORDER.first_run = RECORDER.first_run, first_run
     try:
         yield
@@ -66,7 +67,7 @@ def counting_from(first_run: int) -> Iterator[None]:
 
 
 def bytes_of(result: Any) -> int:
-    """Bytes of the arrays that a call returned; what is updated in place is not returned."""
+    """Return the bytes of the arrays that a call returned; what is updated in place is not returned."""
     if isinstance(result, tuple):
         return sum(map(bytes_of, result))
     return getattr(result, "nbytes", 0)
@@ -74,7 +75,7 @@ def bytes_of(result: Any) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value is found: the result of a task, or one of the values in it."""
+    """The place of a value: the result of a task, or one of the values in it."""
 
     key: Key
     number: int | None = None
@@ -111,7 +112,7 @@ class Values:
         return self.values[number]
 
     def take(self, number: int) -> Any:
-        """A value, for one of its readers."""
+        """Return a value to one of its readers."""
         with self.lock:
             value = self.values[number]
             self.left[number] -= 1
@@ -121,12 +122,12 @@ class Values:
 
 
 class Program:
-    """What a merged task runs.
+    """What a fused task runs.
 
     It is called with the results of the tasks it depends on, and keeps values in numbered slots; a slot is emptied
     when its last reader has run, so that an activation lives no longer than in separate tasks.
 
-    run   its place among several runs in one graph, for who records
+    run   its place among several runs in one graph, which spans name
     """
 
     run = 0
@@ -194,7 +195,7 @@ def program_of(
     readers: Mapping[Key, int] | None,
     packed: bool = False,
 ) -> tuple[Program, list[Key]]:
-    """The program of some tasks, in the given order, and the keys whose results it is called with.
+    """Return the program of some tasks in the given order, and the keys whose results it is called with.
 
     places   where values that come from outside are found; a key that is missing is a task of its own
     readers  how many other tasks read each value, None where all are kept until the last of them is read
@@ -225,7 +226,7 @@ def program_of(
 
 
 def in_run(node: GraphNode, run: int) -> GraphNode:
-    """A merged task as part of one of several runs in a graph; other nodes (data, barriers) as they are."""
+    """Return a fused task as part of one of several runs in a graph; other nodes (data, barriers) as they are."""
     if not calls_of(node):
         return node
     program = copy(node.func)
@@ -234,12 +235,12 @@ def in_run(node: GraphNode, run: int) -> GraphNode:
 
 
 def calls_of(node: GraphNode) -> tuple[Call, ...]:
-    """The calls that a merged task makes; none for a task of another kind (a barrier)."""
+    """Return the calls that a fused task makes; none for a task of another kind (a barrier)."""
     return getattr(getattr(node, "func", None), "calls", ())
 
 
 def _function_of(node: GraphNode, slots: Mapping[Key, int]) -> tuple[Callable[..., Any], list[Any]]:
-    """What a task calls, with slots for its arguments: a kernel call sorts out Dask's nested lists beforehand."""
+    """Return what a task calls, and slots for its arguments: a kernel call arranges Dask's nested lists beforehand."""
     function, arguments = arguments_of(node, slots)
     if hasattr(function, "arrange"):
         return function.run, function.arrange(arguments)

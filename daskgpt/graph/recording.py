@@ -55,15 +55,15 @@ class Layout:
     packs: tuple[tuple[str, ...], ...]
 
     def pack(self, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """The packs of whole arrays by name."""
+        """Return the packs of whole arrays by name."""
         return [tuple(values[name] for name in names) for names in self.packs]
 
     def unpack(self, packs: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-        """The arrays by name."""
+        """Return the arrays of packs by name."""
         return {name: array for names, pack in zip(self.packs, packs) for name, array in zip(names, pack)}
 
     def places(self) -> dict[str, Place]:
-        """Where each array is found."""
+        """Return the place of each array."""
         return {name: Place((STATE, n), i) for n, names in enumerate(self.packs) for i, name in enumerate(names)}
 
 
@@ -130,11 +130,11 @@ class Recorded:
         )
 
     def origin(self, key: Key) -> Any:
-        """What the task of this key was made for; None for data."""
+        """Return what the task of this key was made for; None for data."""
         return origin_of(self.unmerged[key]) if key in self.unmerged else None
 
     def merged(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> Runnable:
-        """The tasks of a run, from groups of the unmerged ones.
+        """Return the tasks of a run, from groups of the unmerged ones.
 
         waits   task -> tasks that must have run before it for other reasons than their results
         """
@@ -188,7 +188,7 @@ class Runnable:
     layout: Layout
     updates: list[Key]
     titles: Mapping[str, tuple[str, str]]
-    _windows: dict[int, Graph] = field(default_factory=dict)  # the last one that was asked for
+    _windows: dict[int, Graph] = field(default_factory=dict)  # the last one that was made
 
     @property
     def tasks(self) -> int:
@@ -201,11 +201,11 @@ class Runnable:
         return list(dict.fromkeys(place.key for places in self.places.values() for place in places))
 
     def title(self, key: Key) -> str:
-        """What a task is called: `linear.forward-h.0.attn.c_attn`."""
+        """Return the name of a task: `linear.forward-h.0.attn.c_attn`."""
         return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
 
     def with_barriers(self, stage_of: Callable[[Key], str], *, tokens: bool) -> Runnable:
-        """The same with a barrier after each stage of the unmerged tasks that its tasks begin with."""
+        """Return the same step with a barrier after each stage of the unmerged tasks that its tasks begin with."""
 
         def stage(key: Key) -> str:
             return stage_of(calls_of(self.graph[key])[0].key)
@@ -214,17 +214,17 @@ class Runnable:
         return replace(self, graph=graph, _windows={})
 
     def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
-        """One run on this data and state."""
+        """Return one run on this data and state."""
         leaves = self._data(values) | _state(packs)
         return Submission(self.graph, leaves, self.output_keys + self.updates)
 
     def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What a run returned: handles of the outputs, and the packs of the new state."""
+        """Return handles of the outputs and the packs of the new state from the results of a run."""
         count = len(self.output_keys)
         return results[:count], results[count:] if self.recorded.results else list(packs)
 
     def window_submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> Submission:
-        """Several runs as one graph, without a barrier between them. Only where the state is updated in place.
+        """Return several runs as one graph without a barrier between them, where the state is updated in place.
 
         A task waits only for what it needs: one that reads a tensor of the state for the update of that tensor in the
         run before, and an update for the readers of its own run.
@@ -237,12 +237,12 @@ class Runnable:
         return Submission(self.window(len(values)), leaves, keys, len(values))
 
     def split_window(self, results: list[Any], runs: int) -> list[list[Any]]:
-        """What several runs returned: the handles of each one's outputs."""
+        """Return the handles of each run's outputs from the results of several."""
         count = len(self.output_keys)
         return [results[run * count : (run + 1) * count] for run in range(runs)]
 
     def window(self, runs: int) -> Graph:
-        """The graph so many times, with the edges from each update to the readers of the next run.
+        """Return the graph so many times, with the edges from each update to the readers of the next run.
 
         Within a run, an update already waits for the readers of the value that it writes over. What is missing between
         two runs is the other half: a reader must see what the run before wrote, so it waits for that update. An update
@@ -264,7 +264,7 @@ class Runnable:
         return self._windows[runs]
 
     def needs_of_last_run(self) -> dict[Key, set[Key]]:
-        """Task -> the tasks of the run before that it has to wait for, where runs overlap."""
+        """Return for each task the tasks of the run before that it has to wait for, where runs overlap."""
         needs: dict[Key, set[Key]] = defaultdict(set)
         home = {call.key: key for key, node in self.graph.items() for call in calls_of(node)}
         for update, readers in self.recorded.after.items():
@@ -275,7 +275,7 @@ class Runnable:
         return {key: tasks for key, tasks in needs.items() if tasks}
 
     def output(self, fetched: Sequence[Any]) -> dict[str, np.ndarray]:
-        """The outputs as whole arrays, from the results of `output_keys`."""
+        """Return the outputs as whole arrays, from the results of `output_keys`."""
         results = dict(zip(self.output_keys, fetched))
         arrays = {}
         for name, places in self.places.items():
@@ -295,7 +295,7 @@ def _state(packs: Sequence[Any]) -> dict[Key, Any]:
 
 
 def _in_run(key: Key, run: int) -> Key:
-    """A key of one of several runs in a graph."""
+    """Return a key of one of several runs in a graph."""
     return (f"{key[0]}-{run}", *key[1:])
 
 
@@ -304,7 +304,7 @@ def _both(one: Mapping[Key, Sequence[Key]], other: Mapping[Key, Sequence[Key]]) 
 
 
 def _layout(places: Mapping[str, Place]) -> Layout:
-    """A pack for each task that updates state, in the order of its results."""
+    """Return a pack for each task that updates state, in the order of its results."""
     packs: dict[Key, list[str]] = {}
     for name in sorted(places, key=lambda name: places[name].number or 0):
         packs.setdefault(places[name].key, []).append(name)

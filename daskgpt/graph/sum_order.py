@@ -5,8 +5,8 @@
     the groups    a binary tree, see `kernels.totals`
     a start       of a sum that goes on from another one: what the first group's chain starts from
 
-Groups are summed one after the other. A sum over some groups of a batch ends with the totals of subtrees, which meet
-those of the other groups elsewhere.
+Groups are summed one after the other. A sum over some groups of a batch ends with the totals of subtrees, which are
+added to those of the other groups elsewhere.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class SumOrder:
 
     @classmethod
     def of(cls, sequences: Sequence[int], tokens: Sequence[int], at_once: int, groups: Groups = ONE_GROUP) -> SumOrder:
-        """The order for chunks of these sizes; at_once: how many tokens of a sequence the kernel takes in one step,
-        which a chunk's end must not divide.
+        """Return the order for chunks of these sizes.
+
+        at_once   how many tokens of a sequence the kernel takes in one step, which a chunk's end must not divide
 
         Errors   ValueError where the number of groups does not divide that of sequences
         """
@@ -77,15 +78,15 @@ class SumOrder:
         return cls(tuple(pieces), together, tuple(sequences), groups)
 
     def most_totals(self, pieces: range) -> int:
-        """How many totals there are at most while some pieces are summed, that of the group being summed included."""
+        """Return how many totals there are at most while some pieces are summed, that of the current group included."""
         return 1 + max(self.level(cut.group) for piece in pieces for cut in self.cuts(piece))
 
     def level(self, group: int) -> int:
-        """How many totals lie below that of a group while it is summed."""
+        """Return how many totals lie below that of a group while it is summed."""
         return level(group, self.groups.first)
 
     def additions(self, group: int) -> int:
-        """How many additions of two totals follow when a group has been summed."""
+        """Return how many additions of two totals follow when a group has been summed."""
         return additions(group, self.groups.first, self.groups.whole)
 
     def meet(self, totals: list[np.ndarray], group: int) -> None:
@@ -94,11 +95,11 @@ class SumOrder:
 
     @cached_property
     def of_group(self) -> int:
-        """How many sequences a group has."""
+        """Number of sequences in a group."""
         return sum(self.sequences) // self.groups.count
 
     def cuts(self, piece: int) -> list[Cut]:
-        """What a kernel is called for, one after the other: a piece is cut where a group ends."""
+        """Return what a kernel is called for, one after the other: a piece is cut where a group ends."""
         b = self.pieces[piece][0][0]
         begin, count = self._begins[b], self.sequences[b]
         if len(self.pieces[piece]) > 1 and not self.together:
@@ -108,7 +109,7 @@ class SumOrder:
         return [Cut(self._group(begin + first), first, last) for first, last in pairwise(ends)]
 
     def chains(self, calls: Iterable[tuple[int, Sequence[Any]]], after: int) -> list[Chain]:
-        """Calls in order, each with its group, as chains.
+        """Return calls in order, each with its group, as chains.
 
         after   the piece that comes next, which may go on with the last group
         """
@@ -118,11 +119,11 @@ class SumOrder:
         return [Chain(group, own, group != self.group_of(after)) for group, own in by_group.items()]
 
     def group_of(self, piece: int) -> int:
-        """The group of a piece's first rows; for the piece after the last one, the group that would follow."""
+        """Return the group of a piece's first rows; for the piece after the last one, the group that would follow."""
         return self._group(sum(self.sequences) if piece == len(self.pieces) else self._begins[self.pieces[piece][0][0]])
 
     def totals_before(self, piece: int) -> int:
-        """How many totals there are before a piece is summed; none before the first one, one after the batch's last."""
+        """Return how many totals there are before a piece is summed: none before the first, one after the last."""
         if piece == len(self.pieces):
             return 1 if self.groups.whole else self.level(self.group_of(piece))
         b, t = self.pieces[piece][0]

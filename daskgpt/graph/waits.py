@@ -16,7 +16,7 @@ LOOKAHEAD = 2  # blocks, and chunks in the head, that may be worked on before th
 
 
 def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, tokens: bool) -> Graph:
-    """The graph with a barrier after each stage: no task of a stage starts before all of the stages before it are done.
+    """Return the graph with a barrier after each stage: no task of a stage starts before the stages before it end.
 
     stage_of   task -> its stage
     name       begins the keys of the barriers
@@ -47,7 +47,7 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
 
 
 def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable[[Key], str]) -> list[str]:
-    """The stages, each after those it depends on; of several possible ones, the one whose tasks come first."""
+    """Return the stages, each after those it depends on; of several possible ones, the one whose tasks come first."""
     needs: dict[str, set[str]] = {stage: set() for stage in members}
     for stage, keys in members.items():
         for key in keys:
