@@ -14,7 +14,7 @@ from distributed import Future, span, wait
 
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.bounded_map import each_submitted
 from daskgpt.schedulers.failures import HeartbeatMonitor, WorkerLost, copies_apart, loss, losses_as_errors, present
 from daskgpt.schedulers.membership import check_versions, members, register, running
@@ -49,7 +49,7 @@ class ClusterScheduler:
         with losses_as_errors(self.client):
             return sum(self.client.nthreads().values())
 
-    def run(self, submission: Submission) -> list[Any]:
+    def run(self, submission: GraphRun) -> list[Any]:
         graph, leaves, keys, runs = submission
         number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}

@@ -9,7 +9,7 @@ from time import perf_counter, time
 from typing import Any, Protocol
 
 from daskgpt.graph.program import Span
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import GraphRun
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scheduler(Protocol):
         """Number of tasks that can run at once."""
         ...
 
-    def run(self, submission: Submission) -> list[Any]:
+    def run(self, submission: GraphRun) -> list[Any]:
         """Submit a graph; return handles of its results, which stay where they are made."""
         ...
 

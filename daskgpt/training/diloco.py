@@ -21,7 +21,7 @@ from daskgpt.config.run import LocalConfig
 from daskgpt.graph.distribute import own_part
 from daskgpt.graph.messages import Peers
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
-from daskgpt.graph.recording import STATE, Layout, Runnable, Submission
+from daskgpt.graph.recording import STATE, CompiledStep, GraphRun, Layout
 from daskgpt.kernels.floating_point import flush_to_zero
 from daskgpt.kernels.optimizers import nesterov
 from daskgpt.model.optimizer import hyper_of
@@ -36,9 +36,9 @@ from daskgpt.training.step import (
     NO_LIMITS,
     Batch,
     Limits,
-    Moment,
     Outcome,
     State,
+    StepInputs,
     StepOptions,
     TrainingStep,
     held_weights,
@@ -64,9 +64,9 @@ class InnerSteps:
     copied     prefixes of the names of arrays that are shared, and copied first
     """
 
-    runnable: Runnable
+    runnable: CompiledStep
     given: Layout
-    moments: Sequence[Moment]
+    moments: Sequence[StepInputs]
     copied: tuple[str, ...]
 
     def __call__(self, *packs: tuple[Any, ...]) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
@@ -190,7 +190,7 @@ class LocalSteps(Steps):
             keys.append(sent)
         read = {key for node in graph.values() for key in node.dependencies}
         leaves = {(STATE, number): pack for number, pack in enumerate(state.packs) if (STATE, number) in read}
-        found = dict(zip(keys, self.scheduler.run(Submission(graph, leaves, keys, len(batches)))))
+        found = dict(zip(keys, self.scheduler.run(GraphRun(graph, leaves, keys, len(batches)))))
 
         def parts(tasks: Sequence[Key], place: int) -> list[Any]:
             return [found[key][place] if key in found else None for key in tasks]
@@ -239,14 +239,14 @@ class _Stretch:
         for number, batch in enumerate(batches, state.step):
             random = streams_of(job.optimizer, job.run.seed, number, job.batch_shape[0])
             own = None if random is None else random[size * here.start : size * here.stop]
-            moments.append(Moment(*batch, hyper_of(job.optimizer, steps.step.row, number, length), own))
+            moments.append(StepInputs(*batch, hyper_of(job.optimizer, steps.step.row, number, length), own))
         self.inner = []
         for replica in range(steps.replicas):
             first = size * (replica - here.start)
             mine = [moment.of(first, first + size) for moment in moments] if replica in here else []
             self.inner.append(self._inner(replica, mine))
 
-    def _inner(self, replica: int, moments: Sequence[Moment]) -> Key:
+    def _inner(self, replica: int, moments: Sequence[StepInputs]) -> Key:
         """Add the steps of a replica, whose inputs are needed only where it is here."""
         steps, shards = self.steps, len(self.steps.shards)
         numbers = list(range(shards)) if self.begins else [2 * shards + steps.replicas + replica]

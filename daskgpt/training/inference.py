@@ -19,7 +19,7 @@ from daskgpt.data.dataset import validation_batches
 from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import Key, from_numpy, task
-from daskgpt.graph.recording import Layout, Recorded, Submission
+from daskgpt.graph.recording import GraphRun, Layout, StepGraph
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
@@ -28,8 +28,8 @@ from daskgpt.training.job import Job
 from daskgpt.training.step import (
     EARLY_LAYERS,
     Lazy,
-    Moment,
     State,
+    StepInputs,
     gradients_of,
     input_leaves,
     input_values,
@@ -57,7 +57,7 @@ def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[s
     leaves: dict[Key, Any] = {(f"state-{number}_-{token}",): pack for number, pack in enumerate(own.packs)}
     key = (f"{ASKED}_-{token}",)
     graph = {key: task(key, partial(_answer, function, own.layout), list(leaves))}
-    (answer,) = scheduler.fetch(scheduler.run(Submission(graph, leaves, [key])))
+    (answer,) = scheduler.fetch(scheduler.run(GraphRun(graph, leaves, [key])))
     found: Answer = answer
     return found
 
@@ -96,7 +96,7 @@ class Inference:
         if "gradients" in wanted:
             outputs |= gradients_of(tape, weights, outputs["loss"])
         state = {f"weight.{name}": weight for name, weight in weights.items()}
-        recorded = Recorded.of(tape.token, inputs, outputs, state, {}, layout=layout)
+        recorded = StepGraph.of(tape.token, inputs, outputs, state, {}, layout=layout)
         # A task a chunk: there is work for all threads, and larger tasks only hand on less.
         self.runnable = recorded.merged(Fusion("chunk", EARLY_LAYERS).groups(recorded.unmerged))
 
@@ -110,7 +110,7 @@ class Inference:
         self, scheduler: Scheduler, state: State, batches: Sequence[tuple[np.ndarray, np.ndarray | None]]
     ) -> list[dict[str, np.ndarray]]:
         """Return the same for several batches, which are one graph and overlap."""
-        values = [input_values(Moment(tokens, targets)) for tokens, targets in batches]
+        values = [input_values(StepInputs(tokens, targets)) for tokens, targets in batches]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
         return [self.runnable.output(own) for own in self.runnable.split_window(fetched, len(batches))]

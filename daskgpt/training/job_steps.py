@@ -9,7 +9,7 @@ from math import gcd
 import numpy as np
 
 from daskgpt.graph.messages import Rank
-from daskgpt.graph.recording import Recorded
+from daskgpt.graph.recording import StepGraph
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
@@ -60,7 +60,7 @@ class Steps:
     chunks: ChunkChoice
     open = False
     recovers = False
-    recorded: Recorded | None = None
+    recorded: StepGraph | None = None
     described_tasks = ""
 
     @property
@@ -112,7 +112,7 @@ class JobSteps(Steps):
                 say(f"memory     {warning}")
 
     @property
-    def recorded(self) -> Recorded:  # type: ignore[override]
+    def recorded(self) -> StepGraph:  # type: ignore[override]
         return self.step.recorded
 
     @property

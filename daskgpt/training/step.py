@@ -22,7 +22,7 @@ from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.inplace import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.graph.messages import Rank, RowAccess
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
-from daskgpt.graph.recording import Layout, Recorded
+from daskgpt.graph.recording import Layout, StepGraph
 from daskgpt.graph.waits import memory_waits, stage_of
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import TOLD, squares
@@ -48,7 +48,7 @@ EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # belong to the first block, wher
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepInputs:
     """One step, of which its inputs are made.
 
     tokens, targets   (B, T) int32; targets are None where nothing needs them
@@ -62,7 +62,7 @@ class Moment:
     hyper: np.ndarray | None = None
     streams: np.ndarray | None = None
 
-    def of(self, first: int, last: int) -> Moment:
+    def of(self, first: int, last: int) -> StepInputs:
         """The same of some sequences."""
         targets, streams = (None if each is None else each[first:last] for each in (self.targets, self.streams))
         return replace(self, tokens=self.tokens[first:last], targets=targets, streams=streams)
@@ -79,7 +79,7 @@ class Input:
     name: str
     axes: str
     dtype: np.typing.DTypeLike
-    value: Callable[[Moment], np.ndarray | None]
+    value: Callable[[StepInputs], np.ndarray | None]
 
 
 INPUTS: tuple[Input, ...] = (
@@ -105,7 +105,7 @@ def input_leaves(
     return leaves
 
 
-def input_values(moment: Moment) -> Mapping[str, np.ndarray]:
+def input_values(moment: StepInputs) -> Mapping[str, np.ndarray]:
     """The arrays of a step, of the rows that it has."""
     values = {row.name: row.value(moment) for row in INPUTS}
     return {name: value for name, value in values.items() if value is not None}
@@ -250,7 +250,7 @@ class TrainingStep:
         new = update(tensors(config), state, gradients, told, optimizer, self.row, tape)
         rewrite = partial(self._rewritten, loss=keys_of(loss)[0], token=tape.token)
         own = {name: state[name] for name in new}
-        self.recorded = Recorded.of(tape.token, inputs, outputs, own, new, rewrite=rewrite)
+        self.recorded = StepGraph.of(tape.token, inputs, outputs, own, new, rewrite=rewrite)
         self.set_grain(self.grain)
 
     @property
@@ -360,7 +360,7 @@ class TrainingStep:
         random = streams_of(self.optimizer, self.options.seed, step, self.whole_shape[0])
         if random is not None:
             random = random[slice(*self.sequences)]
-        return input_values(Moment(*batch, hyper, random))
+        return input_values(StepInputs(*batch, hyper, random))
 
 
 def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from daskgpt.graph.calls import PHASES
-from daskgpt.graph.recording import Recorded
+from daskgpt.graph.recording import StepGraph
 from daskgpt.model.parameters import step_operations
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import Usage
@@ -56,7 +56,7 @@ class StepMetrics:
             self.timers[part] += time.perf_counter() - start
 
     @contextmanager
-    def record(self, recorded: Recorded | None) -> Iterator[None]:
+    def record(self, recorded: StepGraph | None) -> Iterator[None]:
         """Record the kernel calls of the steps inside the `with` statement if a recording is due.
 
         recorded   the graph of a step; None where steps have none of their own, and nothing is recorded
@@ -85,7 +85,7 @@ class StepMetrics:
             found["memory_bytes"] = self.process.memory_info().rss
         return found
 
-    def of_passes(self, recorded: Recorded | None, steps: int, seconds: float) -> dict[str, float]:
+    def of_passes(self, recorded: StepGraph | None, steps: int, seconds: float) -> dict[str, float]:
         """Return the metrics of the recorded steps by pass; empty where none was recorded.
 
         steps, seconds   how many steps were run together, and how long all of them took
