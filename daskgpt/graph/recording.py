@@ -1,8 +1,8 @@
 """Build a graph from dask arrays once, run it again and again with new data at its leaves.
 
-`StepGraph` is the graph as it was built and never changes. `StepGraph.merged` makes a `CompiledStep` of it: tasks of the
-wanted size, from which a scheduler gets a `GraphRun` for each run. A runnable with barriers or another grain is
-another runnable; there is no order of calls to remember.
+`StepGraph` is the graph as it was built and never changes. `StepGraph.merged` makes a `CompiledStep` of it: tasks of
+the wanted size, from which a scheduler gets a `GraphRun` for each run. Barriers or another grain make another compiled
+step; there is no order of calls to remember.
 """
 
 from __future__ import annotations
