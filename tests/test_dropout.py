@@ -20,7 +20,7 @@ from daskgpt.kernels.philox import streams, threshold_of, words
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.addresses import open_scheduler
-from daskgpt.training.step import Moment, StepOptions, TrainingStep, gradients_of
+from daskgpt.training.step import StepInputs, StepOptions, TrainingStep, gradients_of
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["dropout"]
 DROPPING = OptimizerConfig(dropout=0.2, warmup=3)
@@ -130,7 +130,7 @@ def test_replicas_drop_what_one_model_would(small_text):
 
 def test_sequences_take_their_keys_with_them_and_wrong_rates_are_refused():
     tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
-    part = Moment(tokens, None, np.zeros(3), streams(0, 1, 4)).of(2, 4)
+    part = StepInputs(tokens, None, np.zeros(3), streams(0, 1, 4)).of(2, 4)
     np.testing.assert_array_equal(part.tokens, tokens[2:])
     np.testing.assert_array_equal(part.streams, streams(0, 1, 4)[2:])
     assert (part.targets, len(part.hyper)) == (None, 3)

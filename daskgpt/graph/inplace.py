@@ -13,7 +13,7 @@ Why the results are those of updates into new arrays, bit for bit:
   each array at a time. An update that looks at more (Muon's) says so, and is given all rows at once.
 - No task sees a half-written tensor. Tasks that read the old value run before the update: these edges are returned
   beside the graph (`after`). No task of the same run reads the new value; the next run starts when this one is done, or
-  waits for the update where runs overlap (`recording.Runnable.window`).
+  waits for the update where runs overlap (`recording.CompiledStep.window`).
 - No other task needs what is not written any more. A gradient with other readers than its update (its norm, say) is
   summed by tasks of its own, from which the update takes its rows: all of them, or where each reader needs some rows at
   a time only, these.

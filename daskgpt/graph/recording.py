@@ -1,8 +1,8 @@
 """Build a graph from dask arrays once, run it again and again with new data at its leaves.
 
-`Recorded` is the graph as it was built and never changes. `Recorded.merged` makes a `Runnable` of it: tasks of the
-wanted size, from which a scheduler gets a `Submission` for each run. A runnable with barriers or another grain is
-another runnable; there is no order of calls to remember.
+`StepGraph` is the graph as it was built and never changes. `StepGraph.merged` makes a `CompiledStep` of it: tasks of
+the wanted size, from which a scheduler gets a `GraphRun` for each run. A step with barriers or another grain is
+another `CompiledStep`; there is no order of calls to remember.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from daskgpt.graph.waits import with_barriers
 STATE = "state"
 
 
-class Submission(NamedTuple):
+class GraphRun(NamedTuple):
     """What a scheduler is given to run.
 
     leaves   data by key: arrays, or packs of the state as the scheduler returned them
@@ -68,7 +68,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class StepGraph:
     """The graph that leads from named input arrays to named outputs, as single kernel calls.
 
     Building the arrays of a step takes as long as running it, so it is done once. An input is either data of one run
@@ -106,7 +106,7 @@ class Recorded:
         *,
         layout: Layout | None = None,
         rewrite: Callable[[Graph], Rewritten] = Rewritten,
-    ) -> Recorded:
+    ) -> StepGraph:
         """inputs    may be more than the graph reads
         updated   state name -> its new value; empty where a run leaves the state as it is
         rewrite   of the graph, which may have the state's arrays written over
@@ -133,7 +133,7 @@ class Recorded:
         """Return what the task of this key was made for; None for data."""
         return origin_of(self.unmerged[key]) if key in self.unmerged else None
 
-    def merged(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> Runnable:
+    def merged(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> CompiledStep:
         """Return the tasks of a run, from groups of the unmerged ones.
 
         waits   task -> tasks that must have run before it for other reasons than their results
@@ -163,7 +163,7 @@ class Recorded:
         updates = list(dict.fromkeys(merged.places[key].key for key in self.written))
         if self.results:  # in the order of the packs
             updates = [merged.places[self.results[names[0]]].key for names in layout.packs]
-        return Runnable(
+        return CompiledStep(
             recorded=self,
             graph=merged.graph,
             places={name: [merged.places[key] for key in own] for name, own in keys.items()},
@@ -174,7 +174,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Runnable:
+class CompiledStep:
     """A recorded graph in tasks of some size.
 
     places   output -> where its chunks are found
@@ -182,7 +182,7 @@ class Runnable:
     titles   first part of a task's key -> kind and place, for people
     """
 
-    recorded: Recorded
+    recorded: StepGraph
     graph: Graph
     places: Mapping[str, list[Place]]
     layout: Layout
@@ -204,7 +204,7 @@ class Runnable:
         """Return the name of a task: `linear.forward-h.0.attn.c_attn`."""
         return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
 
-    def with_barriers(self, stage_of: Callable[[Key], str], *, tokens: bool) -> Runnable:
+    def with_barriers(self, stage_of: Callable[[Key], str], *, tokens: bool) -> CompiledStep:
         """Return the same step with a barrier after each stage of the unmerged tasks that its tasks begin with."""
 
         def stage(key: Key) -> str:
@@ -213,17 +213,17 @@ class Runnable:
         graph = with_barriers(self.graph, stage, name=f"barrier-{self.recorded.token}", tokens=tokens)
         return replace(self, graph=graph, _windows={})
 
-    def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
+    def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> GraphRun:
         """Return one run on this data and state."""
         leaves = self._data(values) | _state(packs)
-        return Submission(self.graph, leaves, self.output_keys + self.updates)
+        return GraphRun(self.graph, leaves, self.output_keys + self.updates)
 
     def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return handles of the outputs and the packs of the new state from the results of a run."""
         count = len(self.output_keys)
         return results[:count], results[count:] if self.recorded.results else list(packs)
 
-    def window_submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> Submission:
+    def window_submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> GraphRun:
         """Return several runs as one graph without a barrier between them, where the state is updated in place.
 
         A task waits only for what it needs: one that reads a tensor of the state for the update of that tensor in the
@@ -234,7 +234,7 @@ class Runnable:
             leaves |= {_in_run(key, run): value for key, value in self._data(own).items()}
         keys = [_in_run(key, run) for run in range(len(values)) for key in self.output_keys]
         keys += [_in_run(key, len(values) - 1) for key in self.updates]
-        return Submission(self.window(len(values)), leaves, keys, len(values))
+        return GraphRun(self.window(len(values)), leaves, keys, len(values))
 
     def split_window(self, results: list[Any], runs: int) -> list[list[Any]]:
         """Return the handles of each run's outputs from the results of several."""

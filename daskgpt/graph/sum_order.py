@@ -89,7 +89,7 @@ class SumOrder:
         """Return how many additions of two totals follow when a group has been summed."""
         return additions(group, self.groups.first, self.groups.whole)
 
-    def meet(self, totals: list[np.ndarray], group: int) -> None:
+    def tree_add(self, totals: list[np.ndarray], group: int) -> None:
         """Make the additions that follow when a group has been summed."""
         meet(totals, self.level(group), self.additions(group))
 

@@ -15,7 +15,7 @@ from daskgpt.graph.calls import Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import calls_of
-from daskgpt.graph.recording import Runnable
+from daskgpt.graph.recording import CompiledStep
 from daskgpt.instruments.memory import in_place_of, known_chunks, known_grain
 from daskgpt.instruments.plan import plan
 from daskgpt.training.job_steps import training_step
@@ -209,7 +209,7 @@ def dataflow(
 
 
 def tasks_of(
-    runnable: Runnable, results: Mapping[Key, int]
+    runnable: CompiledStep, results: Mapping[Key, int]
 ) -> tuple[dict[str, DataflowTask], dict[str, frozenset[str]]]:
     """Tasks by name, every one after those that it needs, and their needs; results: bytes that each returns."""
     graph, unmerged = runnable.graph, runnable.recorded.unmerged

@@ -15,7 +15,7 @@ from daskgpt.kernels.arguments import flat
 from daskgpt.kernels.compilation import kernel
 
 UNIT_ROWS = 64  # bands of sums over the batch are multiples of it (`graph.calls`)
-TOLD = 3  # numbers after those of the optimizer: norm, what gradients are multiplied by, whether the update is made
+GRAD_INFO = 3  # numbers after those of the optimizer: norm, factor of the gradients, whether the update is made
 LIMITS = 2  # of loss and norm, above which no update is made
 _LANES = 32
 _EPSILON = 1e-6  # PyTorch's, in what gradients are multiplied by
@@ -56,15 +56,15 @@ def squares(gradient: np.ndarray) -> np.ndarray:
 def guard(
     hyper: np.ndarray, loss: np.ndarray, *sums: np.ndarray | list[np.ndarray], clip: float, limits: bool
 ) -> np.ndarray:
-    """What an update is told, and whether it is made.
+    """Return what an update gets, and whether it is made.
 
-    hyper    what the optimizer is told, then the limits of loss and norm
+    hyper    the optimizer's numbers, then the limits of loss and norm
     loss     of this step, ()
     sums     of each tensor: what `squares` returns of it, or of its parts, in their order
     clip     the norm that gradients are scaled down to where theirs is larger; 0 = none
     limits   whether updates are left out where loss or norm is above its limit
 
-    Shapes   (S + 2,) -> (S + 3,) float64: what the optimizer is told; the norm; what gradients are multiplied by,
+    Shapes   (S + 2,) -> (S + 3,) float64: the optimizer's numbers; the norm; what gradients are multiplied by,
              1 where they are not clipped; 1 where the update is made, else 0
     Source   Pascanu et al. 2013, arXiv:1211.5063, as `torch.nn.utils.clip_grad_norm_` has it
     """

@@ -14,7 +14,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import CallOptions, Origin, apply
 from daskgpt.kernels import adamw, momentum, muon
 from daskgpt.kernels.bfloat16 import rounded_layers
-from daskgpt.kernels.norm import LIMITS, TOLD, guard, squares
+from daskgpt.kernels.norm import GRAD_INFO, LIMITS, guard, squares
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.schedules import learning_rate
 from daskgpt.model.tape import Tape
@@ -128,15 +128,15 @@ OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM
 class Guarded:
     """An optimizer's kernel for gradients that are clipped, and for updates that may be left out.
 
-    It is told what `kernels.norm.guard` returns in place of hyper, of some rows as well as of all.
+    It gets what `kernels.norm.guard` returns in place of hyper, for some rows as well as for all.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
-        *moments, told = others
-        hyper, (_, scale, made) = told[:-TOLD], told[-TOLD:]
+        *moments, grad_info = others
+        hyper, (_, scale, made) = grad_info[:-GRAD_INFO], grad_info[-GRAD_INFO:]
         if not made:
             return (weight, *moments) if moments else weight
         if scale != 1:
@@ -174,23 +174,23 @@ def guarded(
     optimizer: Optimizer,
     tape: Tape,
 ) -> da.Array:
-    """What updates are told in place of hyper, see `kernels.norm.guard`: it needs the gradients of all tensors."""
+    """Return what updates get in place of hyper, see `kernels.norm.guard`: it needs the gradients of all tensors."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
         origin = Origin(SQUARES, "update", name, tensor.block)
         signature = f"{'OC'[: len(tensor.shape)]} -> "
         sums += apply(origin.name(tape.token), squares, signature, [gradients[name]], origin=origin)
     origin = Origin(NORM, "update", "gradients")
-    (told,) = apply(
+    (grad_info,) = apply(
         origin.name(tape.token),
         guard,
         f"S{', ' * (1 + len(sums))} -> N",
         [hyper, loss, *sums],
         options={"clip": config.clip, "limits": bool(config.skip_outliers)},
         origin=origin,
-        call_options=CallOptions(new_axes={"N": optimizer.hyper_size + TOLD}),
+        call_options=CallOptions(new_axes={"N": optimizer.hyper_size + GRAD_INFO}),
     )
-    return told
+    return grad_info
 
 
 def update(

@@ -24,7 +24,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.bounded_map import each_submitted
 from daskgpt.schedulers.failures import LostResults, Silence, copies_apart, loss, present, telling_losses
 from daskgpt.schedulers.local import ENVIRONMENT
@@ -75,7 +75,7 @@ class ClusterScheduler:
         with telling_losses(self.client):
             return sum(self.client.nthreads().values())
 
-    def run(self, submission: Submission) -> list[Any]:
+    def run(self, submission: GraphRun) -> list[Any]:
         graph, leaves, keys, runs = submission
         number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}

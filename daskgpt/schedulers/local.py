@@ -24,7 +24,7 @@ import dask.threaded
 
 from daskgpt.graph.nodes import with_leaves
 from daskgpt.graph.program import counting_from, recorded_spans
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.bounded_map import each_local
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 
@@ -56,7 +56,7 @@ class LocalScheduler:
         self.get, self.description, self.threads = get, description, threads
         self.runs = 0
 
-    def run(self, submission: Submission) -> list[Any]:
+    def run(self, submission: GraphRun) -> list[Any]:
         number, self.runs = self.runs, self.runs + submission.runs
         with counting_from(number):
             return list(self.get(with_leaves(submission.graph, submission.leaves), submission.keys))

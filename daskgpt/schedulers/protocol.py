@@ -9,7 +9,7 @@ from time import perf_counter, time
 from typing import Any, Protocol
 
 from daskgpt.graph.program import Span
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import GraphRun
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scheduler(Protocol):
         """How many tasks can run at once."""
         ...
 
-    def run(self, submission: Submission) -> list[Any]:
+    def run(self, submission: GraphRun) -> list[Any]:
         """Handles of the results of its keys, which are left where they were made."""
         ...
 

@@ -15,7 +15,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.fuse import GRAINS, chunk_of
 from daskgpt.graph.nodes import Key
 from daskgpt.graph.program import Span
-from daskgpt.graph.recording import Recorded
+from daskgpt.graph.recording import StepGraph
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.layers import ATTENTION
 from daskgpt.model.parameters import parameter_count
@@ -58,7 +58,7 @@ class Work:
         return cls(4 * parameter_count(config, multiplied=True) * count / RATE, attention * count / RATE)
 
     @classmethod
-    def measured(cls, recorded: Recorded, spans: Iterable[Span]) -> Work:
+    def measured(cls, recorded: StepGraph, spans: Iterable[Span]) -> Work:
         """From the kernel calls of one step."""
         tokens = attention = 0.0
         for span in spans:

@@ -17,7 +17,7 @@ from daskgpt.graph.distribute import own_part
 from daskgpt.graph.messages import Peers
 from daskgpt.graph.nodes import Graph, Key, is_leaf, slices_of, task, value_of
 from daskgpt.graph.program import Call, Program
-from daskgpt.graph.recording import STATE, Layout, Runnable, Submission
+from daskgpt.graph.recording import STATE, CompiledStep, GraphRun, Layout
 from daskgpt.kernels.floating_point import flush_to_zero
 from daskgpt.kernels.nesterov import nesterov
 from daskgpt.model.optimizer import hyper_of
@@ -31,9 +31,9 @@ from daskgpt.training.step import (
     NO_LIMITS,
     Batch,
     Limits,
-    Moment,
     Outcome,
     State,
+    StepInputs,
     StepOptions,
     TrainingStep,
     held_weights,
@@ -50,7 +50,7 @@ class Repeated:
     names   of the state's arrays, in their order
     """
 
-    def __init__(self, runnable: Runnable) -> None:
+    def __init__(self, runnable: CompiledStep) -> None:
         """runnable   one task, whose state is written over, and whose outputs have one chunk each"""
         ((key, node),) = ((key, node) for key, node in runnable.graph.items() if not is_leaf(node))
         program: Program = node.func
@@ -103,7 +103,7 @@ class InnerSteps:
         self,
         step: Repeated,
         given: Layout,
-        moments: Sequence[Moment],
+        moments: Sequence[StepInputs],
         *,
         copied: tuple[str, ...],
     ) -> None:
@@ -288,7 +288,7 @@ class LocalSteps:
             graph, sent = own_part(graph, ranks, self.peers)
             keys.append(sent)
         given = {key: pack for key, pack in leaves.items() if any(key in node.dependencies for node in graph.values())}
-        found = dict(zip(keys, self.scheduler.run(Submission(graph, given, keys, len(batches)))))
+        found = dict(zip(keys, self.scheduler.run(GraphRun(graph, given, keys, len(batches)))))
         made = [found.get(key) for key in packs]
         if not self.job.meets(end):
             made = [*state.packs[: 2 * len(self.shards)], *made]
@@ -345,7 +345,7 @@ class _Stretch:
         for number, batch in enumerate(batches, state.step):
             random = streams_of(job.optimizer, job.run.seed, number, job.batch_shape[0])
             hyper = hyper_of(job.optimizer, row, number, length)
-            moments.append(Moment(*batch, hyper, None if random is None else random[own]))
+            moments.append(StepInputs(*batch, hyper, None if random is None else random[own]))
         self.inner = [self._inner(replica, moments) for replica in range(steps.replicas)]
 
     def told(self, replica: int) -> Key:
@@ -362,7 +362,7 @@ class _Stretch:
         weights = [self._add("outer.weights", itemgetter(0), [key], shard) for shard, key in enumerate(outer)]
         return weights + [self._add("outer.momentum", itemgetter(1), [key], s) for s, key in enumerate(outer)] + moments
 
-    def _inner(self, replica: int, moments: Sequence[Moment]) -> Key:
+    def _inner(self, replica: int, moments: Sequence[StepInputs]) -> Key:
         steps, shards = self.steps, len(self.steps.shards)
         size, low = steps.job.replica_shape[0], replica * steps.job.replica_shape[0] - self.first
         mine = [moment.of(low, low + size) for moment in moments] if low >= 0 else []  # another rank's

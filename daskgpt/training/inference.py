@@ -19,7 +19,7 @@ from daskgpt.data.dataset import validation_batches
 from daskgpt.data.encodings import get_encoding, sizes_of
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import Key, from_numpy, task
-from daskgpt.graph.recording import Layout, Recorded, Submission
+from daskgpt.graph.recording import GraphRun, Layout, StepGraph
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
@@ -29,8 +29,8 @@ from daskgpt.training.step import (
     EARLY_LAYERS,
     Batch,
     Lazy,
-    Moment,
     State,
+    StepInputs,
     gradients_of,
     input_leaves,
     input_values,
@@ -57,7 +57,7 @@ def asked(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.n
     leaves: dict[Key, Any] = {(f"state-{number}_-{token}",): pack for number, pack in enumerate(own.packs)}
     key = (f"{ASKED}_-{token}",)
     graph = {key: task(key, partial(_answer, function, own.layout), list(leaves))}
-    (answer,) = scheduler.fetch(scheduler.run(Submission(graph, leaves, [key])))
+    (answer,) = scheduler.fetch(scheduler.run(GraphRun(graph, leaves, [key])))
     found: Answer = answer
     return found
 
@@ -97,20 +97,20 @@ class Inference:
         if "gradients" in wanted:
             outputs |= gradients_of(tape, weights, outputs["loss"])
         state = {f"weight.{name}": weight for name, weight in weights.items()}
-        recorded = Recorded.of(tape.token, inputs, outputs, state, {}, layout=layout)
+        recorded = StepGraph.of(tape.token, inputs, outputs, state, {}, layout=layout)
         self.runnable = recorded.merged(Fusion(grain, EARLY_LAYERS).groups(recorded.unmerged))
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """The wanted arrays; gradients under their parameters' names. `targets` is needed for loss and gradients."""
-        results = scheduler.run(self.runnable.submission(input_values(Moment(tokens, targets)), state.packs))
+        results = scheduler.run(self.runnable.submission(input_values(StepInputs(tokens, targets)), state.packs))
         handles, _ = self.runnable.split(results, state.packs)
         return self.runnable.output(scheduler.fetch(handles))
 
     def of_all(self, scheduler: Scheduler, state: State, batches: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
         """The same of several batches, as one graph: nobody waits for one batch before another one begins."""
-        values = [input_values(Moment(tokens, targets)) for tokens, targets in batches]
+        values = [input_values(StepInputs(tokens, targets)) for tokens, targets in batches]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
         return [self.runnable.output(own) for own in self.runnable.split_window(fetched, len(batches))]

@@ -10,7 +10,7 @@ import numpy as np
 
 from daskgpt.graph.messages import Rank
 from daskgpt.graph.program import Span
-from daskgpt.graph.recording import Recorded
+from daskgpt.graph.recording import StepGraph
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
@@ -80,7 +80,7 @@ class JobSteps:
                 say(f"memory     {warning}")
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> StepGraph:
         """The graph of a step, of which kernel calls can be recorded."""
         return self.step.recorded
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from daskgpt.config.groups import groups_of_rank, share_of_rank
 from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import Layout, Submission
+from daskgpt.graph.recording import GraphRun, Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.events import show
@@ -59,7 +59,7 @@ class LiveState(State):
             for names, leaf in zip(layout.packs, leaves):
                 key = (f"state.hold-{leaf[0]}",)
                 graph[key] = task(key, partial(rank_program.hold_pack, self.steps.sent_job, names), [leaf])
-            self.held = run(Submission(graph, leaves, list(graph)))
+            self.held = run(GraphRun(graph, leaves, list(graph)))
         return State(layout, self.held, self.step)
 
     def _copied(self, numbers: Sequence[int]) -> list[Any]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import GraphRun
 from daskgpt.model.precision import values_of
 from daskgpt.model.schedules import learning_rate
 from daskgpt.schedulers.protocol import Scheduler
@@ -152,7 +152,7 @@ def not_finite(scheduler: Scheduler, state: State) -> list[str]:
         if places:
             leaves[leaf], names[key] = pack, [held[place].removeprefix("weight.") for place in places]
             graph[key] = task(key, partial(_all_finite, places), [leaf])
-    found = scheduler.fetch(scheduler.run(Submission(graph, leaves, list(names))))
+    found = scheduler.fetch(scheduler.run(GraphRun(graph, leaves, list(names))))
     return [name for own, finite in zip(names.values(), found) for name, is_finite in zip(own, finite) if not is_finite]
 
 

@@ -19,7 +19,7 @@ from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.opened import ReadLater
 from daskgpt.formats.run_model import StoredModel
 from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import Layout, Submission
+from daskgpt.graph.recording import GraphRun, Layout
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine import available_memory
@@ -325,7 +325,7 @@ def copy_in_tasks(scheduler: Scheduler, values: Mapping[str, np.ndarray], into: 
         leaf, key = (f"state-{number}_-{token}",), (f"state.copy-{number}_-{token}",)
         leaves[leaf] = tuple((values[name], into[name]) for name in names)
         graph[key] = task(key, _copy, [leaf])
-    scheduler.fetch(scheduler.run(Submission(graph, leaves, list(graph))))
+    scheduler.fetch(scheduler.run(GraphRun(graph, leaves, list(graph))))
 
 
 def _copy(pairs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Values
-from daskgpt.graph.recording import Submission
+from daskgpt.graph.recording import GraphRun
 from daskgpt.model.parameters import tensors
 from daskgpt.schedulers.local import LocalScheduler
 from daskgpt.training.step import TrainingStep
@@ -91,7 +91,7 @@ class Trial(LocalScheduler):
         """Bytes of all arrays when there are most of them."""
         return self.account.at_peak.total()
 
-    def run(self, submission: Submission) -> list[Any]:
+    def run(self, submission: GraphRun) -> list[Any]:
         without_data = {
             key: node if is_leaf(node) else task(key, self._without_data(key, node.func), node.args)
             for key, node in submission.graph.items()

@@ -11,7 +11,7 @@ from typing import Any
 
 from daskgpt.graph.calls import PHASES
 from daskgpt.graph.program import Span
-from daskgpt.graph.recording import Recorded
+from daskgpt.graph.recording import StepGraph
 from daskgpt.model.step_operations import step_operations
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import Usage
@@ -67,7 +67,7 @@ class StepMetrics:
         self.processes: list[ProcessSpans] = []
 
     @contextmanager
-    def record(self, recorded: Recorded | None) -> Iterator[None]:
+    def record(self, recorded: StepGraph | None) -> Iterator[None]:
         """Record the kernel calls of the steps inside the `with` statement if a recording is due.
 
         recorded   the graph of a step; None where steps have none of their own, and nothing is recorded
@@ -96,7 +96,7 @@ class StepMetrics:
             found["memory_bytes"] = size
         return found
 
-    def of_passes(self, recorded: Recorded | None, steps: int, seconds: float) -> dict[str, float]:
+    def of_passes(self, recorded: StepGraph | None, steps: int, seconds: float) -> dict[str, float]:
         """Return the metrics of the recorded steps by pass; empty where none was recorded.
 
         steps, seconds   how many steps were run together, and how long all of them took
@@ -109,7 +109,7 @@ class StepMetrics:
         return {**shares, "idle": round(max(0.0, 1 - sum(busy.values()) / (threads * seconds)), 4)}
 
 
-def busy_by_pass(recorded: Recorded, spans: Iterable[Span]) -> dict[str, float]:
+def busy_by_pass(recorded: StepGraph, spans: Iterable[Span]) -> dict[str, float]:
     """Return the seconds that kernels of a recorded step ran, by pass."""
     busy = dict.fromkeys(PHASES, 0.0)
     for span in spans:

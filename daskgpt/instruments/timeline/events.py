@@ -12,7 +12,7 @@ from daskgpt.graph.calls import Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.program import Span, calls_of
-from daskgpt.graph.recording import Runnable
+from daskgpt.graph.recording import CompiledStep
 
 Task = tuple[int, Key]
 
@@ -82,7 +82,7 @@ class TaskGraph:
     awaited: frozenset[Key]
 
     @classmethod
-    def of(cls, runnable: Runnable) -> TaskGraph:
+    def of(cls, runnable: CompiledStep) -> TaskGraph:
         """The tasks of a step; a cluster goes on with the updates while the next step starts."""
         tasks = {key for key, node in runnable.graph.items() if not is_leaf(node)}
         needs = {key: set(runnable.graph[key].dependencies) & tasks for key in tasks}
@@ -128,7 +128,7 @@ class Timeline:
 class Words:
     """Turns spans into events."""
 
-    def __init__(self, runnable: Runnable) -> None:
+    def __init__(self, runnable: CompiledStep) -> None:
         self.runnable, graph = runnable, runnable.recorded.unmerged
         self.home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
         # A pick takes one of a kernel's results out of a tuple: no work of its own.
