@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.groups import ONE_GROUP, Groups, check_groups
-from daskgpt.kernels.totals import additions, level, meet
+from daskgpt.kernels.totals import additions, level, tree_add
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class SumOrder:
         """Return how many additions of two totals follow when a group has been summed."""
         return additions(group, self.groups.first, self.groups.whole)
 
-    def meet(self, totals: list[np.ndarray], group: int) -> None:
+    def tree_add(self, totals: list[np.ndarray], group: int) -> None:
         """Make the additions that follow when a group has been summed."""
-        meet(totals, self.level(group), self.additions(group))
+        tree_add(totals, self.level(group), self.additions(group))
 
     @cached_property
     def of_group(self) -> int:

@@ -360,7 +360,7 @@ def nesterov(
 # are summed one after the other, tensor by tensor. Tasks that sum gradients have whole units of rows, so they make the
 # same numbers.
 UNIT_ROWS = 64  # bands of sums over the batch are multiples of it (`graph.calls`)
-TOLD = 3  # numbers after those of the optimizer: norm, what gradients are multiplied by, whether the update is made
+GRAD_INFO = 3  # numbers after the optimizer's: norm, factor of the gradients, whether the update is made
 LIMITS = 2  # of loss and norm, above which no update is made
 _LANES = 32
 _EPSILON = 1e-6  # PyTorch's, in what gradients are multiplied by

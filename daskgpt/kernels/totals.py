@@ -1,7 +1,7 @@
-"""Totals that meet in a fixed binary tree while their parts are summed one after the other.
+"""Totals that are added in a fixed binary tree while their parts are summed one after the other.
 
 The tree of n parts: total(lo, hi) = total(lo, mid) + total(mid, hi), with the largest power of two below hi - lo on the
-left. So parts 2^k i ... 2^k (i + 1) meet before any others join them, wherever a sum over consecutive parts begins.
+left. So parts 2^k i ... 2^k (i + 1) are added before any others join them, wherever a sum over consecutive parts begins.
 
 The totals that wait for their right-hand side are then a binary counter: when part g of a sum that begins with part 0
 has been added, as many additions follow as g has binary ones at its end, each adding the last total to the one before
@@ -37,13 +37,13 @@ def additions(part: int, first: int = 0, parts: int = 0) -> int:
     """How many additions of two totals follow when a part has been summed.
 
     first   part that the sum begins with
-    parts   how many there are in all; 0 where more follow, or where what is left meets others elsewhere
+    parts   how many there are in all; 0 where more follow, or where others are added elsewhere
     """
     left = 1 if part + 1 == parts else level(part + 1, first)
     return level(part, first) + 1 - left
 
 
-def meet(totals: list[np.ndarray], last: int, count: int) -> None:
+def tree_add(totals: list[np.ndarray], last: int, count: int) -> None:
     """Add the last of some totals to the one before it, so many times.
 
     last   its place

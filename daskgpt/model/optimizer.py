@@ -16,7 +16,7 @@ from daskgpt.graph.calls import CallOptions, Origin, apply
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16.update import linear_update
-from daskgpt.kernels.optimizers import LIMITS, TOLD, guard, squares
+from daskgpt.kernels.optimizers import GRAD_INFO, LIMITS, guard, squares
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
 
@@ -196,7 +196,7 @@ class Guarded:
 
     def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
         *moments, info = others
-        hyper, (_, scale, made) = info[:-TOLD], info[-TOLD:]
+        hyper, (_, scale, made) = info[:-GRAD_INFO], info[-GRAD_INFO:]
         if not made:
             return (weight, *moments) if moments else weight
         if scale != 1:
@@ -248,7 +248,7 @@ def guarded(
         [hyper, loss, *sums],
         options={"clip": config.clip, "limits": bool(config.skip_outliers)},
         origin=origin,
-        call_options=CallOptions(new_axes={"N": optimizer.hyper_size + TOLD}),
+        call_options=CallOptions(new_axes={"N": optimizer.hyper_size + GRAD_INFO}),
     )
     return info
 

@@ -25,7 +25,7 @@ from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, StepGraph
 from daskgpt.graph.waits import memory_waits, stage_of
 from daskgpt.kernels.dropout import streams
-from daskgpt.kernels.optimizers import TOLD, squares
+from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
 from daskgpt.model.optimizer import (
@@ -52,7 +52,7 @@ class StepInputs:
     """One step, of which its inputs are made.
 
     tokens, targets   (B, T) int32; targets are None where nothing needs them
-    hyper             what the optimizer is told, float64 (S,)
+    hyper             what changes from step to step in updates, float64 (S,)
     streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None where there
                       are none
     """
@@ -132,7 +132,7 @@ class Outcome(NamedTuple):
     @classmethod
     def of(cls, outputs: Mapping[str, np.ndarray]) -> Outcome:
         """From a step's outputs."""
-        norm, _, made = outputs["told"][-TOLD:].tolist() if "told" in outputs else (None, 1, True)
+        norm, _, made = outputs["grad_info"][-GRAD_INFO:].tolist() if "grad_info" in outputs else (None, 1, True)
         return cls(float(outputs["loss"]), norm, bool(made))
 
 
@@ -244,10 +244,12 @@ class TrainingStep:
         state |= _leaves(tape, self.row.state(tensors(config)), precision)
         loss = mean_loss(tape, config, weights, inputs, optimizer.dropout, math.prod(self.whole_shape))
         gradients = gradients_of(tape, weights, loss)
-        told, outputs = inputs["hyper"], {"loss": loss}
+        grad_info, outputs = inputs["hyper"], {"loss": loss}
         if guards(optimizer):
-            told = outputs["told"] = guarded(gradients, tensors(config), loss, told, optimizer, self.row, tape)
-        new = update(tensors(config), state, gradients, told, optimizer, self.row, tape)
+            grad_info = outputs["grad_info"] = guarded(
+                gradients, tensors(config), loss, grad_info, optimizer, self.row, tape
+            )
+        new = update(tensors(config), state, gradients, grad_info, optimizer, self.row, tape)
         rewrite = partial(self._rewritten, loss=keys_of(loss)[0], token=tape.token)
         own = {name: state[name] for name in new}
         self.recorded = StepGraph.of(tape.token, inputs, outputs, own, new, rewrite=rewrite)
@@ -340,7 +342,7 @@ class TrainingStep:
     def window(
         self, scheduler: Scheduler, state: State, batches: Sequence[Batch], steps: int
     ) -> tuple[list[Outcome], State]:
-        """Several steps that overlap as one graph, with the same results: what they told, and the state after them.
+        """Several steps that overlap as one graph, with the same results: their outcomes, and the state after them.
 
         Errors   RuntimeError unless the state is updated in place: each step would begin with the state of the first
         """
@@ -348,8 +350,8 @@ class TrainingStep:
         require(self.in_place, "TrainingStep.window", rule, {"in_place": False}, advice, RuntimeError)
         values = [self._values(batch, state.step + number, steps) for number, batch in enumerate(batches)]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
-        told = [self.outcome(scheduler, own) for own in self.runnable.split_window(results, len(batches))]
-        return told, State(state.layout, state.packs, state.step + len(batches))
+        outcomes = [self.outcome(scheduler, own) for own in self.runnable.split_window(results, len(batches))]
+        return outcomes, State(state.layout, state.packs, state.step + len(batches))
 
     def outcome(self, scheduler: Scheduler, handles: list[Any]) -> Outcome:
         """What a submitted step tells, waited for."""

@@ -24,7 +24,7 @@ from daskgpt.kernels.bfloat16.tiles import STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, step_of, step_scalars
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
-from daskgpt.kernels.totals import additions, level, meet
+from daskgpt.kernels.totals import additions, level, tree_add
 
 # The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
@@ -174,7 +174,7 @@ def _in_two_steps(parts, groups, start, state, first, last, options):
         backward_weight(dy, x, total=totals[level(group)], accumulate=begun, first_row=first)
         begun = group == after
         if not begun:
-            meet(totals, level(group), additions(group, parts=1 + groups[-1]))
+            tree_add(totals, level(group), additions(group, parts=1 + groups[-1]))
     values = weight.values[first:last]
     adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
     pack_weight(values, weight.packed, first=first)
