@@ -1,7 +1,7 @@
 """Totals that are added in a fixed binary tree while their parts are summed one after the other.
 
 The tree of n parts: total(lo, hi) = total(lo, mid) + total(mid, hi), with the largest power of two below hi - lo on the
-left. So parts 2^k i ... 2^k (i + 1) are added before any others join them, wherever a sum over consecutive parts begins.
+left. So parts 2^k i ... 2^k (i + 1) are added before others join them, wherever a sum of consecutive parts begins.
 
 The totals that wait for their right-hand side are then a binary counter: when part g of a sum that begins with part 0
 has been added, as many additions follow as g has binary ones at its end, each adding the last total to the one before
