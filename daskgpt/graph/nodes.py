@@ -143,7 +143,7 @@ def task(key: Key, function: Any, arguments: Iterable[Any]) -> GraphNode:
     def argument(given: Any) -> Any:
         if isinstance(given, list):
             return List(*map(argument, given))
-        return TaskRef(given) if isinstance(given, tuple) else given
+        return given if isinstance(given, TaskRef | List) else TaskRef(given)
 
     return Task(key, function, *map(argument, arguments))
 
