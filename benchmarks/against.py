@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from compare.llmc_program import compare_llmc
+from compare.llmc_program import compare_llmc, require_program
 from compare.pipes import Place, TorchOptions
 from compare.processes import TorchSide, TransformersSide, require_installed
 from compare.programs import Apart, OnWorkers, Programs, WorkerTime, check_losses, require_published_model, warm_up
@@ -91,6 +91,8 @@ def checked(values: Namespace) -> None:
         require(not used or name in programs, "against", rule, {"program": name}, "Leave it out.")
     rule, got = "llm.c, and nothing else, must come with the path of its program", {"program": name}
     require((values.path is None) == (name != "llm.c"), "against", rule, got | {"path": values.path}, "Try torch.")
+    if values.path is not None:
+        require_program(values.path)
     require_installed(name, *NEEDS[name])
     if values.record:
         check_record(values.record)

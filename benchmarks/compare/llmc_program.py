@@ -27,12 +27,8 @@ SIZES = {"num_layers": "blocks", "num_heads": "heads", "channels": "channels"}
 def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Programs:
     """Run half of our steps, the program's, the other half of ours; each half of ours makes a turn with theirs.
 
-    Errors   FileNotFoundError for a path without a program, ValueError where its model is of another size,
-             RuntimeError where it ends before it has printed enough steps
+    Errors   ValueError where its model is of another size, RuntimeError where it ends before it has printed enough steps
     """
-    if not program.is_file():
-        rule, advice = "llm.c's program must be a file", "Compile train_gpt2 and give its path."
-        raise refusal(FileNotFoundError, "against", rule, {"path": program}, advice)
     require_published_model(steps.job)
     steps.run(warmup)
     steps.reset_peak()
@@ -43,6 +39,12 @@ def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Progra
     turns = [Turn(((ours,), (theirs,))) for ours in (before, after)]
     first, peaks = (steps.losses[0], lines[0][0]), (steps.peak(), their_peak)
     return Programs(("ours", "theirs"), "llm.c", turns, len(turns), peaks, first)
+
+
+def require_program(path: Path) -> None:
+    """Errors   FileNotFoundError for a path without a program"""
+    rule, advice = "llm.c's program must be a file", "Compile train_gpt2 and give its path."
+    require(path.is_file(), "against", rule, {"path": path}, advice, FileNotFoundError)
 
 
 def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> tuple[list[tuple[float, float]], int]:
