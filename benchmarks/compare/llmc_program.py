@@ -27,7 +27,7 @@ SIZES = {"num_layers": "blocks", "num_heads": "heads", "channels": "channels"}
 def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Programs:
     """Run half of our steps, the program's, the other half of ours; each half of ours makes a turn with theirs.
 
-    Errors   ValueError where its model is of another size, RuntimeError where it ends before it has printed enough steps
+    Errors   ValueError where its model is of another size, RuntimeError where it prints too few steps
     """
     require_published_model(steps.job)
     steps.run(warmup)

@@ -155,7 +155,7 @@ class TensorFiles(dict[str, StoredTensor]):
 
     path       .safetensors, or the index (.json)
     where      the caller's name in error messages
-    metadata   of the first file
+    metadata   of each file
 
     Errors   FileNotFoundError; ValueError for a file that is no safetensors, truncated, or longer than its header says,
              for an index that is none, and for a tensor that is in two files
@@ -165,8 +165,9 @@ class TensorFiles(dict[str, StoredTensor]):
         super().__init__()
         self.path, self.where = Path(path), where
         self.files = self._shards() if self.path.suffix == ".json" else [self.path]
-        metadata = [self._open(file) for file in self.files]
-        self.metadata = metadata[0]
+        self.metadata, *others = (self._open(file) for file in self.files)
+        rule = "the files of one model must have the same metadata"
+        require(all(own == self.metadata for own in others), where, rule, {"path": self.path}, COPY_AGAIN)
 
     def _shards(self) -> list[Path]:
         files = read_json(self.path, self.where, "the index").get("weight_map")
