@@ -42,18 +42,19 @@ class Execution:
     timeline: Timeline
 
     @cached_property
-    def _summary(self) -> Summary:
+    def summary(self) -> Summary:
+        """Times of kernels, tasks and threads in the timeline."""
         return summarise(self.timeline)
 
     @property
     def overlap(self) -> float:
         """Share of the time in which two or more different layers ran at once."""
-        return self._summary.overlap
+        return self.summary.overlap
 
     @property
     def idle(self) -> float:
         """Share of the threads' time in which no kernel ran."""
-        return 1 - self._summary.kernel_share
+        return 1 - self.summary.kernel_share
 
 
 class Executions(Mapping[str, Execution]):
