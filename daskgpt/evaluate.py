@@ -92,7 +92,7 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
     config = weights.config
     for question in questions:
         check_tokens(np.concatenate([question.context, *question.completions]), config.vocabulary)
-    compile_kernels()
+    compile_kernels(uses={"decoding", weights.config.norm})
     coming = answers(weights, questions, config.positions, threads)
     found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
     count, right = len(found), sum(answer.right for answer in found)
@@ -114,7 +114,7 @@ def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, 
     tokens = tokens[: options.limit + 1] if options.limit else tokens
     rule, got = "there must be at least two tokens", {"data": options.data, "tokens": len(tokens)}
     require(len(tokens) > 1, "evaluate", rule, got, "Give more text.")
-    compile_kernels()
+    compile_kernels(uses={"decoding", weights.config.norm})
     nats, count = 0.0, 0
     with tqdm(total=len(tokens) - 1, unit="token", unit_scale=True, disable=None, leave=False) as line:
         for losses in sequence_losses(weights, tokens, length, options.threads):

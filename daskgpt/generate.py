@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     prompts = values.prompt or ["\n"]
     for prompt in prompts:
         check_prompt(model.config, encode(encoding, prompt).tolist())
-    compile_kernels()
+    compile_kernels(uses={"decoding", model.config.norm})
     weights = Weights(model.config, model.loaded().parameters, options.precision)
     writer = Writer(options, weights, encoding, context)
     texts = chat(writer) if values.interactive else write_all(writer, prompts)

@@ -108,6 +108,8 @@ def test_what_is_written_is_read_by_both_readers(tmp_path):
     for model in (open_model_file(folder), open_run_model(folder / "model.safetensors")):
         assert (model.config, model.encoding, model.sequence_length) == (CONFIG, "bytes", 4)
     known = json.loads((folder / "config.json").read_text())
+    wanted = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    assert known.items() >= wanted.items()  # what other programs need not guess
     assert known.items() >= (FIELDS | {"bos_token_id": 28, "eos_token_id": 28}).items()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 28
     (folder / "config.json").write_text(json.dumps(known | {"n_head": 2}))

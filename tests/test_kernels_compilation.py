@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from daskgpt.kernels import compilation
-from daskgpt.kernels.compilation import KERNELS, Kernel, all_cached, compile_all
+from daskgpt.kernels.compilation import KERNELS, Kernel, all_cached, compile_all, compile_later
 
 SIGNATURE = "r1 i1 f n w1"
 SOURCE = f"""
@@ -19,6 +19,10 @@ from daskgpt.kernels.compilation import kernel
 def weighted(x, indices, factor, shift, y):
     for i in range(x.size):
         y[i] = factor * x[indices[i]] + shift
+
+@kernel("{SIGNATURE}", cost=9)
+def large(x, indices, factor, shift, y):
+    y[0] = 1
 """
 ORDER = np.array([2, 0, 1], "i4")
 
@@ -29,8 +33,11 @@ def weighted(tmp_path, monkeypatch):
     (tmp_path / "weighted_module.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")  # wherever NUMBA_CACHE_DIR points
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)  # of other processes
     yield importlib.import_module("weighted_module").weighted
-    KERNELS.remove(sys.modules.pop("weighted_module").weighted)
+    module = sys.modules.pop("weighted_module")
+    for each in (module.weighted, module.large):
+        KERNELS.remove(each)
 
 
 def test_each_dtype_is_compiled_once_also_for_read_only_arrays(weighted):
@@ -105,3 +112,20 @@ def test_compile_all_leaves_every_wanted_kernel_in_the_cache(weighted, monkeypat
     compile_all(np.float64)
     assert list(rounding._compiled) == ["d"]
     assert not all_cached(np.float32)
+
+
+def test_processes_share_out_what_is_compiled(weighted, monkeypatch):
+    large = sys.modules["weighted_module"].large
+    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted, large])
+    compile_all(np.float32, processes=2)
+    loaded = [bool(each.compile("f").stats.cache_hits) for each in (weighted, large)]
+    assert loaded == [True, False]
+
+
+def test_what_a_run_may_not_need_is_compiled_later(weighted, monkeypatch):
+    weighted.use = "decoding"
+    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted])
+    compile_all(np.float32, uses={"muon"})
+    assert not weighted.is_cached("f")
+    compile_later(np.float32, {"decoding"})
+    assert weighted.compile("f").stats.cache_hits

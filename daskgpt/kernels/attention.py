@@ -53,7 +53,7 @@ def _softmax(scores, row, limit, last, scale):
     return top, sum_of(scores[row, :limit])
 
 
-@kernel("n r3 n w3 w3 w2 w2 w1 l1 n2 f w1")
+@kernel("n r3 n w3 w3 w2 w2 w1 l1 n2 f w1", cost=6)
 def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, dropout, kept, factors):
     """The sum of a row's exponentials is that of all of them: dropout comes after it."""
     wide_vectors()
@@ -113,7 +113,7 @@ def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
         gradients[row, j] = 0
 
 
-@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n2 f w1")
+@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n2 f w1", cost=4)
 def _backward(
     blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, dropout, kept,
     factors,

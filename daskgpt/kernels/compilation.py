@@ -7,12 +7,17 @@ and the Numba version, so that machines that share a folder do not overwrite eac
 in this folder, because Numba does not see that a helper in another file changed.
 """
 
+import atexit
+import contextlib
 import functools
 import hashlib
 import importlib
+import os
 import pkgutil
+import subprocess
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +40,12 @@ _BFLOAT16 = "daskgpt.kernels.bfloat16."
 
 KERNELS: list["Kernel"] = []
 
-# Decorators of small functions that kernels include; they are compiled into each kernel that calls them.
-helper = numba.njit(**_OPTIONS, forceinline=True)
-# The same of larger ones that a kernel calls in several places, and which call `stay_apart`: compiled into it once.
-part = numba.njit(**_OPTIONS)
+# Decorators of functions that kernels include. Python never calls them; the code for such calls would take a sixth of
+# the time of compiling. A helper is compiled into each place that calls it; a part calls `stay_apart`, and is compiled
+# once a kernel.
+_INNER: dict[str, Any] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+helper = numba.njit(**_INNER, forceinline=True)
+part = numba.njit(**_INNER)
 
 
 @intrinsic
@@ -99,14 +106,18 @@ class Kernel:
     called as `compile(kind)(...)`.
     """
 
-    def __init__(self, function: Callable[..., Any], signature: str) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], signature: str, *, cost: int = 1, use: str = "") -> None:
+        """cost   time of compiling it, in units of a small kernel's
+        use    what needs it, such as an optimizer, where not every run does
+        """
+        self.function, self.cost, self.use = function, cost, use
         self.words = signature.split()
         self.name = f"{function.__module__}.{function.__qualname__}"
         arrays = [position for position, word in enumerate(self.words) if word[0] in "rw"]
         self._witness = arrays[0] if arrays else 0
         self._any = not any(word[0] in "rwf" for word in self.words)
         self._compiled: dict[str, Any] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # that compile it now
 
     def __call__(self, *arguments: Any) -> Any:
         kind = _ANY if self._any else arguments[self._witness].dtype.char
@@ -126,6 +137,8 @@ class Kernel:
         """Compile one version, or load it from the cache on disk; later calls return the same function."""
         dispatcher = self._compiled.get(kind)
         if dispatcher is None:
+            if process := self._processes.pop(kind, None):
+                process.wait()
             dispatcher = self._dispatcher(kind)
             dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
             dispatcher.disable_compile()
@@ -174,17 +187,17 @@ class Kernel:
                 path.unlink(missing_ok=True)
 
 
-def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(signature: str, *, cost: int = 1, use: str = "") -> Callable[[Callable[..., Any]], Kernel]:
     """Decorator of a private Numba function: `kernel("r2 r1 w2 n f")` says what its arguments are.
 
     r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
     is read, H = uint16 array that is written, l and L = int64, s and S = float32 whatever the others are, each with its
     number of dimensions and contiguous; n = whole number, f = number of the arrays' dtype, s = float32 number, n3 and
-    f3 = tuples of three of them. Arrays that are read may be read-only.
+    f3 = tuples of three of them. Arrays that are read may be read-only. `cost` and `use` are those of `Kernel`.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:
-        registered = Kernel(function, signature)
+        registered = Kernel(function, signature, cost=cost, use=use)
         KERNELS.append(registered)
         return registered
 
@@ -199,20 +212,98 @@ def _all_kernels() -> Iterator[Kernel]:
     yield from KERNELS
 
 
-def _wanted(bfloat16: bool) -> Iterator[Kernel]:
-    return (each for each in _all_kernels() if bfloat16 or not each.name.startswith(_BFLOAT16))
+def _wanted(bfloat16: bool, uses: Container[str] | None = None) -> list[Kernel]:
+    needed = (each for each in _all_kernels() if uses is None or not each.use or each.use in uses)
+    return [each for each in needed if bfloat16 or not each.name.startswith(_BFLOAT16)]
 
 
-def compile_all(dtype: Any, bfloat16: bool = True, after_each: Callable[[], None] = lambda: None) -> None:
-    """Compile every kernel for `dtype`, or load it from the cache on disk; those of bfloat16 products only if wanted.
+def compile_all(
+    dtype: Any,
+    bfloat16: bool = True,
+    uses: Container[str] | None = None,
+    after_each: Callable[[], None] = lambda: None,
+    processes: int = 1,
+) -> None:
+    """Compile kernels for `dtype`, or load them from the cache on disk; others are compiled at their first call.
 
     A program calls this once before it starts other processes: they then only read the cache.
+
+    bfloat16     whether those of bfloat16 products are compiled, too
+    uses         of the kernels that not every run needs, those with these; None = all
+    after_each   is called after each kernel, and now and then while other processes compile
+    processes    that compile at the same time: Numba compiles one function at a time in a process
     """
-    for each in _wanted(bfloat16):
-        each.compile(each.kind_of(dtype))
-        after_each()
+    wanted = _wanted(bfloat16, uses)
+    missing = [each for each in wanted if not each.is_cached(each.kind_of(dtype))]
+    own, *others = _shares(missing, processes)
+    started = [_start_compiling(share, dtype) for share in others if share]
+    try:
+        for each in own:
+            each.compile(each.kind_of(dtype))
+            after_each()
+        for process in started:
+            while process.poll() is None:
+                after_each()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+    finally:
+        for process in started:
+            process.kill()
+    for each in wanted:
+        if each not in own:
+            each.compile(each.kind_of(dtype))
+            after_each()
 
 
-def all_cached(dtype: Any, bfloat16: bool = True) -> bool:
+def _shares(kernels: Iterable[Kernel], count: int) -> list[list[Kernel]]:
+    """Share kernels out among processes, the largest first, each to the one that has least to do."""
+    shares: list[list[Kernel]] = [[] for _ in range(count)]
+    for each in sorted(kernels, key=lambda each: -each.cost):
+        # Another process has to start and to import first.
+        min(shares, key=lambda share: sum(k.cost for k in share) + 4 * (share is not shares[0])).append(each)
+    return shares
+
+
+def compile_later(dtype: Any, uses: Container[str]) -> None:
+    """Compile the kernels of some uses in another process while a core is idle; a first call waits for its end."""
+    needed = (each for each in _all_kernels() if each.use in uses)
+    if missing := [each for each in needed if not each.is_cached(each.kind_of(dtype))]:
+        _start_compiling(missing, dtype, priority=19)
+
+
+def _start_compiling(kernels: Sequence[Kernel], dtype: Any, priority: int = 0) -> "subprocess.Popen[bytes]":
+    """Compile kernels in another process, which leaves them in the cache on disk; `Kernel.compile` waits for its end.
+
+    priority   of the process, from 0 to 19, the lowest, where the system has priorities
+    """
+    code = f"from {__name__} import _compile_named; _compile_named()"
+    arguments = [np.dtype(dtype).char, str(priority), *(each.name for each in kernels)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # an error comes again where the kernel is called
+        start_new_session=True,  # Ctrl-C is for this process
+    )
+    atexit.register(process.kill)
+    for each in kernels:
+        each._processes[each.kind_of(dtype)] = process
+    return process
+
+
+def _compile_named() -> None:
+    """Compile the kernels that the arguments of this process name."""
+    dtype, priority, *names = sys.argv[1:]
+    if hasattr(os, "nice"):
+        os.nice(int(priority))
+    for name in names:
+        importlib.import_module(name.rpartition(".")[0])
+        for each in KERNELS:
+            if each.name == name:
+                each.compile(each.kind_of(dtype))
+
+
+def all_cached(dtype: Any, bfloat16: bool = True, uses: Container[str] | None = None) -> bool:
     """Whether the cache on disk holds what compile_all would compile, so that it will take little time."""
-    return all(each.is_cached(each.kind_of(dtype)) for each in _wanted(bfloat16))
+    return all(each.is_cached(each.kind_of(dtype)) for each in _wanted(bfloat16, uses))

@@ -69,7 +69,7 @@ def factors_of_row(stream, place, part, row, threshold, kept, factors, count):
         factors[4 * group + 3] = kept if d >= limit else zero
 
 
-@kernel("L1 n n")
+@kernel("L1 n n", use="dropout")
 def _streams(found, seed, step):
     key, number = np.uint64(seed), np.uint64(step)
     for i in range(found.size):
@@ -93,7 +93,7 @@ def threshold_of(rate: float) -> int:
     return min(round(rate * NUMBERS), NUMBERS - 1)
 
 
-@kernel("r2 l1 i1 w2 w1 n n f")
+@kernel("r2 l1 i1 w2 w1 n n f", use="dropout")
 def _dropped(x, streams, positions, y, factors, place, threshold, kept):
     wide_vectors()
     tokens = positions.size

@@ -104,7 +104,7 @@ def adamw_inplace(
 adamw = into_new_arrays(adamw_inplace)
 
 
-@kernel("w1 r1 w1 f f f")
+@kernel("w1 r1 w1 f f f", use="momentum")
 def _momentum(weight, gradient, m, rate, beta, decay):
     for i in range(weight.size):
         m[i] = beta * m[i] + gradient[i]
@@ -146,7 +146,7 @@ _BAND, _PATCH = 16, 16
 Iteration = Callable[[np.ndarray], np.ndarray]
 
 
-@kernel("w2 f")
+@kernel("w2 f", use="muon")
 def _normalise(x, eps):
     squares = 0.0
     for i in range(x.shape[0]):
@@ -157,19 +157,19 @@ def _normalise(x, eps):
             x[i, j] *= scale
 
 
-@kernel("w1 r1 f f")
+@kernel("w1 r1 f f", use="muon")
 def _polynomial(square, gram, b, c):
     for i in range(square.size):
         square[i] = fma(c, square[i], b * gram[i])
 
 
-@kernel("r1 w1 f")
+@kernel("r1 w1 f", use="muon")
 def _add_scaled(x, y, factor):
     for i in range(x.size):
         y[i] = fma(factor, x[i], y[i])
 
 
-@kernel("r2 w2")
+@kernel("r2 w2", use="muon")
 def _turn(x, y):
     """y = xᵀ, a patch at a time: its lines stay in the first cache."""
     rows, columns = x.shape
@@ -197,7 +197,7 @@ def _symmetric(blas, x, y):
                 y[j, i] = y[i, j]
 
 
-@kernel("n r2 w2 w2 w2 f f f")
+@kernel("n r2 w2 w2 w2 f f f", cost=2, use="muon")
 def _iteration(blas, x, gram, square, y, a, b, c):
     """y = a x + (b g + c g²) x with g = x xᵀ, which is its own transpose."""
     _symmetric(blas, x, gram)
@@ -260,14 +260,14 @@ def orthogonalised(x: np.ndarray, step: Iteration = iteration) -> np.ndarray:
     return _turned(x) if tall else x
 
 
-@kernel("r1 w1 w1 f f")
+@kernel("r1 w1 w1 f f", use="muon")
 def _direction(gradient, m, direction, beta, keep):
     for i in range(gradient.size):
         m[i] = beta * m[i] + keep * gradient[i]
         direction[i] = beta * m[i] + keep * gradient[i]
 
 
-@kernel("w1 r1 f f f")
+@kernel("w1 r1 f f f", use="muon")
 def _step(weight, direction, rate, scale, decay):
     for i in range(weight.size):
         weight[i] = weight[i] - rate * (scale * direction[i] + decay * weight[i])

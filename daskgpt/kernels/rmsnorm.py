@@ -19,7 +19,7 @@ def _scale(row):
     return real(1) / math.sqrt(fma(dot(row, row), real(1) / real(row.size), real(EPSILON)))
 
 
-@kernel("r2 r1 w2")
+@kernel("r2 r1 w2", use="rmsnorm")
 def _forward(x, weight, y):
     for i in range(x.shape[0]):
         scale = _scale(x[i])
@@ -27,7 +27,7 @@ def _forward(x, weight, y):
             y[i, j] = x[i, j] * scale * weight[j]
 
 
-@kernel("r2 r2 r1 w2")
+@kernel("r2 r2 r1 w2", use="rmsnorm")
 def _backward_x(dy, x, weight, dx):
     real = x.dtype.type
     channels = x.shape[1]
@@ -43,7 +43,7 @@ def _backward_x(dy, x, weight, dx):
             dx[i, j] = scale * fma(-slope, x[i, j], g[j])
 
 
-@kernel("r2 r2 w1 n")
+@kernel("r2 r2 w1 n", use="rmsnorm")
 def _backward_weight(dy, x, total, accumulate):
     if accumulate == 0:
         total[:] = 0

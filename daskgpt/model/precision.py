@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,13 +77,13 @@ class Precision:
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
         return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else 0)
 
-    def compile(self, after_each: Callable[[], None] = lambda: None) -> None:
-        """Compile every kernel that is needed, or load it from the cache on disk."""
-        compile_all(self.dtype, self.packed, after_each)
+    def compile(self, uses: Container[str] | None = None, **options: Any) -> None:
+        """Compile every kernel that is needed, or load it from the cache on disk, see `compile_all`."""
+        compile_all(self.dtype, self.packed, uses, **options)
 
-    def is_compiled(self) -> bool:
+    def is_compiled(self, uses: Container[str] | None = None) -> bool:
         """Whether the cache on disk has all of them."""
-        return all_cached(self.dtype, self.packed)
+        return all_cached(self.dtype, self.packed, uses)
 
 
 def values_of(held: Any) -> np.ndarray:

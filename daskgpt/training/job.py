@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address, resolved_address
+from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.machine import memory_limit
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.horizon import Horizon
@@ -136,6 +138,11 @@ class Job:
         return settle(self.dataflow.precision, self.config.channels)[0]
 
     @property
+    def uses(self) -> frozenset[str]:
+        """What a step needs that not every run does, see `Kernel`."""
+        return frozenset({self.optimizer.optimizer, self.config.norm, "dropout" if self.optimizer.dropout else ""})
+
+    @property
     def groups(self) -> int:
         """The number of groups of sequences by which a batch, or each replica's part of it, is summed."""
         return groups_of_batch(*self.replica_shape, self.data.groups)
@@ -219,12 +226,12 @@ def of_replica(name: str, replica: int) -> str:
     return f"{kind}{replica}.{tensor}"
 
 
-def compile_kernels(precision: Precision = FLOAT32) -> None:
-    """Compile the kernels that Numba has not cached yet, and print that the first start takes longer."""
-    if not precision.is_compiled():
-        print("compiling kernels (first start on this machine, about half a minute) ...", file=sys.stderr, flush=True)
+def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None = None) -> None:
+    """Compile the kernels that Numba has not cached yet, on all cores, and print that the first start takes longer."""
+    if not precision.is_compiled(uses):
+        print("compiling kernels (first start on this machine, 10 to 30 seconds) ...", file=sys.stderr, flush=True)
     with heeding_interrupts() as check:
-        precision.compile(after_each=check)
+        precision.compile(uses, after_each=check, processes=usable_cores())
 
 
 def facts(job: Job) -> dict[str, str]:

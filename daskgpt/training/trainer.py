@@ -20,6 +20,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
+from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import check_config
 from daskgpt.schedulers.connect import client_address, open_scheduler
@@ -191,7 +192,9 @@ def train(
 ) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The folder is closed."""
     try:
-        compile_kernels(job.precision)
+        compile_kernels(job.precision, job.uses)
+        if observers.sampler:
+            compile_later(np.float32, {"decoding"})
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
             return run_job(job, scheduler, initial, folder, observers)
     finally:

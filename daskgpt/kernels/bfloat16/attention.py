@@ -214,7 +214,7 @@ def _store_output(sums, totals, rows, size, kept, target, target_step):
         tiles.copy_row(sums + row * width * 4, target + row * target_step, size)
 
 
-@kernel("h1 H1 H1 n n4 n8 l1 n2 s S1")
+@kernel("h1 H1 H1 n n4 n8 l1 n2 s S1", cost=9)
 def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, factors):
     """sizes: sequences, tokens, heads, numbers of a head; dropout: place, threshold."""
     wide_vectors()
@@ -310,7 +310,7 @@ def _differentiate_patch(
             drop_halves(p + row * 64, factors + row * ROW)
 
 
-@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s")
+@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s", cost=12)
 def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept):
     wide_vectors()
     tiles.open_unit(unit)

@@ -84,7 +84,7 @@ class TrainedRows:
 Weight = PackedWeight | TrainedWeight
 
 
-@kernel("h1 H1 H1 n n n n")
+@kernel("h1 H1 H1 n n n n", cost=2)
 def _pack(weight, forward, backward, outputs, channels, first, last):
     wide_vectors()
     across, along = address_of(forward), address_of(backward)
@@ -157,7 +157,7 @@ def _store_patch(patch, rows, columns, target, row_bytes):
         tiles.store_columns(patch + row * ROW, target + row * row_bytes, columns)
 
 
-@kernel("h1 h1 h1 H1 n n3 n6")
+@kernel("h1 h1 h1 H1 n n3 n6", cost=6)
 def _multiply(x, weight, bias, y, unit, sizes, plan):
     """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, bands of rows."""
     wide_vectors()
@@ -311,7 +311,7 @@ def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, pan
         )
 
 
-@kernel("h1 h1 H1 n n n6 n5")
+@kernel("h1 h1 H1 n n n6 n5", cost=6)
 def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
     """The loops, from outside: bands of rows, bands of columns, 32 rows."""
     wide_vectors()

@@ -107,7 +107,7 @@ def _step(weight, gradient, m, v, channels, step):
         write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, step))
 
 
-@kernel("l2 H1 H1 H1 h1 H1 H1 s1 n n4 n7")
+@kernel("l2 H1 H1 H1 h1 H1 H1 s1 n n4 n7", cost=5)
 def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, sizes, places):
     wide_vectors()
     tiles.open_unit(unit)

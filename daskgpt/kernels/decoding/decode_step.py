@@ -146,7 +146,7 @@ def _attention(halves, qkv, y, scores, row, texts, stage, team):
     meet(counters, stage, threads)
 
 
-@kernel("l2 l1 l2 l1 S2 S3 S2 S2 S2 S2 S2 S2 L1 n n")
+@kernel("l2 l1 l2 l1 S2 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")
 def decode_step(
     tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, row, logits, counters, thread, threads
 ):

@@ -423,7 +423,7 @@ def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
 
 
 # Other kernels call it by its address, as a C function. It does not compile without fused multiply-adds.
-_SGEMM = kernel("n n n n n n s n n n n s n n")(_sgemm) if has_fma() else None
+_SGEMM = kernel("n n n n n n s n n n n s n n", cost=28)(_sgemm) if has_fma() else None
 
 
 @functools.cache
