@@ -46,7 +46,7 @@ def write_gguf(
              FileNotFoundError where the folder is missing; OSError where the system refuses
     Source   llama.cpp, its converter and its reader of gpt2
     """
-    rule, advice = "GGUF is written with the library gguf", 'Run pip install "daskgpt[gguf]".'
+    rule, advice = "writing GGUF needs the library gguf", 'Run pip install "daskgpt[gguf]".'
     require(find_spec("gguf") is not None, WRITE, rule, {"path": path}, advice)
     import gguf
 
