@@ -2,7 +2,8 @@
 
 IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llm.c (.bin, float32 or bfloat16), or a
 folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, OUT says by its name what to write:
-.safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, a name without an ending a folder for Hugging Face.
+.safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, .gguf gguf (llama.cpp's; f16.gguf, bf16.gguf and q8_0.gguf have
+fewer bits a number), a name without an ending a folder for Hugging Face.
 
 Files of pickled Python objects are never opened, since they can run anything. Where you trust one, these lines write
 what can be read here. A pytorch_model.bin of Hugging Face's, where PyTorch and transformers are installed:
@@ -42,6 +43,7 @@ from pathlib import Path
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, run_command
 from daskgpt.data.tokenizer import encoding_of, specials_of, vocabulary_of, vocabulary_size
+from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
 from daskgpt.formats.run_model import write_run_model
@@ -50,6 +52,8 @@ from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.run_folder import open_model_of
+
+LLAMA_CONTEXT = 256  # llama.cpp makes contexts of multiples of so many tokens
 
 
 def main(arguments: list[str]) -> int:
@@ -77,19 +81,24 @@ def guessed(target: Path) -> str:
 
     Errors   ValueError where it means none
     """
-    if target.suffix == ".bin":
-        return "llmc-bfloat16" if target.stem.endswith("bf16") else "llmc"
-    means = {".safetensors": "daskgpt", "": "huggingface"}
-    rule = "the name must say the format (.safetensors, .bin, or no ending for a folder)"
-    require(target.suffix in means, "convert", rule, {"path": target}, f"Add --to {' or '.join(WRITERS)}.")
-    return means[target.suffix]
+    if not target.suffix:
+        return "huggingface"
+    found = [kind for ending, kind in ENDINGS.items() if target.name.lower().endswith(ending)]
+    rule = "the name must say the format (.safetensors, .bin, .gguf, or no ending for a folder)"
+    require(bool(found), "convert", rule, {"path": target}, f"Add --to {' or '.join(WRITERS)}.")
+    return found[-1]
+
+
+def _known_encoding(model: StoredModel) -> str:
+    """The encoding of a model, which may have more ids than that; "" where none is known with as many."""
+    encoding = model.encoding or encoding_of(model.config.vocabulary)
+    spare = model.config.vocabulary - vocabulary_size(encoding)
+    return encoding if spare == 0 or (model.encoding and spare > 0) else ""
 
 
 def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
-    encoding = model.encoding or encoding_of(model.config.vocabulary)
     files, end, note = {}, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
-    spare = model.config.vocabulary - vocabulary_size(encoding)  # a model may have more ids than its own encoding
-    if spare == 0 or (model.encoding and spare > 0):
+    if encoding := _known_encoding(model):
         end = next(iter(specials_of(encoding).values()))
         try:
             files, note = tokenizer_files(vocabulary_of(encoding), model.config.positions), ""
@@ -110,6 +119,16 @@ def _to_llmc(target: Path, model: StoredModel, version: int = FLOAT32_VERSION) -
     return lines + [f"note   {added} rows of 0 added to wte.weight, to {rows:,}, as llm.c has them"] * (added > 0)
 
 
+def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[str]:
+    encoding, rule = _known_encoding(model), "a model for llama.cpp must have an encoding, which is written with it"
+    got, advice = {"vocabulary": model.config.vocabulary}, "Convert the run folder, or a folder with its tokenizer."
+    require(bool(encoding), "convert", rule, got, advice)
+    write_gguf(target, model, vocabulary_of(encoding), dtype)
+    most = model.config.positions
+    note = f"note   llama.cpp aborts beyond {most:,} tokens of prompt and answer together: limit them there (-n)"
+    return _listed(target, f"GGUF, {dtype}") + [note] * (most % LLAMA_CONTEXT > 0)
+
+
 def _to_daskgpt(target: Path, model: StoredModel) -> list[str]:
     write_run_model(target, model)
     return _listed(target, "daskgpt, float32")
@@ -120,7 +139,12 @@ WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
     "llmc": _to_llmc,
     "llmc-bfloat16": partial(_to_llmc, version=BFLOAT16_VERSION),
     "daskgpt": _to_daskgpt,
+    "gguf": _to_gguf,
 }
+WRITERS |= {f"gguf-{dtype}": partial(_to_gguf, dtype=dtype) for dtype in DTYPES if dtype != "float32"}
+# The formats that names of files mean: the last one that fits.
+ENDINGS = {".safetensors": "daskgpt", ".bin": "llmc", "bf16.bin": "llmc-bfloat16", ".gguf": "gguf"}
+ENDINGS |= {"f16.gguf": "gguf-float16", "bf16.gguf": "gguf-bfloat16", "q8_0.gguf": "gguf-q8_0"}
 
 
 def _read(model: StoredModel) -> list[str]:

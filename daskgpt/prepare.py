@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.flags import Parser, add_flags, called, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.corpus.folder import Manifest, Part
 from daskgpt.data.corpus.preparation import Preparation
@@ -78,7 +78,7 @@ def report(folder: str, manifest: Manifest, seconds: float, size: int) -> list[s
         f"val        {_part(manifest.val)}",
         *skipped,
         f"tokens written to {folder} {took}",
-        f"go on with: python -m daskgpt.train --data {shlex.quote(folder)}",
+        f"go on with: {called('train')} --data {shlex.quote(folder)}",
     ]
 
 

@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
-from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, add_flags, add_plan_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
@@ -154,10 +154,10 @@ def report(job: Job, result: Result, seconds: float) -> None:
         if best.is_symlink() and (step := step_of(best.readlink())) != step_of(result.checkpoint):
             print(f"the lowest validation loss was after {step:,} steps: {best}")
         if result.stopped:
-            print(f"go on with: python -m daskgpt.train --resume {shlex.quote(folder)}")
+            print(f"go on with: {called('train')} --resume {shlex.quote(folder)}")
             return
         prompt = "def " if job.data.data == STANDARD_LIBRARY else "The "
-        print(f'go on with: python -m daskgpt.generate {shlex.quote(folder)} --prompt "{prompt}"')
+        print(f'go on with: {called("generate")} {shlex.quote(folder)} --prompt "{prompt}"')
 
 
 def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:

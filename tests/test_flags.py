@@ -41,7 +41,7 @@ def answer(parser, capsys, *words):
 )
 def test_flags_of_other_programs_are_answered(words, flag, said, capsys):
     line = answer(train_parser(), capsys, *words)
-    assert line.startswith("daskgpt.train: ")
+    assert line.startswith("python -m daskgpt.train: ")
     assert flag in line
     assert said in line
 

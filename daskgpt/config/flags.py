@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import Field, fields
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest, refusal
@@ -55,15 +56,26 @@ MISSING = {
 MISSING["num-train-epochs"] = MISSING["epochs"]
 
 
+def called(command: str) -> str:
+    """Return how the user of this process calls a command: `daskgpt train`, or `python -m daskgpt.train`."""
+    program = Path(*sys.argv[:1])
+    if program.parts[-2:] == ("daskgpt", "__main__.py"):
+        return f"python -m daskgpt {command}"
+    return f"daskgpt {command}" if program.stem == "daskgpt" else f"python -m daskgpt.{command}"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that names the nearest flag, prints one line and exits with 2.
 
     No flag may be shortened, which a new one would make ambiguous; a description's lines stay as they are.
+
+    prog   `daskgpt.NAME` stands for what the user typed
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, prog: str, **options: Any) -> None:
+        package, _, command = prog.partition(".")
         options = {"formatter_class": argparse.RawDescriptionHelpFormatter} | options
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(called(command) if command else package, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):

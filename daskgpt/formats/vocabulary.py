@@ -167,8 +167,7 @@ def tokenizer_files(vocabulary: Vocabulary, positions: int) -> dict[str, bytes]:
     Errors      ValueError where a token is no merge of two that come before it
     Source      transformers and tokenizers, as they write GPT-2's tokenizer
     """
-    ids = {_written(token): i for token, i in vocabulary.ranks.items()} | vocabulary.specials
-    ids = dict(sorted(ids.items(), key=lambda item: item[1]))
+    ids = token_ids(vocabulary)
     merges = merges_of(vocabulary.ranks)
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), next(iter(vocabulary.specials)))
     settings = {"add_prefix_space": False, "model_max_length": positions, "tokenizer_class": "GPT2Tokenizer"}
@@ -191,6 +190,12 @@ def tokenizer_files(vocabulary: Vocabulary, positions: int) -> dict[str, bytes]:
     files: dict[str, Any] = {VOCABULARY: ids, TOKENIZER: pipeline, SETTINGS: settings | special}
     texts = {name: json.dumps(known, ensure_ascii=False).encode() for name, known in files.items()}
     return texts | {MERGES: ("\n".join(lines) + "\n").encode()}
+
+
+def token_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    """Return the ids of all tokens, in their order, by names of one character a byte; special tokens by their own."""
+    ids = {_written(token): i for token, i in vocabulary.ranks.items()} | vocabulary.specials
+    return dict(sorted(ids.items(), key=lambda item: item[1]))
 
 
 def encoding_in(folder: Path) -> str:

@@ -1,0 +1,112 @@
+"""GGUF, llama.cpp's files: a GPT-2 and its tokenizer in one file. They are written, not read.
+
+The library `gguf` writes the header and knows llama.cpp's names and number formats; the values follow piece by piece.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.errors import require
+from daskgpt.config.files import replacing
+from daskgpt.config.model import GPT2Config
+from daskgpt.formats.layouts import held, pieces, require_default_settings
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.vocabulary import Vocabulary, merges_of, token_ids
+from daskgpt.model.parameters import tensors
+
+WRITE = "write_gguf"
+# Dtypes of the matrices, with the library's names of a file's type and of the numbers.
+DTYPES = {"float32": ("ALL_F32", "F32"), "float16": ("MOSTLY_F16", "F16"), "bfloat16": ("MOSTLY_BF16", "BF16")}
+DTYPES |= {"q8_0": ("MOSTLY_Q8_0", "Q8_0")}
+SIZES = ("blocks", "heads", "channels", "vocabulary", "padded_vocabulary", "positions")
+EPSILON = 1e-5  # of layernorm
+FLOAT32 = np.dtype(np.float32)
+
+
+def write_gguf(
+    path: str | os.PathLike[str], model: StoredModel, vocabulary: Vocabulary, dtype: str = "float32"
+) -> None:
+    """Write a file that llama.cpp reads; it appears under its name only when it is whole.
+
+    vocabulary   of the model's encoding, whose ids may be fewer than the model's
+    dtype        of the matrices that activations are multiplied with, one of DTYPES: q8_0 has 8 bits a number, and
+                 a factor for each 32 of them; all other tensors are float32
+
+    Layout   matrices (out, in), no rows of padding, no output layer (llama.cpp takes token_embd.weight)
+    Cost     16 MiB, and a tensor where these are read later
+    Errors   ValueError where the library gguf is missing, for a configuration that llama.cpp's gpt2 has not, for q8_0
+             where channels is no multiple of 32, and where a token is no merge of two that come before it;
+             FileNotFoundError where the folder is missing; OSError where the system refuses
+    Source   llama.cpp, its converter and its reader of gpt2
+    """
+    rule, advice = "writing GGUF needs the library gguf", 'Run pip install "daskgpt[gguf]".'
+    require(find_spec("gguf") is not None, WRITE, rule, {"path": path}, advice)
+    import gguf
+
+    model.check(WRITE)
+    config = replace(model.config, padded_vocabulary=model.config.vocabulary)
+    require_default_settings(config, SIZES, WRITE, "llama.cpp's gpt2")
+    file_type, *names = DTYPES[dtype]
+    matrices, others = (gguf.GGMLQuantizationType[name] for name in (*names, "F32"))
+    block = gguf.GGML_QUANT_SIZES[matrices][0]
+    rule, got = f"channels must be a multiple of {block} for {dtype}", {"channels": config.channels}
+    require(config.channels % block == 0, WRITE, rule, got, "Write float16 instead.")
+    table, published = tensors(config), gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.blocks)
+    kinds = {name: matrices if tensor.row.multiplied else others for name, tensor in table.items()}
+    with replacing(path, WRITE) as file:
+        writer = gguf.GGUFWriter(file.name, "gpt2")
+        _add_sizes(writer, config)
+        writer.add_file_type(gguf.LlamaFileType[file_type])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        _add_vocabulary(writer, vocabulary, config.vocabulary)
+        for name, tensor in table.items():
+            known = published.get_name(f"transformer.{name}", (".weight", ".bias"))
+            block, size = gguf.GGML_QUANT_SIZES[kinds[name]]
+            writer.add_tensor_info(known, tensor.shape, FLOAT32, prod(tensor.shape) // block * size, kinds[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        file.seek(0, os.SEEK_END)
+        for name, tensor in table.items():
+            file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+            for piece in pieces(held(tensor, model.parameters[name])):
+                file.write(gguf.quants.quantize(piece, kinds[name]).data)
+        file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def _add_sizes(writer: Any, config: GPT2Config) -> None:
+    writer.add_block_count(config.blocks)
+    writer.add_context_length(config.positions)
+    writer.add_embedding_length(config.channels)
+    writer.add_feed_forward_length(4 * config.channels)
+    writer.add_head_count(config.heads)
+    writer.add_layer_norm_eps(EPSILON)
+
+
+def _add_vocabulary(writer: Any, vocabulary: Vocabulary, size: int) -> None:
+    """Add the tokenizer: byte-level pairs, as GPT-2's."""
+    from gguf import TokenType
+
+    names = {i: name for name, i in token_ids(vocabulary).items()}
+    special = set(vocabulary.specials.values())
+    kinds = [
+        TokenType.CONTROL if i in special else TokenType.NORMAL if i in names else TokenType.UNUSED for i in range(size)
+    ]
+    end, number = next(iter(vocabulary.specials.items()))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([names.get(i, f"[unused{i}]") for i in range(size)])
+    writer.add_token_types(kinds)
+    # llama.cpp wants merges, and the library writes no empty list: this one joins nothing, as no text becomes `end`.
+    writer.add_token_merges([" ".join(pair) for pair in merges_of(vocabulary.ranks)] or [f"{end} {end}"])
+    writer.add_bos_token_id(number)
+    writer.add_eos_token_id(number)
+    writer.add_add_bos_token(False)

@@ -1,0 +1,80 @@
+"""Tests of GGUF files: tensors, tokenizer and refusals, as the library `gguf` reads them."""
+
+import sys
+
+import numpy as np
+import pytest
+from conftest import random_parameters
+
+import daskgpt
+from daskgpt import convert
+from daskgpt.config.model import GPT2Config
+from daskgpt.data.tokenizer import learn_encoding, vocabulary_of
+from daskgpt.formats.vocabulary import decoded
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
+NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm"}
+NAMES |= {"attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+SIZES = {"blocks": 2, "heads": 2, "channels": 32, "vocabulary": 257, "padded_vocabulary": 272, "positions": 64}
+DTYPES = {"m.gguf": "F32", "m-F16.gguf": "F16", "m-bf16.gguf": "BF16", "m_q8_0.gguf": "Q8_0"}
+
+
+def converted(target, encoding="", **sizes):
+    """Write a random model to a GGUF file."""
+    config = GPT2Config(**SIZES | sizes)
+    values = random_parameters(config, np.random.default_rng(1))
+    daskgpt.save(target.with_name("m.safetensors"), config, values, encoding=encoding)
+    assert convert.main([str(target.with_name("m.safetensors")), str(target)]) == 0
+    return gguf.GGUFReader(target), values
+
+
+def named(name):
+    """Return llama.cpp's name of a tensor."""
+    for own, theirs in NAMES.items():
+        name = name.replace(own, theirs)
+    return name.replace("h.", "blk.")
+
+
+@pytest.mark.parametrize("file", DTYPES)
+def test_tensors_are_read_back(file, tmp_path):
+    reader, values = converted(tmp_path / file)
+    found = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    assert found.keys() == {named(name) for name in values}
+    for name, value in values.items():
+        data, kind = found[named(name)]
+        assert kind.name == (DTYPES[file] if value.ndim == 2 and name != "wpe.weight" else "F32")
+        rows = value[:257] if name == "wte.weight" else value
+        written = gguf.quants.dequantize(data, kind)
+        assert np.array_equal(written, gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)), name
+        assert kind.name != "F32" or written.tobytes() == rows.tobytes()
+
+
+@pytest.mark.parametrize("encoding", ["bytes", "learned"])
+def test_a_tokenizer_is_read_back(encoding, tmp_path):
+    if encoding == "learned":
+        encoding = learn_encoding(["the quick brown fox jumps over the lazy dog\n" * 9], 270, "test")
+    known = vocabulary_of(encoding)
+    ((end, number),) = known.specials.items()
+    reader, _ = converted(tmp_path / "m.gguf", encoding, vocabulary=number + 3, padded_vocabulary=0)
+    facts = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in reader.fields.items()}
+    texts = facts["tokens"]
+    assert {decoded(text): i for i, text in enumerate(texts[:number])} == known.ranks
+    assert (texts[number], facts["eos_token_id"], facts["token_type"][number:]) == (end, number, [3, 5, 5])
+    assert [merge.replace(" ", "") for merge in facts["merges"]] == (texts[256:number] or [end + end])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("m.gguf", {"vocabulary": 29}, "must have an encoding"),
+        ("m.gguf", {"norm": "rmsnorm"}, "has no norm"),
+        ("m_q8_0.gguf", {"channels": 16}, "multiple of 32"),
+        ("no.gguf", {}, r"daskgpt\[gguf\]"),
+    ],
+)
+def test_what_cannot_be_written(name, sizes, said, tmp_path, monkeypatch):
+    if name == "no.gguf":
+        monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=said):
+        converted(tmp_path / name, **sizes)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
