@@ -20,11 +20,11 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
-from daskgpt.instruments.generating import EARLY, TOKENS, Writing, measure_generation, random_prompts, times
-from daskgpt.instruments.measure import BenchConfig, Steps, job_of, take_turns, undisturbed
-from daskgpt.instruments.records import Figure
-from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters
+from daskgpt.profiling.generating import EARLY, TOKENS, Writing, measure_generation, random_prompts, times
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, take_turns, undisturbed
+from daskgpt.profiling.records import Figure
+from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.connect import chosen_address, open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.protocol import Scheduler

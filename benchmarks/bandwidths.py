@@ -29,10 +29,10 @@ from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig, LocalConfig
-from daskgpt.instruments.measure import BenchConfig, Steps, Turn, job_of, random_batch, take_turns
-from daskgpt.instruments.records import Figure, figures_of
-from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import RandomParameters
+from daskgpt.profiling.measure import BenchConfig, Steps, Turn, job_of, random_batch, take_turns
+from daskgpt.profiling.records import Figure, figures_of
+from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job

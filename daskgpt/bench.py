@@ -32,12 +32,12 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments import machine
-from daskgpt.instruments.generating import EARLY, TOKENS, Generation, measure_generation
-from daskgpt.instruments.measure import BenchConfig, Measurement, Steps, job_of, measure
-from daskgpt.instruments.plan import check_workers, predict
-from daskgpt.instruments.records import append_records, check_records, measured
-from daskgpt.instruments.scaling import Scaling, measure_scaling
+from daskgpt.profiling import machine
+from daskgpt.profiling.generating import EARLY, TOKENS, Generation, measure_generation
+from daskgpt.profiling.measure import BenchConfig, Measurement, Steps, job_of, measure
+from daskgpt.profiling.plan import check_workers, predict
+from daskgpt.profiling.records import append_records, check_records, measured
+from daskgpt.profiling.scaling import Scaling, measure_scaling
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.job import compile_kernels
 

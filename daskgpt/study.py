@@ -12,9 +12,9 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
-from daskgpt.instruments.records import append_records, check_records
-from daskgpt.instruments.study import runs
-from daskgpt.instruments.study.grid import (
+from daskgpt.profiling.records import append_records, check_records
+from daskgpt.profiling.study import runs
+from daskgpt.profiling.study.grid import (
     DIALS,
     ORDER,
     StudyConfig,
@@ -23,7 +23,7 @@ from daskgpt.instruments.study.grid import (
     job_of_point,
     quick_grid,
 )
-from daskgpt.instruments.study.table import Rows, Table
+from daskgpt.profiling.study.table import Rows, Table
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
 
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
         compile_kernels()
         runs.write_timelines(model, study, folder)
         return 0
-    from daskgpt.instruments.study.report import write_report  # refuses to be imported without matplotlib
+    from daskgpt.profiling.study.report import write_report  # refuses to be imported without matplotlib
 
     table = Table(folder / "results.csv", model, study)
 

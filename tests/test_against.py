@@ -13,8 +13,8 @@ from compare.programs import Apart, Programs, WorkerTime, check_losses, require_
 from conftest import SMALL
 
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
-from daskgpt.instruments import measure
-from daskgpt.instruments.measure import BenchConfig, Steps, Turn, job_of, take_turns, undisturbed
+from daskgpt.profiling import measure
+from daskgpt.profiling.measure import BenchConfig, Steps, Turn, job_of, take_turns, undisturbed
 from daskgpt.schedulers.connect import open_scheduler
 
 JOB = job_of(SMALL, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(scheduler="sync"))
@@ -43,7 +43,7 @@ class Program:
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
-    monkeypatch.setattr("daskgpt.instruments.measure._others_seconds", lambda sides: 0.0)
+    monkeypatch.setattr("daskgpt.profiling.measure._others_seconds", lambda sides: 0.0)
 
 
 def test_three_take_turns_and_are_compared_within_one():

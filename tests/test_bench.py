@@ -13,11 +13,11 @@ from daskgpt import bench
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import Steps, measure, random_batch
-from daskgpt.instruments.plan import fits, predict
-from daskgpt.instruments.records import Record
 from daskgpt.model.parameters import parameter_count, step_operations
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import Steps, measure, random_batch
+from daskgpt.profiling.plan import fits, predict
+from daskgpt.profiling.records import Record
 from daskgpt.schedulers import machine as machine_memory
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep

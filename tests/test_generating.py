@@ -5,18 +5,18 @@ import pytest
 from daskgpt.bench import main
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.decoder import Weights
-from daskgpt.instruments.generating import EARLY, TOKENS, Generation, Row, Writing
-from daskgpt.instruments.measure import Turn
-from daskgpt.instruments.records import Record
-from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.profiling.generating import EARLY, TOKENS, Generation, Row, Writing
+from daskgpt.profiling.measure import Turn
+from daskgpt.profiling.records import Record
+from daskgpt.profiling.statistics import Spread
 
 FLAGS = "--generation --blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
 
 
 def test_the_record_of_a_measurement(capsys, monkeypatch):
-    monkeypatch.setattr("daskgpt.instruments.generating.copy_rate", lambda threads: 1e9)
-    monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))  # one turn
+    monkeypatch.setattr("daskgpt.profiling.generating.copy_rate", lambda threads: 1e9)
+    monkeypatch.setattr("daskgpt.profiling.measure.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--json"]) == 0
     record = Record.of_line(capsys.readouterr().out.encode())
     found = {name: figure.median for name, figure in record.figures.items()}

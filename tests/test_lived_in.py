@@ -20,14 +20,14 @@ from daskgpt import evaluate
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts
-from daskgpt.instruments.measure import BenchConfig, Steps, job_of, measure
-from daskgpt.instruments.plan import predict
-from daskgpt.instruments.timeline import summarise
 from daskgpt.kernels import attention, embedding
 from daskgpt.model import layers, parameters
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.optimizer import ADAMW, OPTIMIZERS
 from daskgpt.model.parameters import PARAMETERS
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure
+from daskgpt.profiling.plan import predict
+from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 

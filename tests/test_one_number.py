@@ -18,9 +18,9 @@ from tolerances import TOLERANCES
 from daskgpt.config.groups import Groups
 from daskgpt.graph.calls import parse
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.instruments.layer_check import OPTIONS, lazy_arguments
 from daskgpt.model.layers import LAYERS, Layer
 from daskgpt.model.tape import Tape
+from daskgpt.profiling.layer_check import OPTIONS, lazy_arguments
 
 needs_own_product = pytest.mark.skipif(
     not own_product(), reason="float32 products are a library's here, whose order of summation depends on the shapes"

@@ -8,9 +8,9 @@ from small_runs import fit
 from daskgpt import bench
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments import scaling
-from daskgpt.instruments.measure import BenchConfig
-from daskgpt.instruments.records import read_records
+from daskgpt.profiling import scaling
+from daskgpt.profiling.measure import BenchConfig
+from daskgpt.profiling.records import read_records
 from daskgpt.training.step_metrics import PARTS
 
 ROW = {"step_ms_q1": 1, "step_ms_q3": 9, "tokens_per_s": 7, "tasks": 5, "peak_gb": 0.5, "others_cores": 0, "loss": "1"}

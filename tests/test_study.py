@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from daskgpt.config.model import GPT2Config, preset
-from daskgpt.instruments import machine
-from daskgpt.instruments.records import read_records
-from daskgpt.instruments.statistics import rounded
-from daskgpt.instruments.study import grid, runs
-from daskgpt.instruments.study.figures import figures
-from daskgpt.instruments.study.grid import (
+from daskgpt.profiling import machine
+from daskgpt.profiling.records import read_records
+from daskgpt.profiling.statistics import rounded
+from daskgpt.profiling.study import grid, runs
+from daskgpt.profiling.study.figures import figures
+from daskgpt.profiling.study.grid import (
     BARRIERS,
     DIALS,
     Point,
@@ -25,8 +25,8 @@ from daskgpt.instruments.study.grid import (
     default_grid,
     job_of_point,
 )
-from daskgpt.instruments.study.report import compare, write_report
-from daskgpt.instruments.study.table import COLUMNS, Rows, Table, speedups, spread
+from daskgpt.profiling.study.report import compare, write_report
+from daskgpt.profiling.study.table import COLUMNS, Rows, Table, speedups, spread
 from daskgpt.study import main, parser, settings
 
 MODEL = GPT2Config(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
@@ -48,7 +48,7 @@ def finished(tmp_path_factory):
         patch.setattr(runs, "run_one", runs.run)
         patch.setattr(machine, "busy_cores", lambda: 0.0)
         with pytest.MonkeyPatch.context() as no_report:
-            no_report.setattr("daskgpt.instruments.study.report.write_report", lambda *_: None)
+            no_report.setattr("daskgpt.profiling.study.report.write_report", lambda *_: None)
             assert main(["--quick", "--out", str(out)]) == 0
         before = (out / "results.csv").read_text()
         (out / "results.csv").write_text("".join(before.splitlines(keepends=True)[:-1]))
@@ -114,7 +114,7 @@ def test_bad_input_is_refused_before_anything_runs(flags, keyword, tmp_path, mon
     assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plots", "study.figures", "study.report"):
-        monkeypatch.delitem(sys.modules, f"daskgpt.instruments.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"daskgpt.profiling.{name}", raising=False)
     with pytest.raises(RuntimeError, match="matplotlib must be installed"):
         main(["--quick", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -187,7 +187,7 @@ def row(point, repetition, value, **found):
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     """Writes a report of rows without its figures, and returns its text."""
-    monkeypatch.setattr("daskgpt.instruments.study.report.draw_all", lambda folder, rows: {})
+    monkeypatch.setattr("daskgpt.profiling.study.report.draw_all", lambda folder, rows: {})
 
     def written(rows, quick=False):
         write_report(tmp_path, rows, quick)
@@ -342,7 +342,7 @@ def test_without_a_run_on_one_thread_there_is_no_speedup(report):
 
 
 def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys, monkeypatch):
-    pages = "daskgpt.instruments.timeline"
+    pages = "daskgpt.profiling.timeline"
     monkeypatch.setattr(f"{pages}.page.page_of", lambda timeline: timeline.title)
     monkeypatch.setattr(f"{pages}.page.page_of_several", lambda own, title: "\n".join([title, *own]))
     assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0

@@ -16,11 +16,11 @@ from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of, recorded_spans
-from daskgpt.instruments.timeline import StepRecorder, TimelineCallback, TimelineConfig, files
-from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, different_at_once
-from daskgpt.instruments.timeline.page import _means, in_brief, lanes_of, time_axis
-from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
-from daskgpt.instruments.timeline.summary import describe_summary, layers_at_once, live_bytes, summarise
+from daskgpt.profiling.timeline import StepRecorder, TimelineCallback, TimelineConfig, files
+from daskgpt.profiling.timeline.events import Event, TaskGraph, Timeline, Window, different_at_once
+from daskgpt.profiling.timeline.page import _means, in_brief, lanes_of, time_axis
+from daskgpt.profiling.timeline.strips import svg_one_under_the_other, svg_strips
+from daskgpt.profiling.timeline.summary import describe_summary, layers_at_once, live_bytes, summarise
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 

@@ -9,12 +9,12 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import BenchConfig
-from daskgpt.instruments.records import Figure
-from daskgpt.instruments.study.grid import Point, StudyConfig, job_of_point, thread_counts
-from daskgpt.instruments.study.runs import Order, run_one
 from daskgpt.model.parameters import parameter_count
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import BenchConfig
+from daskgpt.profiling.records import Figure
+from daskgpt.profiling.study.grid import Point, StudyConfig, job_of_point, thread_counts
+from daskgpt.profiling.study.runs import Order, run_one
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels, facts
 

@@ -1,6 +1,6 @@
 """Running a study: every run in a fresh process, and the repetitions in turns, so that noise hits all points alike.
 
-`python -m daskgpt.instruments.study.runs JSON` makes one run and prints what it measured.
+`python -m daskgpt.profiling.study.runs JSON` makes one run and prints what it measured.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tqdm import tqdm
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.graph.calls import PHASES
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import Steps
-from daskgpt.instruments.records import PACKAGES
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.study.grid import BARRIERS, Point, StudyConfig, job_of_point
-from daskgpt.instruments.study.table import SHARES, Table, model_name
-from daskgpt.instruments.timeline import (
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import Steps
+from daskgpt.profiling.records import PACKAGES
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.study.grid import BARRIERS, Point, StudyConfig, job_of_point
+from daskgpt.profiling.study.table import SHARES, Table, model_name
+from daskgpt.profiling.timeline import (
     Timeline,
     describe_summary,
     summarise,
@@ -97,7 +97,7 @@ def run_one(order: Order) -> dict[str, Any]:
 
     Errors   RuntimeError with the last line that the process wrote, where it failed
     """
-    command = [sys.executable, "-m", "daskgpt.instruments.study.runs", json.dumps(asdict(order))]
+    command = [sys.executable, "-m", "daskgpt.profiling.study.runs", json.dumps(asdict(order))]
     environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode:

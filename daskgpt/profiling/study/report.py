@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from daskgpt.instruments import machine
-from daskgpt.instruments.statistics import Comparison, Spread, rounded
-from daskgpt.instruments.study.figures import PHASES, draw_all
-from daskgpt.instruments.study.grid import BARRIERS
-from daskgpt.instruments.study.table import Row, Rows, count, median, model_name, speedups, spread, spreads
+from daskgpt.profiling import machine
+from daskgpt.profiling.statistics import Comparison, Spread, rounded
+from daskgpt.profiling.study.figures import PHASES, draw_all
+from daskgpt.profiling.study.grid import BARRIERS
+from daskgpt.profiling.study.table import Row, Rows, count, median, model_name, speedups, spread, spreads
 
 RECORDING = 0.03  # of a step, above which a report says what recording costs
 NONE = "Nothing was run for this question."

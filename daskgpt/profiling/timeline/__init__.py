@@ -1,9 +1,9 @@
 """What ran when: kernel calls of some steps, recorded, summed up, and written as a trace and as a page."""
 
-from daskgpt.instruments.timeline.events import Event, Timeline, Window, color_of, is_message
-from daskgpt.instruments.timeline.files import is_bare, write_picture, write_side_by_side, write_timeline
-from daskgpt.instruments.timeline.recorder import StepRecorder, TimelineCallback, TimelineConfig, recorder_of
-from daskgpt.instruments.timeline.summary import Summary, describe_summary, summarise
+from daskgpt.profiling.timeline.events import Event, Timeline, Window, color_of, is_message
+from daskgpt.profiling.timeline.files import is_bare, write_picture, write_side_by_side, write_timeline
+from daskgpt.profiling.timeline.recorder import StepRecorder, TimelineCallback, TimelineConfig, recorder_of
+from daskgpt.profiling.timeline.summary import Summary, describe_summary, summarise
 
 __all__ = [
     "Event",

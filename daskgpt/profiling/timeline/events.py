@@ -149,7 +149,7 @@ class Timeline:
 
     def __repr__(self) -> str:
         """Return its numbers, on one screen."""
-        from daskgpt.instruments.timeline.summary import describe_summary, summarise  # which knows events
+        from daskgpt.profiling.timeline.summary import describe_summary, summarise  # which knows events
 
         text = describe_summary(summarise(self)) if self.events else "no events"
         lines = [f"Timeline of {self.title}", *text.splitlines()]
@@ -157,7 +157,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """Return the same for notebooks, under the lanes as strips of color."""
-        from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
+        from daskgpt.profiling.timeline.strips import svg_legend, svg_strips
 
         lanes = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
         return lanes + html_text(repr(self))

@@ -13,7 +13,7 @@ from distributed import performance_report
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.instruments.timeline import is_bare
+from daskgpt.profiling.timeline import is_bare
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job

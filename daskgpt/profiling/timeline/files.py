@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.files import replacing
-from daskgpt.instruments.timeline.events import Event, Timeline
-from daskgpt.instruments.timeline.summary import layers_at_once, live_bytes
+from daskgpt.profiling.timeline.events import Event, Timeline
+from daskgpt.profiling.timeline.summary import layers_at_once, live_bytes
 
 
 def timeline_paths(path: str | Path) -> tuple[Path, Path]:
@@ -41,7 +41,7 @@ def check_timeline_path(path: str | Path) -> None:
 
 def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
     """Write FILE.json, for Chrome's about:tracing and Perfetto, and FILE.html, for any browser; return both paths."""
-    from daskgpt.instruments.timeline.page import page_of  # Bokeh is loaded when it is needed
+    from daskgpt.profiling.timeline.page import page_of  # Bokeh is loaded when it is needed
 
     trace, page = timeline_paths(path)
     trace.parent.mkdir(parents=True, exist_ok=True)
@@ -50,14 +50,14 @@ def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
 
 def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str) -> Path:
     """Write one page of several timelines, by name, on one time scale; return its path."""
-    from daskgpt.instruments.timeline.page import page_of_several
+    from daskgpt.profiling.timeline.page import page_of_several
 
     return _write(page, page_of_several(timelines, title))
 
 
 def write_picture(timelines: Mapping[str, Timeline], path: Path) -> Path:
     """Write several timelines, by name, as one SVG, on one time scale; return its path."""
-    from daskgpt.instruments.timeline.strips import svg_one_under_the_other
+    from daskgpt.profiling.timeline.strips import svg_one_under_the_other
 
     return _write(path, svg_one_under_the_other(timelines))
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written
-from daskgpt.instruments import machine
-from daskgpt.instruments.statistics import Spread
 from daskgpt.kernels.simd.lanes import features
+from daskgpt.profiling import machine
+from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.local import usable_cores
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")

@@ -18,11 +18,11 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
-from daskgpt.instruments import machine
-from daskgpt.instruments.records import Figure, figures_of
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline import Timeline, is_message, recorder_of
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
+from daskgpt.profiling import machine
+from daskgpt.profiling.records import Figure, figures_of
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.timeline import Timeline, is_message, recorder_of
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.machine import product_rate
 from daskgpt.schedulers.protocol import Scheduler

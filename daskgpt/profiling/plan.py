@@ -15,8 +15,8 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table, html_text
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.graph.messages import Rank
-from daskgpt.instruments import machine
 from daskgpt.model.parameters import tensors, value_count
+from daskgpt.profiling import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.schedulers.machine import memory_limit
 from daskgpt.training.autotune import ChunkChoice, GrainChoice, described

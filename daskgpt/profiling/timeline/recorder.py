@@ -13,9 +13,9 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.nodes import Key
-from daskgpt.instruments.timeline.events import Event, EventMaker, TaskGraph, Timeline, Window
-from daskgpt.instruments.timeline.files import check_timeline_path, is_bare, write_timeline
-from daskgpt.instruments.timeline.summary import describe_summary, summarise
+from daskgpt.profiling.timeline.events import Event, EventMaker, TaskGraph, Timeline, Window
+from daskgpt.profiling.timeline.files import check_timeline_path, is_bare, write_timeline
+from daskgpt.profiling.timeline.summary import describe_summary, summarise
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset

@@ -13,12 +13,12 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import Steps
-from daskgpt.instruments.plan import plan
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline import Summary, Timeline, summarise
-from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import Steps
+from daskgpt.profiling.plan import plan
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.timeline import Summary, Timeline, summarise
+from daskgpt.profiling.timeline.strips import svg_legend, svg_strips
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.job import compile_kernels
 

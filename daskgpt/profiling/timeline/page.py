@@ -15,9 +15,9 @@ from bokeh.plotting import figure
 from bokeh.resources import INLINE
 from tqdm import tqdm
 
-from daskgpt.instruments.timeline.events import Event, Timeline, color_of
-from daskgpt.instruments.timeline.summary import Curve, describe_summary, layers_at_once, live_bytes, summarise
 from daskgpt.model.layers import LAYERS
+from daskgpt.profiling.timeline.events import Event, Timeline, color_of
+from daskgpt.profiling.timeline.summary import Curve, describe_summary, layers_at_once, live_bytes, summarise
 
 STEP_COLORS = ("#c3ccd5", "#4f5a65")
 MEMORY_COLOR, LAYERS_COLOR, MEAN_COLOR = "#4269d0", "#3ca951", "#14451d"

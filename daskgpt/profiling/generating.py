@@ -12,11 +12,11 @@ import numpy as np
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import BenchConfig, Side, Turn, disturbed, take_turns, undisturbed
-from daskgpt.instruments.records import Figure, figures_of
-from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import BenchConfig, Side, Turn, disturbed, take_turns, undisturbed
+from daskgpt.profiling.records import Figure, figures_of
+from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.machine import copy_rate
 

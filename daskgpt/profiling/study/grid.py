@@ -11,7 +11,7 @@ from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.instruments.measure import BenchConfig, job_of
+from daskgpt.profiling.measure import BenchConfig, job_of
 from daskgpt.schedulers.connect import check_address
 from daskgpt.training.job import Job
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from daskgpt.instruments.plots import Figure, save, style
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.study.grid import BARRIERS
-from daskgpt.instruments.study.table import Row, Rows, count, median, model_name, speedups, spread, spreads
+from daskgpt.profiling.plots import Figure, save, style
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.study.grid import BARRIERS
+from daskgpt.profiling.study.table import Row, Rows, count, median, model_name, speedups, spread, spreads
 
 BARRIER_COLORS = {"layer": "#d1495b", "phase": "#edae49", "step": "#00798c", "none": "#5e3c99"}
 PHASES = {  # column -> name and color

@@ -11,10 +11,10 @@ from typing import Any
 
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import PRESETS, GPT2Config
-from daskgpt.instruments.records import PACKAGES, Figure, Record, command_line, this_machine
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.study.grid import DIALS, ORDER, Point, StudyConfig, sort_key
 from daskgpt.model.parameters import parameter_count
+from daskgpt.profiling.records import PACKAGES, Figure, Record, command_line, this_machine
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.study.grid import DIALS, ORDER, Point, StudyConfig, sort_key
 
 MODEL = tuple(f.name for f in fields(GPT2Config))
 SHARED = ("batch_size", "sequence_length", "groups", "precision", "window", "warmup", "seed")

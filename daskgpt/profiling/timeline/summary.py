@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from daskgpt.graph.calls import PHASES
-from daskgpt.instruments.timeline.events import Event, Task, Timeline, different_at_once
+from daskgpt.profiling.timeline.events import Event, Task, Timeline, different_at_once
 
 Curve = list[tuple[float, int]]  # times, and the value from then on
 

@@ -1,4 +1,4 @@
-"""A page "daskgpt" on Dask's own dashboard: `dask scheduler --preload daskgpt.instruments.dashboard`.
+"""A page "daskgpt" on Dask's own dashboard: `dask scheduler --preload daskgpt.profiling.dashboard`.
 
 It shows loss and speed by step, who ran what in the last seconds, kernels by layer, and some numbers. Dask imports a
 preload before it opens the dashboard, whose pages are then those of its table.
@@ -22,7 +22,7 @@ from distributed.dashboard.scheduler import applications, template_variables
 from distributed.utils import key_split
 from tqdm import tqdm
 
-from daskgpt.instruments.timeline.events import OTHER_COLOR, color_of, different_at_once
+from daskgpt.profiling.timeline.events import OTHER_COLOR, color_of, different_at_once
 from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.events import TOPIC
 from daskgpt.schedulers.worker_metrics import METRIC
@@ -190,7 +190,7 @@ class Page:
         """Show what has been collected."""
         found = self.scheduler.plugins.get(Collected.name)
         if found is None:
-            self.numbers.text = "The scheduler must be started with --preload daskgpt.instruments.dashboard."
+            self.numbers.text = "The scheduler must be started with --preload daskgpt.profiling.dashboard."
             return
         calls = found.latest
         self._show_steps(found)

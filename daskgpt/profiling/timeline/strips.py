@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
-from daskgpt.instruments.timeline.events import Timeline, color_of
+from daskgpt.profiling.timeline.events import Timeline, color_of
 
 COLUMNS, LANE, GAP, LETTERS, LINE = 700, 22, 4, 110, 24  # pixels
 

@@ -17,8 +17,8 @@ from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import CompiledStep
-from daskgpt.instruments.plan import in_place_of, known_chunks, known_grain, plan
-from daskgpt.instruments.timeline import color_of
+from daskgpt.profiling.plan import in_place_of, known_chunks, known_grain, plan
+from daskgpt.profiling.timeline import color_of
 from daskgpt.training.job_steps import training_step
 from daskgpt.training.stand_ins import Trial
 
