@@ -21,7 +21,7 @@ from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters
-from daskgpt.profiling.generating import EARLY, TOKENS, Writing, measure_generation, random_prompts, times
+from daskgpt.profiling.generating import EARLY, TOKENS, Writing, measure_generation, random_prompts
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, take_turns, undisturbed
 from daskgpt.profiling.records import Figure
 from daskgpt.profiling.statistics import Spread
@@ -240,12 +240,12 @@ def compare_generation(config: GPT2Config, timing: BenchConfig, threads: int) ->
         for side in (beside, theirs):
             side.run(TOKENS)
         check_first_token(beside.written[0], theirs.written)
-        found = measure_generation(config, timing, threads, [beside, theirs])
-    columns = [Spread.of(turn.means[number] for turn in found.turns) for number in (-2, -1)]
-    rate = Spread.of(their / our for our, their in zip(*(column.values for column in columns)))
-    figures = found.figures() | {"theirs": Figure.of(columns[1], "ms", 1e3), "rate_float32": Figure.of(rate, "")}
-    text = f"{found.describe()}\ntokens/s, daskgpt / theirs    float32   {times(rate, 1, 2)}"
-    text += f"\n{theirs.name}: {times(columns[1], 1e3)} ms a token, prompt included"
+        found, turns = measure_generation(config, timing, threads, [beside, theirs])
+    columns = [Spread.of(turn.means[number] for turn in turns) for number in (-2, -1)]
+    rate = Figure.of(Spread.of(their / our for our, their in zip(*(column.values for column in columns))), "")
+    figures = found.figures | {"theirs": Figure.of(columns[1], "ms", 1e3), "rate_float32": rate}
+    text = f"{found.describe()}\ntokens/s, daskgpt / theirs    float32   {rate.text(2)}"
+    text += f"\n{theirs.name}: {figures['theirs'].text(1)} a token, prompt included"
     return figures, theirs.name, found.settings, text
 
 

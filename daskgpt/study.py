@@ -14,15 +14,7 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.profiling.records import append_records, check_records
 from daskgpt.profiling.study import runs
-from daskgpt.profiling.study.grid import (
-    DIALS,
-    ORDER,
-    StudyConfig,
-    chosen_grid,
-    default_grid,
-    job_of_point,
-    quick_grid,
-)
+from daskgpt.profiling.study.grid import DIALS, ORDER, StudyConfig, chosen_grid, default_grid, job_of_point, quick_grid
 from daskgpt.profiling.study.table import Rows, Table
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
@@ -39,7 +31,7 @@ A study that was stopped goes on with --out FOLDER; what is in its table is not 
 machine, versions, and the time of every run.
 """
 QUICK_MODEL = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
-QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "warmup": 1}
+QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0}
 
 
 def parser() -> Parser:
@@ -56,10 +48,8 @@ def parser() -> Parser:
     flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name in DIALS:
-        flag = f"--{name.replace('_', '-')}"
-        lists.add_argument(
-            flag, type=_list_of(str if name in ORDER else int), metavar="LIST", help=f"values of daskgpt.train's {flag}"
-        )
+        flag, kind = f"--{name.replace('_', '-')}", _list_of(str if name in ORDER else _number)
+        lists.add_argument(flag, type=kind, metavar="LIST", help=f"values of daskgpt.train's {flag}")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     add_flags(flags, StudyConfig)
     return flags
@@ -111,11 +101,15 @@ def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
     return preset("tiny", **QUICK_MODEL | given), replace(study, **small, repetitions=repetitions)
 
 
+def _number(text: str) -> int:
+    return 0 if text == "auto" else int(text)
+
+
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def values(text: str) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    values.__name__ = f"list of {kind.__name__}"
+    values.__name__ = f"list of {'words' if kind is str else 'numbers'}"
     return values
 
 

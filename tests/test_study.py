@@ -14,7 +14,6 @@ from daskgpt.profiling import machine
 from daskgpt.profiling.records import read_records
 from daskgpt.profiling.statistics import rounded
 from daskgpt.profiling.study import grid, runs
-from daskgpt.profiling.study.figures import figures
 from daskgpt.profiling.study.grid import (
     BARRIERS,
     DIALS,
@@ -25,7 +24,7 @@ from daskgpt.profiling.study.grid import (
     default_grid,
     job_of_point,
 )
-from daskgpt.profiling.study.report import compare, write_report
+from daskgpt.profiling.study.report import compare, sections, write_report
 from daskgpt.profiling.study.table import COLUMNS, Rows, Table, speedups, spread
 from daskgpt.study import main, parser, settings
 
@@ -113,7 +112,7 @@ def test_bad_input_is_refused_before_anything_runs(flags, keyword, tmp_path, mon
         main([*flags.split(), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("plots", "study.figures", "study.report"):
+    for name in ("plots", "study.report"):
         monkeypatch.delitem(sys.modules, f"daskgpt.profiling.{name}", raising=False)
     with pytest.raises(RuntimeError, match="matplotlib must be installed"):
         main(["--quick", "--out", str(tmp_path / "out")])
@@ -121,14 +120,14 @@ def test_bad_input_is_refused_before_anything_runs(flags, keyword, tmp_path, mon
 
 
 def test_a_run_that_fails_in_a_process_of_its_own_says_why():
-    order = runs.Order(MODEL, replace(STUDY, sequence_length=16), replace(BASE, batch_chunk=3, sequence_chunk=16))
+    point = replace(BASE, batch_chunk=3, sequence_chunk=16)
     with pytest.raises(RuntimeError, match=r"exit code 1, ValueError: DataflowConfig: batch_chunk must"):
-        runs.run_one(order)
+        runs.run_one(MODEL, replace(STUDY, sequence_length=16), point)
 
 
 def test_runs_that_fail_are_told_and_repetitions_end_with_the_time(tmp_path, monkeypatch, capsys):
-    def failing(order):
-        if order.point.threads == 1:
+    def failing(model, study, point):
+        if point.threads == 1:
             raise RuntimeError("no")
         return {name: 1.0 for name in COLUMNS if name not in Table(tmp_path / "none", MODEL, STUDY).shared}
 
@@ -162,6 +161,8 @@ def test_chosen_values_are_combined():
     assert len(points) == 2 * (1 + 2)  # fork-join has one grain
     assert {(p.scheduler, p.batch_chunk) for p in points} == {("threads", 2)}
     assert base_point(StudyConfig(batch_size=3), 2).batch_chunk == 3
+    auto = parser().parse_args(["--threads", "1,2", "--batch-chunk", "auto,2"])
+    assert (auto.threads, auto.batch_chunk) == ([1, 2], [0, 2])
 
 
 def test_thread_counts_slicings_and_quick_settings():
@@ -180,14 +181,19 @@ def row(point, repetition, value, **found):
     shared = asdict(MODEL) | {"batch_size": 4, "sequence_length": 64, "precision": "float32", "window": 4, "warmup": 2}
     numbers = dict.fromkeys(COLUMNS, 0.25) | shared | asdict(point) | {"repetition": repetition, "seed": 0}
     numbers |= {"step_ms": value, "recording_cost": 0.0, "critical_path_ms": value / 2, "date": "2020", "cpu": "a cpu"}
+    numbers |= {"batch_chunk_used": point.batch_chunk, "sequence_chunk_used": point.sequence_chunk}
     numbers |= {"forward_ms": value / 4, "backward_ms": value / 2, "update_ms": value / 4}
     return numbers | {"loss": "1.5", "tasks": 10, "others_cores": 0.0} | found
+
+
+def figures(view):
+    return {section.name: section.draw() for section in sections(view) if section.draw}
 
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     """Writes a report of rows without its figures, and returns its text."""
-    monkeypatch.setattr("daskgpt.profiling.study.report.draw_all", lambda folder, rows: {})
+    monkeypatch.setattr("daskgpt.profiling.study.report._save", lambda draw, path: None)
 
     def written(rows, quick=False):
         write_report(tmp_path, rows, quick)
@@ -264,7 +270,7 @@ def test_grains_overlap_and_schedulers_are_told_and_drawn(report):
         "| kernel | 90 | 30.00 (30.00 .. 30.00) | 50.0% | 25.0% | 12.5% | 25.0% |",
         "| block | 20 | 10.00 (10.00 .. 10.00) | 75.0% | 25.0% | 12.5% | 25.0% |",
         "at the same time 25.0% (barrier step), 50.0% (barrier none) of the time",
-        "| none | 50.0% | 37.5% | 8.00 (8.00 .. 8.00) | 4.00 (4.00 .. 4.00) | 50% | 25.0% | 25.0% | 25.0% |",
+        "| none | 50.0% | 37.5% | 8.00 (8.00 .. 8.00) | 4.00 (4.00 .. 4.00) | 50% | 25.0% | 25.0% | 25.0% | 25.0% |",
         "**a step takes 4.00 times as long with sync (1 thread) as with threads (2 threads)**",
         "| sync (1 thread) | 40.00 (40.00 .. 40.00) | 2.00 |",
         "| local, engine tasks (2 workers) | 80.00 (80.00 .. 80.00) | 3.00 |",
@@ -324,6 +330,12 @@ def test_a_table_of_another_study_is_refused(tmp_path):
     path.write_text("date,something\n")
     with pytest.raises(ValueError, match="columns"):
         Table(path, MODEL, STUDY)
+
+
+def test_numbers_of_threads_alone_have_speedups_too(report):
+    rows = [row(replace(BASE, threads=n, batch_chunk=0, grain="auto"), 0, 40.0 / n) for n in (1, 2)]
+    assert "| step | 40.00 | 20.00 | 2.00 | 100% |\n" in report(rows)
+    assert [len(line.get_xdata()) for line in figures(Rows(rows))["barriers"].axes[1].lines] == [2, 2]
 
 
 def test_without_a_run_on_one_thread_there_is_no_speedup(report):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.profiling import machine
 from daskgpt.profiling.measure import BenchConfig, Side, Turn, disturbed, take_turns, undisturbed
-from daskgpt.profiling.records import Figure, figures_of
+from daskgpt.profiling.records import Figure, Measurement
 from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.machine import copy_rate
@@ -23,7 +21,6 @@ from daskgpt.schedulers.machine import copy_rate
 EARLY, LATE, BATCH = 10, 900, 8  # tokens that stand before, and texts
 TOKENS = 16  # of a turn
 LIKELIEST = Choice(temperature=0)
-RATIOS = {"flat": "a late token / an early one", "batch": f"tokens/s of {BATCH} texts / of 1"}
 
 
 class _OfThisProcess:
@@ -84,85 +81,15 @@ def random_prompts(config: GPT2Config, texts: int, length: int, seed: int) -> li
     return found
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to write: seconds of a step, and the share of a copy's rate at which its bytes were read."""
-
-    precision: str
-    texts: int
-    position: int
-    seconds: Spread
-    read: int
-    share: Spread
-
-    @property
-    def tokens(self) -> float:
-        """A second."""
-        return self.texts / self.seconds.median
-
-    def figures(self) -> dict[str, Figure]:
-        """For a record of measurements; a way to write is called by precision, texts, and tokens that stand before."""
-        name = f"{self.precision}_{self.texts}_{self.position}"
-        return {
-            f"{name}_step": Figure.of(self.seconds, "ms", 1e3),
-            f"{name}_share": Figure.of(self.share, ""),
-            f"{name}_tokens": Figure.single(self.tokens, "tokens/s"),
-            f"{name}_read": Figure.single(self.read / 1e6, "MB"),
-        }
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What was found.
-
-    ratios   what several rows say together, by name: each turn's
-    turns    of every way to write, of copies, and of other programs
-    """
-
-    config: GPT2Config
-    threads: int
-    copy: Spread
-    rows: tuple[Row, ...]
-    ratios: dict[str, Spread]
-    turns: Sequence[Turn]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What was measured, beside the model."""
-        return {"threads": self.threads, "disturbed_turns": disturbed(self.turns)}
-
-    def figures(self) -> dict[str, Figure]:
-        """For a record of measurements."""
-        known = {"copy": Figure.of(self.copy, "GB/s", 1e-9)} | figures_of(self.ratios, "")
-        for row in self.rows:
-            known |= row.figures()
-        return known
-
-    def describe(self) -> str:
-        """For a person to read."""
-        lines = [
-            f"model        {parameter_count(self.config):,} parameters, {self.threads} threads",
-            f"machine      {machine.processor()}, {usable_cores()} cores",
-            f"copy         {times(self.copy, 1e-9)} GB/s read and written",
-            f"turns        {len(self.turns)} of {TOKENS} tokens",
-        ]
-        if others := disturbed(self.turns):
-            lines.append(f"WARNING: other programs ran in {others} of these turns: the figures say little")
-        lines += ["", f"{'':9}{'texts':>5}{'after':>6}  {'ms a step':21}{'tokens/s':>9}{'MB':>6}  of a copy"]
-        for row in self.rows:
-            way = f"{row.precision:9}{row.texts:5}{row.position:6}  {times(row.seconds, 1e3):21}"
-            lines.append(f"{way}{row.tokens:9.1f}{row.read / 1e6:6.0f}  {times(row.share, 1, 2)}")
-        lines.append("")
-        for name, spread in self.ratios.items():
-            kind, _, precision = name.partition("_")
-            lines.append(f"{RATIOS[kind]:30}{precision:10}{times(spread, 1, 2)}")
-        return "\n".join(lines)
-
-
 def measure_generation(
     config: GPT2Config, options: BenchConfig, threads: int, others: Sequence[Side] = ()
-) -> Generation:
-    """Let the ways to write, a copy of memory and other programs take turns, as many as `options.steps`."""
+) -> tuple[Measurement, Sequence[Turn]]:
+    """Let the ways to write, a copy of memory and other programs take turns, as many as `options.steps`.
+
+    A way to write is called by precision, texts, and tokens that stand before: `float32_1_10`. Its share is that of a
+    copy's rate at which its bytes were read; `flat` is a late token's time over an early one's, `batch` the tokens a
+    second of some texts over those of one.
+    """
     threads = threads or usable_cores()
     parameters = initial_parameters(config, options.seed)
     late = max(EARLY, min(LATE, config.positions - TOKENS))
@@ -176,26 +103,33 @@ def measure_generation(
     for side in sides:
         side.run(min(options.warmup, TOKENS))
     turns = undisturbed(take_turns(sides, options.steps, TOKENS), options.steps)
-    columns = list(zip(*(turn.means for turn in turns), strict=True))
+    columns = [np.array(column) for column in zip(*(turn.means for turn in turns), strict=True)]
     seconds, copies = dict(zip(ours, columns, strict=False)), columns[len(ours)]
-    rows = tuple(
-        Row(
-            *kind,
-            Spread.of(seconds[kind]),
-            writing.read,
-            Spread.of(writing.read / own * byte for own, byte in zip(seconds[kind], copies, strict=True)),
-        )
-        for kind, writing in ours.items()
-    )
-    ratios = {}
+    figures = {"copy": Figure.of(Spread.of(1 / copies), "GB/s", 1e-9)}
     for precision in PRECISIONS:
-        early, late_ones, batch = (seconds[kind] for kind in ours if kind[0] == precision)
-        ratios[f"flat_{precision}"] = Spread.of(b / a for a, b in zip(early, late_ones, strict=True))
-        ratios[f"batch_{precision}"] = Spread.of(BATCH * a / b for a, b in zip(early, batch, strict=True))
-    return Generation(config, threads, Spread.of(1 / byte for byte in copies), rows, ratios, turns)
-
-
-def times(spread: Spread, unit: float, digits: int = 1) -> str:
-    """Return median, least and largest."""
-    low, middle, high = (f"{value * unit:,.{digits}f}" for value in (spread.least, spread.median, spread.largest))
-    return f"{middle} ({low} .. {high})"
+        early, late_ones, batch = (own for kind, own in seconds.items() if kind[0] == precision)
+        figures[f"flat_{precision}"] = Figure.of(Spread.of(late_ones / early), "")
+        figures[f"batch_{precision}"] = Figure.of(Spread.of(BATCH * early / batch), "")
+    table = [["", "texts", "after", "a step", "", "read", "of a copy"]]
+    for (precision, texts, position), writing in ours.items():
+        step, name = seconds[precision, texts, position], f"{precision}_{texts}_{position}"
+        own = {
+            "step": Figure.of(Spread.of(step), "ms", 1e3),
+            "share": Figure.of(Spread.of(writing.read / step * copies), ""),
+            "tokens": Figure.single(texts / float(np.median(step)), "tokens/s"),
+            "read": Figure.single(writing.read / 1e6, "MB"),
+        }
+        figures |= {f"{name}_{what}": figure for what, figure in own.items()}
+        cells = (own["step"].text(1), own["tokens"].text(1), own["read"].text(0), own["share"].text(2))
+        table.append([precision, str(texts), str(position), *cells])
+    facts = {
+        "model": f"{parameter_count(config):,} parameters, {threads} threads",
+        "machine": f"{machine.processor()}, {usable_cores()} cores",
+        "copy": f"{figures['copy'].text(1)} read and written",
+        "turns": f"{len(turns)} of {TOKENS} tokens",
+        **{f"late / early, {name}": figures[f"flat_{name}"].text(2) for name in PRECISIONS},
+        **{f"{BATCH} texts / 1, {name}": f"{figures[f'batch_{name}'].text(2)} tokens/s" for name in PRECISIONS},
+    }
+    if met := disturbed(turns):
+        facts["WARNING"] = f"other programs ran in {met} of these turns: the figures say little"
+    return Measurement(facts, {"threads": threads, "disturbed_turns": disturbed(turns)}, figures, table), turns

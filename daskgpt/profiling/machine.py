@@ -1,18 +1,20 @@
-"""What a process has taken of its machine, and which one that is."""
+"""What a process has taken of its machine, and which machine that is."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
+
 import daskgpt
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-CPU_INFO, STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
+STATUS, CLEAR_REFS, CPU_INFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/cpuinfo")
 BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
 
 
@@ -26,64 +28,53 @@ def reset_peak_memory() -> bool:
 
 
 def peak_memory() -> int:
-    """Most bytes of this process that were in memory at one time, the interpreter and its libraries included."""
-    found = _status("VmHWM")
-    if found is not None:
-        return found
-    import resource  # is not on every system
-
+    """Return the most bytes of this process that were in memory at one time, interpreter and libraries included."""
+    found = _field(STATUS, "VmHWM")
+    if found:
+        return int(found.split()[0]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
+def resident_memory() -> int:
+    """Return the bytes of this process that are in memory now."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def processor_time() -> dict[tuple[str, int], float]:
-    """Seconds of processor time of this process, by machine and process: whoever adds several counts none twice."""
+    """Return seconds of processor time of this process, by machine and process, so that a sum counts none twice."""
     return {(platform.node(), os.getpid()): time.process_time()}
 
 
-def resident_memory() -> int:
-    """Bytes of this process that are in memory now; 0 where the system does not say."""
-    return _status("VmRSS") or 0
-
-
-def _status(name: str) -> int | None:
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
-
-
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
+    return _field(CPU_INFO, "model name") or platform.processor() or platform.machine()
+
+
+def _field(path: Path, name: str) -> str:
+    """Return what a line `name: value` of a file says first; "" where there is none."""
     try:
-        lines = CPU_INFO.read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
-def busy_cores(seconds: float = 0.5) -> float | None:
-    """How many cores other programs keep busy while this one sleeps; None where the system does not say."""
+def busy_cores(seconds: float = 0.5) -> float:
+    """Return how many cores other programs keep busy while this one sleeps."""
     before = busy_seconds()
     time.sleep(seconds)
-    after = busy_seconds()
-    return None if before is None or after is None else round((after - before) / seconds, 2)
+    return round((busy_seconds() - before) / seconds, 2)
 
 
-def busy_seconds() -> float | None:
-    """Processor time of all programs and the system since the machine began; None where the system does not say."""
-    try:
-        words = STAT.read_text().split("\n")[0].split()
-    except OSError:
-        return None
-    user, nice, system, _idle, _wait, irq, softirq = map(int, words[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+def busy_seconds() -> float:
+    """Return the processor time of all programs and the system since the machine began."""
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of Python, of daskgpt and of some packages."""
+    """Return the versions of Python, of daskgpt and of some packages."""
     return {"python": platform.python_version(), "daskgpt": daskgpt.__version__} | {
         name: version(name) for name in packages
     }

@@ -20,13 +20,14 @@ from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.profiling import machine
-from daskgpt.profiling.records import Figure, figures_of
+from daskgpt.profiling.records import Figure, Measurement
 from daskgpt.profiling.statistics import Spread
-from daskgpt.profiling.timeline import Timeline, is_message, recorder_of
+from daskgpt.profiling.timeline import Timeline, is_message, recorder_of, summarise
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.machine import product_rate
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.job import Job, facts
+from daskgpt.training.job import Job
+from daskgpt.training.job import facts as job_facts
 from daskgpt.training.trainer import steps_of
 
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
@@ -67,76 +68,6 @@ def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray
     size, length = job.batch_shape
     tokens = np.random.default_rng([seed, step]).integers(0, job.config.vocabulary, (size, length + 1), np.int32)
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What was found. Seconds, bytes, and operations a second.
-
-    step         seconds a step, over the timed steps
-    busy         pass -> seconds a step that kernels ran, divided by the threads; from the recorded steps
-    idle         share of the threads' time in the recorded steps in which no kernel ran
-    matmul_rate  of the same machine and as many threads, see `schedulers.product_rate`
-    peak         most bytes in memory in the timed steps, all processes together
-    settings     what was measured
-    chunks       of the batch, and why, for people
-    """
-
-    job: Job
-    step: Spread
-    busy: dict[str, float]
-    idle: float
-    matmul_rate: float
-    peak: int
-    settings: dict[str, Any]
-    chunks: str
-
-    @property
-    def rate(self) -> float:
-        """Operations a second, see `step_operations`."""
-        return step_operations(self.job.config, *self.job.batch_shape) / self.step.median
-
-    @property
-    def tokens(self) -> float:
-        """A second."""
-        return prod(self.job.batch_shape) / self.step.median
-
-    def figures(self) -> dict[str, Figure]:
-        """For a record of measurements."""
-        return {
-            **figures_of({"step": self.step}, "ms", 1e3),
-            **{name: Figure.single(seconds * 1e3, "ms") for name, seconds in self.busy.items()},
-            "overhead": Figure.single(self.idle, ""),
-            "tokens": Figure.single(self.tokens, "tokens/s"),
-            "rate": Figure.single(self.rate / 1e9, "GFLOP/s"),
-            "matmul_rate": Figure.single(self.matmul_rate / 1e9, "GFLOP/s"),
-            "peak": Figure.single(self.peak / 1e9, "GB"),
-        }
-
-    def describe(self) -> str:
-        """The numbers for a person."""
-        job, step, own = self.job, self.step, self.settings
-        threads = own["threads"]
-        who = f"{job.scheduler}, {threads} thread{'s' * (threads != 1)}, {job.precision.name}"
-        share = f"{self.rate / self.matmul_rate:.0%} of the float32 matrix product's {self.matmul_rate / 1e9:,.1f}"
-        lines = {
-            "model": f"{parameter_count(job.config):,} parameters",
-            "batch": facts(job)["batch"],
-            "chunks": self.chunks,
-            "tasks": f"{own['tasks']:,} a step (grain {own['grain']}), {who}",
-            "machine": machine.processor(),
-            "step": f"{_ms(step.median)}   {step.least * 1e3:,.1f} .. {step.largest * 1e3:,.1f}",
-            **{f"  {name}": _ms(seconds) for name, seconds in self.busy.items()},
-            "overhead": f"{self.idle:10.1%}   of the threads' time without a kernel",
-            "tokens": f"{self.tokens:10,.0f}   a second",
-            "arithmetic": f"{self.rate / 1e9:10,.1f} GFLOP/s, {share}",
-            "memory": f"{self.peak / 1e9:10.3f} GB at most",
-        }
-        return "\n".join(f"{name:12} {text}" for name, text in lines.items())
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:10,.1f} ms"
 
 
 class Steps:
@@ -199,15 +130,6 @@ class Steps:
                 self.run(size)
         return recorder.finish()
 
-    def recorded(self, count: int) -> tuple[dict[str, float], float]:
-        """Busy seconds by pass of all threads, and seconds, both a step, over some further steps."""
-        done, start = len(self.losses), perf_counter()
-        timeline = self.timeline(count)
-        seconds, ran = perf_counter() - start, len(self.losses) - done
-        kernels = [event for event in timeline.events if not is_message(event.layer)]
-        busy = {phase: sum(event.seconds for event in kernels if event.phase == phase) for phase in PHASES}
-        return {name: busy[name] / ran for name in PHASES}, seconds / ran
-
     def reset_peak(self) -> None:
         """Let `peak` count from now on."""
         self.scheduler.everywhere(machine.reset_peak_memory, here=True)
@@ -245,17 +167,47 @@ class Steps:
 
 def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
     """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
-    scheduler, threads = steps.scheduler, steps.scheduler.threads
+    job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
     steps.run(warmup)
     steps.reset_peak()
-    step = Spread.of(steps.run(timed))
-    peak = steps.peak()
-    busy, seconds = steps.recorded(recorded)
-    each = {name: total / threads for name, total in busy.items()}
-    idle = 1 - sum(busy.values()) / (threads * seconds)
-    rate = sum(scheduler.everywhere(matmul_rate, threads))
+    step = Figure.of(Spread.of(steps.run(timed)), "ms", 1e3)
+    peak = steps.peak() / 1e9
+    found = summarise(steps.timeline(recorded))
+    busy = {
+        phase: sum(own[0] for (layer, of), own in found.kernels.items() if of == phase and not is_message(layer))
+        for phase in PHASES
+    }
+    idle = 1 - sum(busy.values()) / (threads * found.wall)
+    passes = {name: Figure.single(1e3 * seconds / (threads * found.steps), "ms") for name, seconds in busy.items()}
+    assert step.median is not None, "it was measured"
+    tokens = 1e3 * prod(job.batch_shape) / step.median
+    rate = step_operations(job.config, *job.batch_shape) / step.median / 1e6
+    products = sum(scheduler.everywhere(matmul_rate, threads)) / 1e9
     settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
-    return Measurement(steps.job, step, each, idle, rate, peak, settings, steps.steps.described_chunks)
+    who = f"{job.scheduler}, {threads} thread{'s' * (threads != 1)}, {job.precision.name}"
+    facts = {
+        "model": f"{parameter_count(job.config):,} parameters",
+        "batch": job_facts(job)["batch"],
+        "chunks": steps.steps.described_chunks,
+        "tasks": f"{steps.tasks:,} a step (grain {steps.grain}), {who}",
+        "machine": machine.processor(),
+        "step": step.text(),
+        **{f"  {name}": figure.text() for name, figure in passes.items()},
+        "overhead": f"{idle:.1%} of the threads' time without a kernel",
+        "tokens": f"{tokens:,.0f} a second",
+        "arithmetic": f"{rate:,.1f} GFLOP/s, {rate / products:.0%} of the float32 matrix product's {products:,.1f}",
+        "memory": f"{peak:.3f} GB at most",
+    }
+    figures = {
+        "step": step,
+        **passes,
+        "overhead": Figure.single(idle, ""),
+        "tokens": Figure.single(tokens, "tokens/s"),
+        "rate": Figure.single(rate, "GFLOP/s"),
+        "matmul_rate": Figure.single(products, "GFLOP/s"),
+        "peak": Figure.single(peak, "GB"),
+    }
+    return Measurement(facts, settings, figures)
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
@@ -265,7 +217,7 @@ def matmul_rate(threads: int, dask_worker: Any = None) -> float:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of each step of each program, and how many cores others kept busy meanwhile (0: it is not known)."""
+    """Seconds of each step of each program, and how many cores others kept busy meanwhile."""
 
     seconds: tuple[tuple[float, ...], ...]
     others: float = 0.0
@@ -319,9 +271,6 @@ def disturbed(turns: Sequence[Turn]) -> int:
 
 
 def _others_seconds(sides: Sequence[Side]) -> float:
-    """Return the processor time of other programs on this machine; 0 where the system does not say."""
-    everything = machine.busy_seconds()
-    if everything is None:
-        return 0.0
+    """Return the processor time of other programs on this machine."""
     own = {process: seconds for side in sides for process, seconds in side.cpu().items()}
-    return everything - sum(seconds for (node, _), seconds in own.items() if node == platform.node())
+    return machine.busy_seconds() - sum(seconds for (node, _), seconds in own.items() if node == platform.node())

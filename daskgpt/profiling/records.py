@@ -15,9 +15,10 @@ from typing import Any
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written
+from daskgpt.config.rich import text_table
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.profiling import machine
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.statistics import Spread, rounded
 from daskgpt.schedulers.local import usable_cores
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")
@@ -65,16 +66,21 @@ class Figure:
     @classmethod
     def of(cls, spread: Spread, unit: str, factor: float = 1) -> Figure:
         """Of measured turns, in another unit `factor` times as small; a single value has no spread."""
-        low, middle, high = (rounded(value * factor) for value in spread.quartiles)
+        low, middle, high = (significant(value * factor) for value in spread.quartiles)
         if spread.n == 1:
             return cls(unit, middle, n=1)
-        turns = tuple(rounded(value * factor) for value in spread.values)
+        turns = tuple(significant(value * factor) for value in spread.values)
         return cls(unit, middle, min(turns), max(turns), low, high, turns, spread.n)
 
     @classmethod
     def single(cls, value: float, unit: str) -> Figure:
-        """Of one value."""
-        return cls(unit, rounded(value), n=1)
+        """Return the figure of one value."""
+        return cls(unit, significant(value), n=1)
+
+    def text(self, digits: int | None = None) -> str:
+        """Return `42.9 ms (38.9 .. 47.8)`: the median, and from the least to the largest turn where there are some."""
+        known = [rounded(value, digits) for value in (self.median, self.least, self.largest) if value is not None]
+        return " ".join(filter(None, (known[0], self.unit, f"({known[1]} .. {known[2]})" if known[1:] else "")))
 
 
 @dataclass(frozen=True)
@@ -102,15 +108,15 @@ class Record:
 
     def __post_init__(self) -> None:
         texts = (self.command, self.date, self.against, self.note)
-        rule = "a record must have a command, a date, a machine and figures, as words, tables and figures"
+        rule = "a record must have a command, a date (ISO 8601), a machine and figures, as words, tables and figures"
         tables = (self.machine, self.figures, self.versions, self.settings)
         fine = all(isinstance(text, str) for text in texts) and all(isinstance(table, Mapping) for table in tables)
         fine = fine and bool(self.command and self.figures) and {"processor", "cores"} <= set(self.machine)
-        require(fine, WHERE, rule, {"command": self.command}, "Add what is missing.")
         try:
             datetime.fromisoformat(self.date)
-        except ValueError:
-            raise refusal(ValueError, WHERE, "the date must be ISO 8601", {"date": self.date}, "Mend it.") from None
+        except (TypeError, ValueError):
+            fine = False
+        require(fine, WHERE, rule, {"command": self.command, "date": self.date}, "Add what is missing.")
 
     def line(self) -> bytes:
         """As a line of a file of records, without what is empty.
@@ -134,6 +140,27 @@ class Record:
             return cls(figures=figures, **values)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise refusal(ValueError, WHERE, "a line must be a record", f"{line[:60]!r}", f"({error})") from None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a command has measured.
+
+    facts     for people, by name
+    settings  what was measured, beside the model
+    figures   for a record, by name
+    table     for people, below the facts: cells of text, the first line being its head
+    """
+
+    facts: Mapping[str, str]
+    settings: Mapping[str, Any]
+    figures: Mapping[str, Figure]
+    table: Sequence[Sequence[str]] = ()
+
+    def describe(self) -> str:
+        """Return the facts and the table, for people."""
+        lines = [f"{name:12} {text}" for name, text in self.facts.items()]
+        return "\n".join([*lines, *(["", text_table(self.table)] if self.table else [])])
 
 
 def measured(
@@ -236,9 +263,9 @@ def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> d
     return {name: Figure.of(spread, unit, factor) for name, spread in spreads.items()}
 
 
-def rounded(value: float, digits: int = DIGITS) -> float:
-    """With so many significant digits."""
-    return float(f"{value:.{digits}g}")
+def significant(value: float) -> float:
+    """Return a number with so many significant digits as records have."""
+    return float(f"{value:.{DIGITS}g}")
 
 
 def _whole(text: bytes) -> bytes:

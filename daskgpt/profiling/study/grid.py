@@ -39,7 +39,8 @@ class StudyConfig(Checked):
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**20)
     steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1, most=2**20)
     seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds", least=0)
-    warmup: int = setting(2, "steps before them", unit="steps", least=1, most=2**20)
+    # What is auto settles in the first two steps.
+    warmup: int = setting(3, "steps before them", unit="steps", least=3, most=2**20)
     repetitions: int = setting(3, "how often every point is run", least=1)
     minutes: float = setting(
         28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
@@ -50,7 +51,7 @@ class StudyConfig(Checked):
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One setting of the dataflow. In a study's grid chunks are sizes, not 0 for auto."""
+    """One setting of the dataflow; a chunk of 0 is auto."""
 
     threads: int
     scheduler: str

@@ -1,20 +1,62 @@
-"""The report of a study, as Markdown: its figures, their numbers, and what follows from them."""
+"""The report of a study, as Markdown: for each question a figure (PNG and SVG), its numbers, and what follows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from daskgpt.profiling import machine
+from daskgpt.profiling.plots import Figure, save, style
 from daskgpt.profiling.statistics import Comparison, Spread, rounded
-from daskgpt.profiling.study.figures import PHASES, draw_all
 from daskgpt.profiling.study.grid import BARRIERS
 from daskgpt.profiling.study.table import Row, Rows, count, median, model_name, speedups, spread, spreads
 
 RECORDING = 0.03  # of a step, above which a report says what recording costs
-NONE = "Nothing was run for this question."
-Section = tuple[str, list[str], list[str]]  # name of its figure, conclusions, lines of its tables
+BARRIER_COLORS = {"layer": "#d1495b", "phase": "#edae49", "step": "#00798c", "none": "#5e3c99"}
+PHASES = {  # column -> name and color
+    "forward_ms": ("forward", "#4269d0"),
+    "backward_ms": ("backward", "#ff725c"),
+    "update_ms": ("update", "#3ca951"),
+    "step_ms": ("total", "#303030"),
+}
+SHARES = {
+    "kernel_share": ("kernels", "#00798c"),
+    "inside_share": ("between a task's kernels", "#a463f2"),
+    "scheduling_share": ("scheduling: a task was ready", "#edae49"),
+    "waiting_share": ("waiting: no task was ready", "#d9d9d9"),
+}
+SHARES_HEAD = ["kernels", "between kernels", "scheduling", "waiting"]
+MARKERS = "o^sD"
+METHOD = """
+## Runs
+
+[results.csv](results.csv) has a row for each run ({runs}), which was a process of its own on as many cores as it had
+threads. The repetitions take turns, each in an order of its own, so that a noisy minute hits all settings alike. A run
+warms up for {warmup} steps and then records every kernel call of the steps whose time it reports; as many others, half
+of them before and half after, are not recorded and show what recording costs. Figures show medians over runs, quartiles
+and every run. Two settings are called different (in bold) where the quartiles of their runs do not overlap.
+
+Speedup is the time of the sequential run (one thread, a barrier between phases, which costs nothing there) divided by
+the time in question: one base for all. Efficiency is speedup divided by threads. Forward, backward and update have
+times of their own only where a barrier stands between them, and sum up to the step; where the state is updated in
+place, the sums that make a weight gradient are part of the update. docs/metrics.md of daskgpt defines overlap,
+critical path and the shares of the threads' time.
+"""
+Times = Mapping[Any, Spread]
+Series = dict[str, tuple[Times, str, Spread | None]]  # name -> times by threads, color, base of the speedup
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question of a study: its figure's name, conclusions, lines of tables, and what draws the figure."""
+
+    title: str
+    name: str = ""
+    conclusions: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=lambda: ["Nothing was run for this question."])
+    draw: Callable[[], Figure] | None = None
 
 
 def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> Path:
@@ -23,36 +65,41 @@ def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> Path
     quick   whether it is a study of --quick, which the report says on top
     """
     view = Rows(rows)
-    drawn = draw_all(folder, view)
-    sections = {
-        "Threads: forward, backward, update": threads_section(view),
-        "Fork-join, tasks, barrier-free": barriers_section(view),
-        "Slicing: tokens only, or tokens and sequences": slicing_section(view),
-        "Size of a task": grain_section(view),
-        "Overlap and critical path": overlap_section(view),
-        "Schedulers": scheduler_section(view),
-        "Same results": results_section(view),
-    }
-    shown = list(sections.values())[-1 if quick else 0 :]  # a quick study says nothing of speed
+    found = sections(view)
     parts = [*_heading(view, quick), "## Conclusions\n"]
-    parts += [f"- {conclusion}" for _, conclusions, _ in shown for conclusion in conclusions]
-    for title, (figure, _, lines) in sections.items():
-        image = [f"![{title}]({drawn[figure]})\n"] if figure in drawn else []
-        parts += [f"\n## {title}\n", *image, *(lines or [NONE])]
-    parts.append(f"\n## Runs\n\n{METHOD.format(runs=len(view.all), warmup=view.all[0]['warmup'])}")
+    # A quick study says nothing of speed.
+    parts += [f"- {conclusion}" for section in found[-1 if quick else 0 :] for conclusion in section.conclusions]
+    for section in found:
+        parts.append(f"\n## {section.title}\n")
+        if section.draw:
+            _save(section.draw, folder / section.name)
+            parts.append(f"![{section.title}]({section.name}.png)\n")
+        parts += section.lines
+    parts.append(METHOD.format(runs=len(view.all), warmup=view.all[0]["warmup"]))
     path = folder / "report.md"
     path.write_text("\n".join(parts))
     return path
 
 
+def sections(view: Rows) -> list[Section]:
+    """Return the sections of a report, in their order."""
+    answered = (threads_section, barriers_section, slicing_section, grain_section, overlap_section, scheduler_section)
+    return [section(view) for section in (*answered, results_section)]
+
+
+def _save(draw: Callable[[], Figure], path: Path) -> None:
+    with style():
+        figure = draw()
+        for kind in ("png", "svg"):
+            save(figure, path.with_suffix(f".{kind}"), kind)
+
+
 def threads_section(view: Rows) -> Section:
     """Report runtime, speedup and efficiency of forward, backward, update and total."""
-    conclusions, lines = [], []
-    base = view.sequential()
-    for barrier in ("layer", "phase"):
-        if not (times := view.phase_times(barrier)):
-            continue
-        total = times["step_ms"]
+    title, conclusions, lines = "Threads: forward, backward, update", [], []
+    kinds = {barrier: times for barrier in ("layer", "phase") if (times := view.phase_times(barrier))}
+    for barrier, times in kinds.items():
+        total, base = times["step_ms"], view.sequential()
         table = [["threads", *(PHASES[column][0] for column in times), "speedup (total)", "efficiency (total)"]]
         table += [[str(n), *(_cell(own.get(n)) for own in times.values()), *_ratios(total, n, base)] for n in total]
         lines += [f"Barrier {BARRIERS[barrier]}, in ms (medians and quartiles of the runs):", "", *_table(table), ""]
@@ -60,36 +107,49 @@ def threads_section(view: Rows) -> Section:
         if most > least:
             found = Comparison.of(count(most, "thread"), total[most], count(least, "thread"), total[least])
             conclusions.append(f"With barrier {BARRIERS[barrier]}, {sentence(found)}")
-    return "phases", conclusions, lines
+    kinds = {barrier: times for barrier, times in kinds.items() if len(times["step_ms"]) > 1} or kinds
+    panels: dict[str, Series] = {
+        f"barrier {BARRIERS[barrier]}": {
+            PHASES[column][0]: (own, PHASES[column][1], view.sequential(column)) for column, own in times.items()
+        }
+        for barrier, times in kinds.items()
+    }
+
+    def draw() -> Figure:
+        return _against_threads(panels, "Phases of a step against threads", view)
+
+    return Section(title, "phases", conclusions, lines, draw) if kinds else Section(title)
 
 
 def barriers_section(view: Rows) -> Section:
-    """Compare fork-join, tasks and barrier-free steps."""
+    """Compare fork-join, tasks and barrier-free steps, each with all numbers of threads."""
+    title = "Fork-join, tasks, barrier-free"
     found = {barrier: spreads(view.along("threads", barrier=barrier)) for barrier in BARRIERS}
     found = {barrier: times for barrier, times in found.items() if times}
     counts = sorted({threads for times in found.values() for threads in times})
-    if len(found) < 2:
-        return "barriers", [], []
-    table, base, most = (
-        [["step (ms)", *(count(n, "thread") for n in counts), "speedup", "efficiency"]],
-        view.sequential(),
-        counts[-1],
-    )
+    if len(found) < 2 and len(counts) < 2:
+        return Section(title)
+    base, most = view.sequential(), counts[-1]
+    table = [["step (ms)", *(count(n, "thread") for n in counts), "speedup", "efficiency"]]
     for barrier, times in found.items():
         table.append([barrier, *(_cell(times.get(n)) for n in counts), *_ratios(times, max(times), base)])
     names = {f"barrier {label}": view.at(barrier=barrier, threads=most) for barrier, label in BARRIERS.items()}
     layer, phase, step, none = names
     names["tasks of one kernel (barrier step, grain kernel)"] = view.at(barrier="step", grain="kernel", threads=most)
     pairs = [(step, layer), (none, step), (none, layer), (step, phase), ([*names][-1], layer)]
-    conclusions = compare(names, pairs, f"On {count(most, 'thread')}, ")
-    return "barriers", conclusions, _table(table)
+    series: Series = {BARRIERS[name]: (own, BARRIER_COLORS[name], base) for name, own in found.items()}
+
+    def draw() -> Figure:
+        return _against_threads({"a step": series}, "Where all threads wait", view)
+
+    return Section(title, "barriers", compare(names, pairs, f"On {count(most, 'thread')}, "), _table(table), draw)
 
 
 def slicing_section(view: Rows) -> Section:
-    """Compare slicing by tokens only with slicing by sequences too."""
-    series, size = view.slicings(), view.all[0]["batch_size"]
+    """Compare slicing by tokens only with slicing by sequences too, by the number of chunks."""
+    title, series, size = "Slicing: tokens only, or tokens and sequences", view.slicings(), view.all[0]["batch_size"]
     if sum(map(len, series.values())) < 2:
-        return "slicing", [], []
+        return Section(title)
     counts = sorted({n for times in series.values() for n in times})
     table = [["sequences in a chunk: step (ms)", *(count(n, "chunk") for n in counts)]]
     table += [[f"{b} of {size}", *(_cell(times.get(n)) for n in counts)] for b, times in series.items()]
@@ -98,69 +158,115 @@ def slicing_section(view: Rows) -> Section:
         others = {times[n].median: (b, times[n]) for b, times in series.items() if b != size and n in times}
         if others and n in series.get(size, {}):
             best, times = others[min(others)]
-            name, other = (
+            by_tokens, by_both = (
                 f"slicing by tokens only ({size} sequences a chunk)",
                 f"slicing by sequences too ({best} a chunk)",
             )
-            conclusions.append(
-                f"With {count(n, 'chunk')}, {sentence(Comparison.of(name, series[size][n], other, times))}"
-            )
+            found = Comparison.of(by_tokens, series[size][n], by_both, times)
+            conclusions.append(f"With {count(n, 'chunk')}, {sentence(found)}")
     least, sequences, n = min((own.median, b, n) for b, times in series.items() for n, own in times.items())
     conclusions.append(
         f"Of all slicings, {count(n, 'chunk')} of {sequences} of the {size} sequences had the least median: "
         f"{rounded(least)} ms a step."
     )
-    return "slicing", conclusions, _table(table)
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(8.5, 4.8))
+        axes = figure.subplots()
+        for (b, times), (_, color), marker in zip(series.items(), PHASES.values(), MARKERS):
+            label = f"{b} of {size} sequences a chunk" + (": by tokens only" if b == size else "")
+            _line(axes, times, color, label, marker)
+        axes.margins(y=0.08)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(number) for number in counts])
+        axes.set(xlabel="chunks of a batch", ylabel="step (ms)", ylim=(0, None))
+        figure.legend(frameon=False, loc="outside lower center")
+        return _titled(figure, "Slicing a batch", view)
+
+    return Section(title, "slicing", conclusions, _table(table), draw)
 
 
 def grain_section(view: Rows) -> Section:
-    """Compare sizes of a task."""
-    found = {f"grain {grain}": rows for grain, rows in view.along("grain").items()}
+    """Compare sizes of a task: the time of a step, and where the threads' time goes."""
+    title, found = "Size of a task", view.along("grain")
     if len(found) < 2:
-        return "grains", [], []
-    shares = ("kernel_share", "inside_share", "scheduling_share", "waiting_share")
-    table = [["grain", "tasks a step", "step (ms)", "kernels", "between kernels", "scheduling", "waiting"]]
-    for name, rows in found.items():
-        tasks = f"{median(rows, 'tasks'):,.0f}"
-        table.append([name.split()[1], tasks, _cell(spread(rows)), *(_share(rows, share) for share in shares)])
-    fast, *_, slow = sorted(found, key=lambda name: median(found[name], "step_ms"))
-    return "grains", compare(found, [(fast, slow)], "Of the grains, fastest and slowest: "), _table(table)
+        return Section(title)
+    tasks = {grain: f"{median(rows, 'tasks'):,.0f}" for grain, rows in found.items()}
+    table = [["grain", "tasks a step", "step (ms)", *SHARES_HEAD]]
+    table += [[grain, tasks[grain], _cell(spread(rows)), *_shares_of(rows)] for grain, rows in found.items()]
+    fast, *_, slow = sorted(found, key=lambda grain: median(found[grain], "step_ms"))
+    names = {f"grain {grain}": found[grain] for grain in (fast, slow)}
+    conclusions = compare(names, [tuple(names)], "Of the grains, fastest and slowest: ")
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(11, 4.4))
+        left, right = figure.subplots(1, 2)
+        _bars(left, {f"{grain}\n{tasks[grain]} tasks": rows for grain, rows in found.items()})
+        left.set(title="A step")
+        _stacked_shares(right, found)
+        return _titled(figure, "Size of a task", view)
+
+    return Section(title, "grains", conclusions, _table(table), draw)
 
 
 def overlap_section(view: Rows) -> Section:
-    """Report the overlap of layers and steps, and the critical path."""
+    """Report the overlap of layers and steps, and the critical path beside the step, for each barrier."""
+    title = "Overlap and critical path"
     found = {barrier: rows for barrier in BARRIERS if (rows := view.at(barrier=barrier))}
     if not found:
-        return "overlap", [], []
+        return Section(title)
     header = ["barrier", "layers at once", "steps at once", "step (ms)", "critical path (ms)", "share of it"]
-    table = [[*header, "kernels", "scheduling", "waiting"]]
+    table = [[*header, *SHARES_HEAD]]
     for barrier, rows in found.items():
-        step, path = spread(rows), spread(rows, "critical_path_ms")
         part = median(rows, "critical_path_ms") / median(rows, "step_ms")
-        shares = [_share(rows, f"{name}_share") for name in ("kernel", "scheduling", "waiting")]
-        at_once = [_share(rows, "overlap"), _share(rows, "steps_overlap")]
-        table.append([barrier, *at_once, _cell(step), _cell(path), f"{part:.0%}", *shares])
+        at_once, times = [_share(rows, name) for name in ("overlap", "steps_overlap")], _cell(spread(rows))
+        path = _cell(spread(rows, "critical_path_ms"))
+        table.append([barrier, *at_once, times, path, f"{part:.0%}", *_shares_of(rows)])
     told = ", ".join(f"{_share(rows, 'overlap')} (barrier {barrier})" for barrier, rows in found.items())
-    return "overlap", [f"Two or more layers run at the same time {told} of the time."], _table(table)
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(13, 4.4))
+        left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.6, 1.3))
+        highest = _bars(left, found, [BARRIER_COLORS[barrier] for barrier in found], "overlap", 100)
+        left.set(title="Two or more layers at once", ylabel="share of the time (%)", ylim=(0, 1.1 * highest or 10))
+        looks = {"step_ms": (-0.2, "#9fb3c8", "step"), "critical_path_ms": (0.2, "#30638e", "critical path")}
+        for column, (offset, color, label) in looks.items():
+            medians = [median(own, column) for own in found.values()]
+            bars = middle.bar([place + offset for place in range(len(found))], medians, 0.38, color=color, label=label)
+            middle.bar_label(bars, fmt=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.2g}", fontsize=7)
+        middle.set_xticks(range(len(found)), list(found))
+        middle.set(title="Critical path", ylabel="ms a step")
+        middle.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8)
+        _stacked_shares(right, found)
+        return _titled(figure, f"Overlap, {count(view.reference['threads'], 'thread')}", view)
+
+    conclusion = f"Two or more layers run at the same time {told} of the time."
+    return Section(title, "overlap", [conclusion], _table(table), draw)
 
 
 def scheduler_section(view: Rows) -> Section:
-    """Compare the synchronous scheduler, threads, and a cluster of processes."""
-    found = view.schedulers()
+    """Compare the synchronous scheduler, threads, and a cluster of processes with both engines."""
+    title, found = "Schedulers", view.schedulers()
     if len(found) < 2:
-        return "schedulers", [], []
+        return Section(title)
     table = [["scheduler", "step (ms)", "most memory (GB)"]]
     table += [[name, _cell(spread(rows)), f"{median(rows, 'peak_gb'):,.2f}"] for name, rows in found.items()]
     best = min(found, key=lambda name: median(found[name], "step_ms"))
     pairs = [(best, name) for name in found if name.split(" (")[0] != best.split(" (")[0]]
-    return "schedulers", compare(found, pairs, "Of the schedulers, "), _table(table)
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(max(8.5, 1.1 * len(found)), 4.2))
+        _bars(figure.subplots(), {name.replace(" (", "\n("): rows for name, rows in found.items()})
+        return _titled(figure, title, view)
+
+    return Section(title, "schedulers", compare(found, pairs, "Of the schedulers, "), _table(table), draw)
 
 
 def results_section(view: Rows) -> Section:
     """Report whether runs with the same chunks gave the same loss, to the last bit."""
     losses: dict[str, list[str]] = {}
     for row in view.all:
-        losses.setdefault(f"{row['batch_chunk']} x {row['sequence_chunk']}", []).append(str(row["loss"]))
+        losses.setdefault(f"{row['batch_chunk_used']} x {row['sequence_chunk_used']}", []).append(str(row["loss"]))
     table = [["chunk", f"loss after at least {view.all[0]['warmup'] + 1} steps", "runs that share it"]]
     for chunk, own in losses.items():
         table.append([chunk, ", ".join(sorted(set(own))), str(len(own)) if len(set(own)) == 1 else "differ"])
@@ -171,10 +277,10 @@ def results_section(view: Rows) -> Section:
         else f"Runs with the same chunks gave the same loss, bit for bit, whatever the other settings "
         f"({count(len(view.all), 'run')}, {count(len(losses), 'way')} to cut a batch)."
     )
-    return "", [conclusion], _table(table)
+    return Section("Same results", "", [conclusion], _table(table))
 
 
-def compare(named: Mapping[str, Sequence[Row]], pairs: Iterable[tuple[str, str]], begin: str) -> list[str]:
+def compare(named: Mapping[str, Sequence[Row]], pairs: Iterable[tuple[str, ...]], begin: str) -> list[str]:
     """Return a sentence on the times of a step for each pair of names of which both were run."""
     times = {name: spread(rows) for name, rows in named.items()}
     found = [(one, times[one], other, times[other]) for one, other in pairs]
@@ -222,39 +328,18 @@ def _heading(view: Rows, quick: bool) -> list[str]:
         warnings.append(f"**Single runs:** {which} run once. Differences between single runs show nothing.")
     cpus, dates = sorted({str(own["cpu"]) for own in view.all}), sorted(str(own["date"]) for own in view.all)
     versions = ", ".join(f"{package} {row[package]}" for package in ("daskgpt", "python", "numpy", "numba", "dask"))
+    shared = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in view.reference.items())
     return [
         f"# Study of {model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step\n",
         *(["> " + "\n>\n> ".join(warnings) + "\n"] if warnings else []),
         f"{count(row['blocks'], 'block')}, {count(row['heads'], 'head')}, {row['channels']} channels, vocabulary "
         f"{row['vocabulary']}, precision {row['precision']}. {runs} from {dates[0]} to {dates[-1]} on "
         f"{', '.join(cpus)}, {row['cores']} cores, {row['machine']}; {versions}.\n",
-        "Unless a figure varies it, a run has: "
-        + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in view.reference.items())
-        + ".\n",
+        f"Unless a figure varies it, a run has: {shared}.\n",
     ]
 
 
-METHOD = """\
-[results.csv](results.csv) has a row for each run ({runs}). Every run is a process of its own on as many cores as
-it has threads, with one BLAS thread a task. The repetitions take turns, each in an order of its own, so that a noisy
-minute hits all settings alike. A run warms up for {warmup} steps and then records every kernel call of at least as many
-steps as asked for: the time of a step, its phases, overlap, critical path and shares come from the same steps. As many
-others, half of them before and half after, are not recorded and show what recording costs (`recording_cost`). The time
-of a run is the median of its steps. Figures show medians over runs, quartiles and every run. Two settings are called
-different (in bold) where the quartiles of their runs do not overlap; of single runs nothing is concluded.
-
-Speedup is the time of the sequential run (one thread, a barrier between phases, which costs nothing there) divided by
-the time in question: one base for all. Efficiency is speedup divided by threads.
-
-Forward, backward and update have times of their own only where a barrier stands between them: the share of the recorded
-steps that each takes, of the median step, so that they sum up to it. Where the state is updated in place, the sums that
-make a weight gradient are part of the update.
-
-Layers at once: the share of the time in which kernels of two or more layers of the network run, forward and backward
-counted apart, all updates as one. Critical path: the longest chain of tasks that had to wait for one another, by their
-measured times. Scheduling: the share of the threads' time in which a task was ready and a thread had none; waiting: in
-which a thread had none because none was ready.
-"""
+# Cells of tables.
 
 
 def _ratios(times: Mapping[int, Spread], threads: int, base: Spread | None) -> list[str]:
@@ -271,6 +356,94 @@ def _share(rows: Sequence[Row], column: str) -> str:
     return f"{median(rows, column):.1%}"
 
 
+def _shares_of(rows: Sequence[Row]) -> list[str]:
+    return [_share(rows, column) for column in SHARES]
+
+
 def _table(lines: Iterable[Sequence[Any]]) -> list[str]:
     header, *rest = [f"| {' | '.join(line)} |" for line in lines]
     return [header, "|" + " --- |" * (header.count(" | ") + 1), *rest]
+
+
+# Parts of figures.
+
+
+def _against_threads(panels: Mapping[str, Series], title: str, view: Rows) -> Figure:
+    """Draw a row of panels for each of some series: runtime, and, where they have a base, speedup and efficiency."""
+    threads = sorted({n for series in panels.values() for times, _, _ in series.values() for n in times})
+    places = {n: place for place, n in enumerate(threads)}  # equally far apart: 1, 2 and 64 threads are all legible
+    based = len(threads) > 1 and any(base for series in panels.values() for _, _, base in series.values())
+    figure = Figure(figsize=(11 if based else 8.5, 1.2 + 3.2 * len(panels)))
+    for axes, (name, series) in zip(figure.subplots(len(panels), 3 if based else 1, squeeze=False), panels.items()):
+        for number, (label, (times, color, base)) in enumerate(series.items()):
+            # Side by side, so that the quartiles of one series do not hide another's.
+            shift = 0.012 * (len(places) - 1) * (number - (len(series) - 1) / 2)
+            _line(axes[0], {places[n] + shift: own for n, own in times.items()}, color, label, MARKERS[number])
+            found = {places[n]: (value, 100 * value / n) for n, value in speedups(times, base).items()}
+            for own, values in zip(axes[1:], zip(*found.values())):
+                own.plot([*found], values, MARKERS[number] + "-", color=color)
+        axes[0].set(title=name, ylabel="time (ms)")
+        if based:
+            axes[1].plot([*places.values()], [*places], ":", color="#888888")
+            axes[2].axhline(100, ls=":", color="#888888")
+            axes[1].set_ylabel("speedup (dotted: ideal)")
+            axes[2].set_ylabel("efficiency (%)")
+        for own in axes:
+            own.margins(x=0.12, y=0.08)
+            own.set(xlabel="threads", ylim=(0, None))
+            own.set_xticks([*places.values()], [*map(str, places)])
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, loc="outside lower center", ncols=5, fontsize=9)
+    return _titled(figure, title, view, "speedup over the sequential run: 1 thread, no barrier that costs" * based)
+
+
+def _line(axes: Any, times: Times, color: str, label: str, marker: str) -> None:
+    """Draw medians with quartiles, and a small dot for every run."""
+    ends = [[abs(own.quartiles[end] - own.median) for own in times.values()] for end in (0, 2)]
+    medians = [own.median for own in times.values()]
+    axes.errorbar([*times], medians, ends, fmt=marker + "-", color=color, label=label, capsize=3, ms=6)
+    for place, own in times.items():
+        axes.plot([place] * own.n, own.values, ".", color=color, ms=4, alpha=0.6)
+
+
+def _bars(
+    axes: Any,
+    found: Mapping[str, list[Row]],
+    colors: Sequence[str] = ("#00798c",) * 9,
+    column: str = "step_ms",
+    scale: float = 1,
+) -> float:
+    """Draw a bar to the median with its quartiles, and a dot for every run; return the largest value."""
+    highest = 0.0
+    for place, (own, color) in enumerate(zip(found.values(), colors)):
+        times = Spread.of(scale * row[column] for row in own)
+        low, middle, high = times.quartiles
+        axes.bar(place, middle, 0.6, color=color, alpha=0.45)
+        axes.errorbar(place, middle, ([middle - low], [high - middle]), color="black", capsize=5, lw=1)
+        shift = [place + 0.12 * (number - (times.n - 1) / 2) for number in range(times.n)]
+        axes.plot(shift, times.values, "o", color=color, mec="black", mew=0.4, ms=5)
+        highest = max(highest, times.largest)
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set(ylabel="step (ms)", ylim=(0, None))
+    return highest
+
+
+def _stacked_shares(axes: Any, found: Mapping[str, list[Row]]) -> None:
+    """Draw stacked shares of the threads' time."""
+    below = [0.0] * len(found)
+    for column, (label, color) in SHARES.items():
+        heights = [100 * median(own, column) for own in found.values()]
+        axes.bar(range(len(found)), heights, 0.6, bottom=below, color=color, label=label)
+        below = [low + height for low, height in zip(below, heights)]
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set(title="Threads' time", ylabel="share (%)", ylim=(0, 100))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
+
+
+def _titled(figure: Figure, title: str, view: Rows, note: str = "") -> Figure:
+    """Write above a figure what it shows, and of which model: it may stand without its report."""
+    row, least, most = view.all[0], min(view.runs.values()), max(view.runs.values())
+    runs = count(most, "run") if least == most else f"{least} to {most} runs"
+    model = f"{model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step; {runs} a point"
+    figure.suptitle("\n".join(filter(None, (title, model, note))), fontsize=11)
+    return figure
