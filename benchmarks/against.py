@@ -13,6 +13,8 @@ from compare.llmc_program import compare_llmc, require_program
 from compare.pipes import Place, TorchOptions
 from compare.processes import TorchSide, TransformersSide, require_installed
 from compare.programs import Apart, OnWorkers, Programs, WorkerTime, check_losses, require_published_model, warm_up
+from compare.turns import take_turns, undisturbed
+from generation import EARLY, TOKENS, Writing, measure_generation, random_prompts
 from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
@@ -21,8 +23,7 @@ from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters
-from daskgpt.profiling.generating import EARLY, TOKENS, Writing, measure_generation, random_prompts
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, take_turns, undisturbed
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of
 from daskgpt.profiling.records import Figure
 from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.connect import chosen_address, open_scheduler
@@ -40,7 +41,7 @@ torch-ddp     turns of three: a cluster of workers of one thread each (--schedul
               --apart one of them is in memory at a time: each is started for each of its turns, takes --warmup steps,
               and then those that count.
 llm.c PATH    a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens
-transformers  Hugging Face's GPT-2 beside `bench --generation`: the same weights in float32, its cache on
+transformers  Hugging Face's GPT-2 beside `generation.py`: the same weights in float32, its cache on
 """
 NEEDS = {"torch": ["torch"], "torch-ddp": ["torch"], "transformers": ["transformers", "torch"], "llm.c": []}
 WORKERS = 2  # of a local cluster, unless --threads says otherwise

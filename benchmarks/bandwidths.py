@@ -23,6 +23,7 @@ from typing import Any
 from compare.pipes import Place, TorchOptions
 from compare.processes import TorchSide
 from compare.programs import check_losses, warm_up
+from compare.turns import Turn, take_turns
 from machines import Machines
 from namespaces import Hosts
 from tool_records import add_record_flag, check_record, record
@@ -30,7 +31,7 @@ from tool_records import add_record_flag, check_record, record
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig, LocalConfig
 from daskgpt.model.parameters import RandomParameters
-from daskgpt.profiling.measure import BenchConfig, Steps, Turn, job_of, random_batch, take_turns
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, random_batch
 from daskgpt.profiling.records import Figure, figures_of
 from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.connect import open_scheduler

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.profiling.study.grid import BARRIERS
-from daskgpt.profiling.timeline import Event, Timeline, Window
-from daskgpt.profiling.timeline.events import TaskGraph
-from daskgpt.profiling.timeline.strips import svg_one_under_the_other
+from daskgpt.profiling.timeline import Event, TaskGraph, Timeline, Window, svg_one_under_the_other
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEPT, PICTURE = DOCS / "measurements" / "fork_join_timelines.json", DOCS / "fork_join.svg"

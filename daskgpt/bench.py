@@ -13,12 +13,10 @@ arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T +
             large float32 matrices and as many threads
 memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
 
---generation times how the model writes, a token at a time, in float32 and bfloat16: one text after 10 and after 900
-tokens, and eight at once; how many bytes of weights, keys and values a step reads, and which share of the rate of a
-copy on as many threads (bytes read and written) that is; in --steps turns of 16 tokens.
 What more threads bring is measured by `python -m daskgpt.study --threads 1,2,4`.
 --record FILE adds what was measured to a file, a line of JSON with command, date, machine, versions, and every turn.
-Beside other programs it runs with `python benchmarks/against.py`, in a checkout of the repository.
+In a checkout of the repository, `python benchmarks/against.py` compares with other programs, and
+`python benchmarks/generation.py` times how a model writes.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, 
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling import machine
-from daskgpt.profiling.generating import EARLY, TOKENS, measure_generation
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure
 from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.records import Measurement, append_records, check_records, measured
@@ -46,7 +43,6 @@ def parser() -> Parser:
     flags.add_argument("--json", action="store_true", help="print the line of JSON instead that --record writes")
     flags.add_argument("--record", metavar="FILE", help="add the measurement to a file, a line of JSON each")
     add_plan_flags(flags)
-    flags.add_argument("--generation", action="store_true", help="time how the model writes, a token at a time")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (BenchConfig, DataflowConfig):
         add_flags(flags, config)
@@ -58,9 +54,6 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     options, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
     config = preset(values.preset, **given_flags(GPT2Config, values))
-    kinds = {name: getattr(values, name) for name in ("plan", "generation")}
-    rule = "at most one of --plan and --generation must be given"
-    require(not all(kinds.values()), "bench", rule, kinds, "Leave the other out.")
     rule, got = "--record must come without --plan", {"plan": values.plan, "record": values.record}
     require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave one out.")
     check_workers(values.workers, plan=values.plan)
@@ -69,13 +62,12 @@ def main(arguments: list[str]) -> int:
         return 0
     if values.record:
         check_records(values.record)
-    run = generation if values.generation else steps
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
         others = machine.busy_cores()
         if others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
-        found = run(config, options, dataflow)
-    facts = {"preset": values.preset, "others_cores": others} | found.settings
+        found = steps(config, options, dataflow)
+    facts = {"preset": values.preset, "others_cores": others, **found.settings}
     record = measured("daskgpt.bench", arguments, found.figures, facts)
     if values.record:
         append_records(values.record, [record])
@@ -89,14 +81,6 @@ def steps(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) ->
     compile_kernels(job.precision)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         return measure(Steps(job, scheduler, options.seed), options.warmup, options.steps, options.recorded)
-
-
-def generation(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Measurement:
-    """Time how the model writes."""
-    rule, least = "a model that writes must have enough positions", EARLY + TOKENS
-    require(config.positions >= least, "bench", rule, {"positions": config.positions}, f"Give {least} or more.")
-    compile_kernels()
-    return measure_generation(config, options, dataflow.threads)[0]
 
 
 if __name__ == "__main__":

@@ -237,8 +237,6 @@ REFUSED = [
     ("--plan --record x", "without --plan"),
     ("--record .", "--record must name a file"),
     ("--record none/new", "--record must name a file"),
-    ("--generation --plan", "plan=True"),
-    ("--generation --positions 20", "positions=20"),
     ("--workers 2", "--plan"),
     ("--plan --workers 0", "workers=0"),
     ("--steps 0", "steps=0"),

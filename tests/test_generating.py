@@ -1,23 +1,22 @@
-"""Tests of `bench --generation`: what it measures and says."""
+"""Tests of `benchmarks/generation.py`: what it measures and says."""
 
 import pytest
+from compare.turns import Turn
+from generation import EARLY, TOKENS, Writing, main
 
-from daskgpt.bench import main
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters, parameter_count
-from daskgpt.profiling.generating import EARLY, TOKENS, Writing
-from daskgpt.profiling.measure import Turn
-from daskgpt.profiling.records import Record
+from daskgpt.profiling.records import read_records
 
-FLAGS = "--generation --blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
+FLAGS = "--blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
 
 
-def test_the_record_of_a_measurement(capsys, monkeypatch):
-    monkeypatch.setattr("daskgpt.profiling.generating.copy_rate", lambda threads: 1e9)
-    monkeypatch.setattr("daskgpt.profiling.measure.DISTURBED", float("inf"))  # one turn
-    assert main([*FLAGS.split(), "--json"]) == 0
-    record = Record.of_line(capsys.readouterr().out.encode())
+def test_the_record_of_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr("generation.copy_rate", lambda threads: 1e9)
+    monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))  # one turn
+    assert main([*FLAGS.split(), "--record", str(tmp_path / "record")]) == 0
+    (record,) = read_records(tmp_path / "record")
     found = {name: figure.median for name, figure in record.figures.items()}
     rows = [f"{precision}_{row}" for precision in ("float32", "bfloat16") for row in ("1_10", "1_24", "8_10")]
     assert [name.removesuffix("_step") for name in found if name.endswith("_step")] == rows
@@ -28,13 +27,15 @@ def test_the_record_of_a_measurement(capsys, monkeypatch):
     assert found["flat_float32"] == pytest.approx(found["float32_1_24_step"] / found["float32_1_10_step"], rel=5e-2)
     eight = 8 * found["bfloat16_1_10_step"] / found["bfloat16_8_10_step"]
     assert found["batch_bfloat16"] == pytest.approx(eight, rel=5e-2)
-    assert record.settings["threads"] == 2
+    assert (record.settings["threads"], record.command.split()[:2]) == (2, ["python", "benchmarks/generation.py"])
+    with pytest.raises(ValueError, match="positions=20"):
+        main(["--positions", "20"])
 
 
 def test_a_measurement_in_words(capsys, monkeypatch):
     turns = [Turn(((0.5,), (0.5,), (1.0,)) * 2 + ((1e-9,),), others) for others in (0.0, 0.0, 1.0)]
-    monkeypatch.setattr("daskgpt.profiling.generating.take_turns", lambda sides, count, steps: turns)
-    monkeypatch.setattr("daskgpt.profiling.generating.undisturbed", lambda found, count: found)
+    monkeypatch.setattr("generation.take_turns", lambda sides, count, steps: turns)
+    monkeypatch.setattr("generation.undisturbed", lambda found, count: found)
     assert main(FLAGS.split()) == 0
     lines = " ".join(capsys.readouterr().out.split())
     for words in (

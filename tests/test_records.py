@@ -103,7 +103,7 @@ def test_several_add_whole_lines(path):
 def test_the_command_is_what_somebody_types_to_measure_the_same():
     words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--log", "my file"]
     assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --log 'my file'"
-    assert command_line("daskgpt.bench", ["--record=x", "--generation"]) == "python -m daskgpt.bench --generation"
+    assert command_line("daskgpt.bench", ["--record=x", "--steps", "2"]) == "python -m daskgpt.bench --steps 2"
 
 
 def test_bench_records_what_it_prints(path, capsys):

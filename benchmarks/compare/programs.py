@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from compare.processes import require_layernorm
+from compare.turns import Turn, disturbed
 from daskgpt.config.errors import refusal, require
 from daskgpt.profiling import machine
-from daskgpt.profiling.measure import Steps, Turn, disturbed
+from daskgpt.profiling.measure import Steps
 from daskgpt.profiling.records import Figure, figures_of
 from daskgpt.profiling.statistics import Spread
 from daskgpt.profiling.timeline import is_message

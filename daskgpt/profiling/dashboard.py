@@ -22,7 +22,7 @@ from distributed.dashboard.scheduler import applications, template_variables
 from distributed.utils import key_split
 from tqdm import tqdm
 
-from daskgpt.profiling.timeline.events import OTHER_COLOR, color_of, different_at_once
+from daskgpt.profiling.timeline import OTHER_COLOR, color_of, different_at_once
 from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.events import TOPIC
 from daskgpt.schedulers.worker_metrics import METRIC

@@ -52,7 +52,7 @@ def test_what_ends_while_others_wait_for_it_is_said():
 
 @pytest.mark.parametrize("flags", [[], ["--apart"]])
 def test_three_programs_in_turns(tmp_path, monkeypatch, flags):
-    monkeypatch.setattr("daskgpt.profiling.measure.DISTURBED", float("inf"))
+    monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))
     monkeypatch.setattr("compare.programs.LONGEST_TURN", 1.0)
     found, figures = record_of(tmp_path, "torch-ddp", *MODEL, *FEW, *flags)
     assert (found.settings["scheduler"], found.figures["cluster"].n) == ("local", 2)

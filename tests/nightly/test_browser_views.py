@@ -11,7 +11,7 @@ from test_timeline import recorded
 
 import daskgpt
 from daskgpt.profiling.dashboard import Collected, column
-from daskgpt.profiling.timeline import write_side_by_side
+from daskgpt.profiling.pages import write_side_by_side
 from daskgpt.schedulers.worker_metrics import METRIC
 
 READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"

@@ -186,62 +186,25 @@ def slicing_section(view: Rows) -> Section:
     return Section(title, "slicing", conclusions, _table(table), draw)
 
 
+def overlap_section(view: Rows) -> Section:
+    """Report the overlap of layers and steps, and the critical path, for each barrier."""
+    title, found = "Overlap and critical path", {b: rows for b in BARRIERS if (rows := view.at(barrier=b))}
+    if not found:
+        return Section(title)
+    shares = ", ".join(f"{_share(rows, 'overlap')} (barrier {barrier})" for barrier, rows in found.items())
+    conclusion = f"Two or more layers run at the same time {shares} of the time."
+    return _compared(view, title, "overlap", found, [conclusion])
+
+
 def grain_section(view: Rows) -> Section:
-    """Compare sizes of a task: the time of a step, and where the threads' time goes."""
+    """Compare sizes of a task."""
     title, found = "Size of a task", view.along("grain")
     if len(found) < 2:
         return Section(title)
-    tasks = {grain: f"{median(rows, 'tasks'):,.0f}" for grain, rows in found.items()}
-    table = [["grain", "tasks a step", "step (ms)", *SHARES_HEAD]]
-    table += [[grain, tasks[grain], _cell(spread(rows)), *_shares_of(rows)] for grain, rows in found.items()]
     fast, *_, slow = sorted(found, key=lambda grain: median(found[grain], "step_ms"))
     names = {f"grain {grain}": found[grain] for grain in (fast, slow)}
     conclusions = compare(names, [tuple(names)], "Of the grains, fastest and slowest: ")
-
-    def draw() -> Figure:
-        figure = Figure(figsize=(11, 4.4))
-        left, right = figure.subplots(1, 2)
-        _bars(left, {f"{grain}\n{tasks[grain]} tasks": rows for grain, rows in found.items()})
-        left.set(title="A step")
-        _stacked_shares(right, found)
-        return _titled(figure, "Size of a task", view)
-
-    return Section(title, "grains", conclusions, _table(table), draw)
-
-
-def overlap_section(view: Rows) -> Section:
-    """Report the overlap of layers and steps, and the critical path beside the step, for each barrier."""
-    title = "Overlap and critical path"
-    found = {barrier: rows for barrier in BARRIERS if (rows := view.at(barrier=barrier))}
-    if not found:
-        return Section(title)
-    header = ["barrier", "layers at once", "steps at once", "step (ms)", "critical path (ms)", "share of it"]
-    table = [[*header, *SHARES_HEAD]]
-    for barrier, rows in found.items():
-        part = median(rows, "critical_path_ms") / median(rows, "step_ms")
-        at_once, times = [_share(rows, name) for name in ("overlap", "steps_overlap")], _cell(spread(rows))
-        path = _cell(spread(rows, "critical_path_ms"))
-        table.append([barrier, *at_once, times, path, f"{part:.0%}", *_shares_of(rows)])
-    told = ", ".join(f"{_share(rows, 'overlap')} (barrier {barrier})" for barrier, rows in found.items())
-
-    def draw() -> Figure:
-        figure = Figure(figsize=(13, 4.4))
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.6, 1.3))
-        highest = _bars(left, found, [BARRIER_COLORS[barrier] for barrier in found], "overlap", 100)
-        left.set(title="Two or more layers at once", ylabel="share of the time (%)", ylim=(0, 1.1 * highest or 10))
-        looks = {"step_ms": (-0.2, "#9fb3c8", "step"), "critical_path_ms": (0.2, "#30638e", "critical path")}
-        for column, (offset, color, label) in looks.items():
-            medians = [median(own, column) for own in found.values()]
-            bars = middle.bar([place + offset for place in range(len(found))], medians, 0.38, color=color, label=label)
-            middle.bar_label(bars, fmt=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.2g}", fontsize=7)
-        middle.set_xticks(range(len(found)), list(found))
-        middle.set(title="Critical path", ylabel="ms a step")
-        middle.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8)
-        _stacked_shares(right, found)
-        return _titled(figure, f"Overlap, {count(view.reference['threads'], 'thread')}", view)
-
-    conclusion = f"Two or more layers run at the same time {told} of the time."
-    return Section(title, "overlap", [conclusion], _table(table), draw)
+    return _compared(view, title, "grains", found, conclusions)
 
 
 def scheduler_section(view: Rows) -> Section:
@@ -249,17 +212,38 @@ def scheduler_section(view: Rows) -> Section:
     title, found = "Schedulers", view.schedulers()
     if len(found) < 2:
         return Section(title)
-    table = [["scheduler", "step (ms)", "most memory (GB)"]]
-    table += [[name, _cell(spread(rows)), f"{median(rows, 'peak_gb'):,.2f}"] for name, rows in found.items()]
     best = min(found, key=lambda name: median(found[name], "step_ms"))
     pairs = [(best, name) for name in found if name.split(" (")[0] != best.split(" (")[0]]
+    return _compared(view, title, "schedulers", found, compare(found, pairs, "Of the schedulers, "))
+
+
+def _compared(view: Rows, title: str, name: str, found: Mapping[str, list[Row]], conclusions: list[str]) -> Section:
+    """Compare settings by time, critical path, overlap, memory, and where the threads' time goes."""
+    at_once = {"overlap": "layers at once", "steps_overlap": "steps at once"}
+    times = ["tasks", "step (ms)", "critical path (ms)"]
+    table = [["", *times, *at_once.values(), *SHARES_HEAD, "most memory (GB)"]]
+    for label, rows in found.items():
+        cells = [f"{median(rows, 'tasks'):,.0f}", _cell(spread(rows)), _cell(spread(rows, "critical_path_ms"))]
+        cells += [_share(rows, column) for column in (*at_once, *SHARES)]
+        table.append([label, *cells, f"{median(rows, 'peak_gb'):,.2f}"])
 
     def draw() -> Figure:
-        figure = Figure(figsize=(max(8.5, 1.1 * len(found)), 4.2))
-        _bars(figure.subplots(), {name.replace(" (", "\n("): rows for name, rows in found.items()})
+        figure = Figure(figsize=(max(13, 2.2 * len(found)), 4.4))
+        left, middle, right = figure.subplots(1, 3)
+        labels = [label.replace(" (", "\n(").replace(", ", "\n") for label in found]
+        _bars(left, found)
+        paths = [median(rows, "critical_path_ms") for rows in found.values()]
+        left.plot(range(len(found)), paths, "_", color="#d1495b", ms=22, mew=2.5, label="critical path")
+        left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=8)
+        left.set(title="A step", ylabel="ms a step")
+        highest = _bars(middle, found, "overlap", 100)
+        middle.set(title="Two or more layers at once", ylabel="share of the time (%)", ylim=(0, 1.1 * highest or 10))
+        _stacked_shares(right, found)
+        for axes in (left, middle, right):
+            axes.set_xticks(range(len(found)), labels, fontsize=8)
         return _titled(figure, title, view)
 
-    return Section(title, "schedulers", compare(found, pairs, "Of the schedulers, "), _table(table), draw)
+    return Section(title, name, conclusions, _table(table), draw)
 
 
 def results_section(view: Rows) -> Section:
@@ -356,10 +340,6 @@ def _share(rows: Sequence[Row], column: str) -> str:
     return f"{median(rows, column):.1%}"
 
 
-def _shares_of(rows: Sequence[Row]) -> list[str]:
-    return [_share(rows, column) for column in SHARES]
-
-
 def _table(lines: Iterable[Sequence[Any]]) -> list[str]:
     header, *rest = [f"| {' | '.join(line)} |" for line in lines]
     return [header, "|" + " --- |" * (header.count(" | ") + 1), *rest]
@@ -406,25 +386,18 @@ def _line(axes: Any, times: Times, color: str, label: str, marker: str) -> None:
         axes.plot([place] * own.n, own.values, ".", color=color, ms=4, alpha=0.6)
 
 
-def _bars(
-    axes: Any,
-    found: Mapping[str, list[Row]],
-    colors: Sequence[str] = ("#00798c",) * 9,
-    column: str = "step_ms",
-    scale: float = 1,
-) -> float:
+def _bars(axes: Any, found: Mapping[str, list[Row]], column: str = "step_ms", scale: float = 1) -> float:
     """Draw a bar to the median with its quartiles, and a dot for every run; return the largest value."""
     highest = 0.0
-    for place, (own, color) in enumerate(zip(found.values(), colors)):
-        times = Spread.of(scale * row[column] for row in own)
+    for place, (name, own) in enumerate(found.items()):
+        times, color = Spread.of(scale * row[column] for row in own), BARRIER_COLORS.get(name, "#30638e")
         low, middle, high = times.quartiles
         axes.bar(place, middle, 0.6, color=color, alpha=0.45)
         axes.errorbar(place, middle, ([middle - low], [high - middle]), color="black", capsize=5, lw=1)
         shift = [place + 0.12 * (number - (times.n - 1) / 2) for number in range(times.n)]
         axes.plot(shift, times.values, "o", color=color, mec="black", mew=0.4, ms=5)
         highest = max(highest, times.largest)
-    axes.set_xticks(range(len(found)), list(found))
-    axes.set(ylabel="step (ms)", ylim=(0, None))
+    axes.set_ylim(0, None)
     return highest
 
 
@@ -435,9 +408,8 @@ def _stacked_shares(axes: Any, found: Mapping[str, list[Row]]) -> None:
         heights = [100 * median(own, column) for own in found.values()]
         axes.bar(range(len(found)), heights, 0.6, bottom=below, color=color, label=label)
         below = [low + height for low, height in zip(below, heights)]
-    axes.set_xticks(range(len(found)), list(found))
     axes.set(title="Threads' time", ylabel="share (%)", ylim=(0, 100))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False, fontsize=8)
 
 
 def _titled(figure: Figure, title: str, view: Rows, note: str = "") -> Figure:

@@ -31,7 +31,6 @@ from daskgpt.profiling.statistics import Spread
 from daskgpt.profiling.study.grid import BARRIERS, Point, StudyConfig, job_of_point
 from daskgpt.profiling.study.table import SHARES, Table, model_name
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
-from daskgpt.profiling.timeline.files import write_picture, write_side_by_side, write_timeline
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
@@ -149,6 +148,8 @@ def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None
     between two gathers, for fork-join one kernel. Of --repetitions recordings the shortest is kept: other programs can
     only make one longer.
     """
+    from daskgpt.profiling.pages import write_picture, write_side_by_side, write_timeline  # loads Bokeh
+
     chunk = max(study.batch_size // 4, 1)
     timelines: dict[str, Timeline] = {}
     for barrier, label in BARRIERS.items():

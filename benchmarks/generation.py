@@ -1,4 +1,9 @@
-"""Time how a model writes: the cost of a token early and late in a text, of a batch, and the memory's share in it."""
+"""Time how a model writes: `python benchmarks/generation.py --preset gpt2 --threads 2`.
+
+One text after 10 and after 900 tokens, and eight at once, a token at a time, in float32 and bfloat16: milliseconds of a
+step, how many bytes of weights, keys and values it reads, and which share of the rate of a copy on as many threads
+(bytes read and written) that is; in --steps turns of 16 tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,22 @@ from collections.abc import Sequence
 from time import perf_counter
 
 import numpy as np
+from compare.turns import Side, Turn, disturbed, take_turns, undisturbed
+from tool_records import add_record_flag, check_record, record
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.errors import require
+from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.profiling import machine
-from daskgpt.profiling.measure import BenchConfig, Side, Turn, disturbed, take_turns, undisturbed
+from daskgpt.profiling.measure import BenchConfig
 from daskgpt.profiling.records import Figure, Measurement
 from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.machine import copy_rate
+from daskgpt.training.job import compile_kernels
 
 EARLY, LATE, BATCH = 10, 900, 8  # tokens that stand before, and texts
 TOKENS = 16  # of a turn
@@ -133,3 +143,28 @@ def measure_generation(
     if met := disturbed(turns):
         facts["WARNING"] = f"other programs ran in {met} of these turns: the figures say little"
     return Measurement(facts, {"threads": threads, "disturbed_turns": disturbed(turns)}, figures, table), turns
+
+
+def main(arguments: list[str]) -> int:
+    """Check everything, measure, print and record it."""
+    flags = Parser(prog="generation", description=__doc__)
+    flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
+    flags.add_argument("--threads", type=int, default=0, help="0 = one per core")
+    add_record_flag(flags)
+    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(flags, BenchConfig)
+    values = flags.parse_args(arguments)
+    config = preset(values.preset, **given_flags(GPT2Config, values))
+    rule, least = "a model that writes must have enough positions", EARLY + TOKENS
+    require(config.positions >= least, "generation", rule, {"positions": config.positions}, f"Give {least} or more.")
+    check_record(values.record)
+    compile_kernels()
+    found, _ = measure_generation(config, from_flags(BenchConfig, values), values.threads)
+    settings = {"preset": values.preset, **found.settings}
+    record(values.record, "benchmarks/generation.py", arguments, found.figures, "a token at a time", **settings)
+    print(found.describe())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

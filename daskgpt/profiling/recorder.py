@@ -1,21 +1,31 @@
-"""Recording: kernel calls of chosen steps, in this process or in the workers of a cluster, on one clock."""
+"""Record kernel calls of chosen steps, in this process or in the workers of a cluster, and write what they show."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from time import time
 from typing import Any
 
+from distributed import performance_report
+
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.nodes import Key
-from daskgpt.profiling.timeline.events import Event, EventMaker, TaskGraph, Timeline, Window
-from daskgpt.profiling.timeline.files import check_timeline_path, is_bare, write_timeline
-from daskgpt.profiling.timeline.summary import describe_summary, summarise
+from daskgpt.profiling.timeline import (
+    Event,
+    EventMaker,
+    TaskGraph,
+    Timeline,
+    Window,
+    describe_summary,
+    summarise,
+)
+from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
@@ -152,6 +162,32 @@ def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder
     return RankRecorder(steps) if isinstance(steps, RankSteps) else StepRecorder(steps.step, scheduler)
 
 
+def timeline_paths(path: str | Path) -> tuple[Path, Path]:
+    """Return FILE.json and FILE.html, whether FILE is given with one of these endings or without."""
+    path = Path(path)
+    base = path.with_suffix("") if path.suffix in (".json", ".html") else path
+    return base.with_name(base.name + ".json"), base.with_name(base.name + ".html")
+
+
+def is_bare(path: str) -> bool:
+    """Return whether a path is a name alone, without a folder: such a file goes into the folder of its run."""
+    return path == Path(path).name and path != ".."
+
+
+def check_path(where: str, name: str, path: str, *files: Path) -> None:
+    """Refuse a path where nothing can be written before anything runs; a bare name is that of a file in the new folder
+    of a run.
+
+    files   that will be written there
+
+    Errors  ValueError where the path names a folder, a file stands where its folder should, or nothing can be written
+    """
+    folder = Path(path).absolute().parent
+    fine = os.access(folder, os.W_OK | os.X_OK) and not any(own.is_dir() for own in (Path(path), *files))
+    rule = "the path must be that of a file in a folder that exists and is writable"
+    require(is_bare(path) or fine, where, rule, {name: path}, f"Make {folder} first, or give another.")
+
+
 @documented
 @dataclass(frozen=True)
 class TimelineConfig(Checked):
@@ -167,7 +203,7 @@ class TimelineConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.timeline:
-            check_timeline_path(self.timeline)
+            check_path("timeline", "timeline", self.timeline, *timeline_paths(self.timeline))
 
 
 def require_shared_steps(job: Job) -> None:
@@ -207,5 +243,56 @@ class TimelineCallback:
             return
         self.timeline = self.recorder.finish()
         if self.config.timeline:
+            from daskgpt.profiling.pages import write_timeline  # loads Bokeh
+
             trace, page = write_timeline(self.timeline, self.path)
             print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")
+
+
+@documented
+@dataclass(frozen=True)
+class DaskReportConfig(Checked):
+    """Dask's report of a run on a cluster."""
+
+    performance_report: str = setting(
+        "",
+        "write Dask's performance report of a run on a cluster to FILE.html, in the run's folder if FILE names none",
+        unit="file",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.performance_report:
+            rule, got = "a report must be a page", {"performance_report": self.performance_report}
+            fine = self.performance_report.endswith(".html")
+            require(fine, "train", rule, got, "Give a name that ends with .html.")
+            check_path("train", "performance_report", self.performance_report)
+
+
+class DaskReportCallback:
+    """A `training.trainer.Callback`: Dask's report of all steps.
+
+    Errors   ValueError where no cluster runs them
+    """
+
+    def __init__(self, config: DaskReportConfig, job: Job) -> None:
+        self.name = config.performance_report
+        rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
+        require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
+
+    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
+        assert isinstance(scheduler, ClusterScheduler), "all others were refused"
+        self.path = Path(job.run.out if is_bare(self.name) else "") / self.name
+        self.stack = ExitStack()
+        with scheduler.client.as_current():
+            self.stack.enter_context(performance_report(str(self.path), mode="inline"))
+        self.client = scheduler.client
+        return 0
+
+    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end(self) -> None:
+        with self.client.as_current():
+            self.stack.close()
+        print(f"report written to {self.path}")
