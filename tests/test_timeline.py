@@ -120,7 +120,7 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     for event in timeline.events:
         assert first.start - 0.01 <= event.start <= event.end <= last.end + 0.01
         assert event.step == 3 or event.start >= last.start - 0.01
-        for reader in timeline.readers.get(event.key, ()):
+        for reader in timeline.tasks.readers.get(event.key, ()):
             assert starts.get((event.step, reader), event.end) >= event.end - 0.01, "one clock for both workers"
     found = summarise(timeline)
     assert found.critical_path <= found.wall
@@ -163,9 +163,10 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc"):
             events.append(Event(step, *own))
     named = dict(zip("abc", keys))
     before = {named[key]: {named[need] for need in own} for key, own in dict(earlier).items()}
-    tasks = TaskGraph(keys, {a: set(), b: {a}, c: {a}}, before, frozenset(named[name] for name in awaited))
+    done = frozenset(named[name] for name in awaited)
+    tasks = TaskGraph(keys, {a: set(), b: {a}, c: {a}}, before, done, {a: [b, c]})
     lanes = ("thread 1", "thread 2")
-    return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks, {a: [b, c]})
+    return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks)
 
 
 def test_a_summary_worked_out_by_hand():
@@ -245,7 +246,7 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
         assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
     with pytest.raises(ValueError, match="events=0"):
-        summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset()), {}))
+        summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset(), {})))
     with pytest.raises(ValueError, match="timeline_steps=0"):
         TimelineConfig(timeline_steps=0)
     (tmp_path / "file").write_text("")

@@ -156,8 +156,8 @@ def _gradients(run: Run, values: Arrays, random: np.random.Generator) -> Iterato
     for name in (name for name, value in values.items() if value.dtype.kind == "f"):
         what, gradient = f"gradient of {name}", gradients.get(name)
         if gradient is None or gradient.shape != values[name].shape:
-            shapes = f"shape {np.shape(gradient)}, the argument's is {values[name].shape}"
-            yield Finding(what, False, "there is none" if gradient is None else shapes)
+            shapes = f"shape {gradient.shape}, the argument's is {values[name].shape}" if gradient is not None else ""
+            yield Finding(what, False, shapes or "there is none")
             continue
         direction, ends = random.normal(size=values[name].shape), []
         for sign in (1, -1):

@@ -30,9 +30,19 @@ from daskgpt.training.trainer import steps_of
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
 
 
+@dataclass(frozen=True)
+class BatchConfig(Checked):
+    """The batches of random tokens that steps are timed with."""
+
+    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
+    groups: int = groups_setting()
+    seed: int = setting(0, "seed of initial values, tokens, and of the order of runs", least=0)
+
+
 @documented
 @dataclass(frozen=True)
-class BenchConfig(Checked):
+class BenchConfig(BatchConfig):
     """What is timed."""
 
     steps: int = setting(10, "timed steps", unit="steps", least=1, most=2**20)
@@ -40,13 +50,9 @@ class BenchConfig(Checked):
     recorded: int = setting(
         3, "steps after them in which every kernel call is recorded", unit="steps", least=1, most=2**10
     )
-    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
-    groups: int = groups_setting()
-    seed: int = setting(0, "seed of initial values and tokens", least=0)
 
 
-def job_of(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Job:
+def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -> Job:
     """The checked job of a run on random tokens, with a constant learning rate."""
     return Job(
         config,

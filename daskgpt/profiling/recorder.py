@@ -6,16 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed import performance_report
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.graph.nodes import Key
 from daskgpt.profiling.timeline import (
     Event,
     EventMaker,
@@ -34,8 +32,7 @@ from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.step import TrainingStep
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one process has recorded: its events, whose lanes are numbers of its threads."""
 
     name: str
@@ -80,7 +77,7 @@ class StepRecorder:
             f"barrier {self.step.barrier}, grain {self.step.grain}, {size} tokens in chunks of {chunk}, "
             f"{self.scheduler.description}"
         )
-        return joined(title, self.windows, parts, TaskGraph.of(self.step.runnable), maker.readers)
+        return joined(title, self.windows, parts, TaskGraph.of(self.step.runnable))
 
 
 class RankRecorder:
@@ -100,30 +97,22 @@ class RankRecorder:
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
-        """Return the timeline. It has not what the tasks of a rank wait for of each other."""
+        """Return the timeline. It has not what the tasks of a rank wait for of those of another one."""
         job, scheduler = self.steps.job, self.steps.scheduler
         client, start = scheduler.client, self.windows[0].start
         found = client.run(rank_events, self.steps.run_name, start, workers=self.steps.addresses)
         names = {address: f"worker {worker['name']}" for address, worker in members(client).items()}
         answers = {address: answer for address, answer in found.items() if answer is not None}
-        parts = [replace(part, name=names.get(address, address)) for address, (part, _, _) in answers.items()]
-        graphs = [graph for _, graph, _ in answers.values()]
-        tasks = TaskGraph(
-            order=tuple(chain.from_iterable(graph.order for graph in graphs)),
-            needs={key: needs for graph in graphs for key, needs in graph.needs.items()},
-            earlier={key: tasks for graph in graphs for key, tasks in graph.earlier.items()},
-            awaited=frozenset(chain.from_iterable(graph.awaited for graph in graphs)),
-        )
+        parts = [part._replace(name=names.get(address, address)) for address, (part, _) in answers.items()]
         size = " x ".join(map(str, job.batch_shape))
         title = (
             f"barrier {job.dataflow.barrier}, {size} tokens shared by {len(self.steps.addresses)} workers, "
             f"{scheduler.description}"
         )
-        readers = {key: own for _, _, readers in answers.values() for key, own in readers.items()}
-        return joined(title, self.windows, parts, tasks, readers)
+        return joined(title, self.windows, parts, TaskGraph.of_ranks([graph for _, graph in answers.values()]))
 
 
-def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph, dict[Key, list[Key]]] | None:
+def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph] | None:
     """Return what a worker has recorded of a run; start: of the timeline, as the time of day."""
     program = ranks_of(dask_worker).programs.get(run)
     if program is None:
@@ -131,12 +120,10 @@ def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGra
     runnable = program.steps.step.runnable
     maker, spans, program.kept = EventMaker(runnable), program.kept, []
     events = maker.events([(program.first + span.run, span) for span in spans], start - clock_offset())
-    return Part("", dask_worker.state.nthreads, events), TaskGraph.of(runnable), maker.readers
+    return Part("", dask_worker.state.nthreads, events), TaskGraph.of(runnable)
 
 
-def joined(
-    title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph, readers: dict[Key, list[Key]]
-) -> Timeline:
+def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph) -> Timeline:
     """Return one timeline of all processes; its clock begins with the first window, and its last window ends with the
     last event, which on a cluster comes after it.
     """
@@ -154,7 +141,7 @@ def joined(
     last = replace(last, end=max([last.end, *(event.end for event in events)]))
     ordered = tuple(sorted(events, key=lambda event: event.start))
     title = f"Steps {shown[0]} to {shown[-1]}: {title}"
-    return Timeline(title, tuple(lanes), ordered, (*own, last), tasks, readers)
+    return Timeline(title, tuple(lanes), ordered, (*own, last), tasks)
 
 
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from html import escape
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from textwrap import fill
 
 from daskgpt.config.rich import html_text, text_table
@@ -116,12 +116,14 @@ class TaskGraph:
     needs     task -> tasks of the same step
     earlier   task -> tasks of the step before, where steps overlap
     awaited   the tasks of a window that must be done before the next one starts
+    readers   of each kernel call's result, in the same step; through a pick, which takes one of several results
     """
 
     order: tuple[Key, ...]
     needs: dict[Key, set[Key]]
     earlier: dict[Key, set[Key]]
     awaited: frozenset[Key]
+    readers: dict[Key, list[Key]]
 
     @classmethod
     def of(cls, runnable: CompiledStep) -> TaskGraph:
@@ -130,22 +132,35 @@ class TaskGraph:
         needs = {key: set(runnable.graph[key].dependencies) & tasks for key in tasks}
         order = tuple(TopologicalSorter(needs).static_order())
         awaited = tasks if runnable.recorded.in_place else runnable.output_keys
-        return cls(order, needs, runnable.needs_of_last_run(), frozenset(awaited))
+        graph, readers = runnable.recorded.unmerged, defaultdict[Key, list[Key]](list)
+        picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
+        for key, node in graph.items():
+            if key not in picked and not is_leaf(node):
+                for dependency in node.dependencies:
+                    readers[picked.get(dependency, dependency)].append(key)
+        return cls(order, needs, runnable.needs_of_last_run(), frozenset(awaited), dict(readers))
+
+    @classmethod
+    def of_ranks(cls, graphs: Sequence[TaskGraph]) -> TaskGraph:
+        """Return the tasks of all ranks; it has not what they wait for of each other."""
+        return cls(
+            tuple(chain.from_iterable(graph.order for graph in graphs)),
+            dict(ChainMap(*(graph.needs for graph in graphs))),
+            dict(ChainMap(*(graph.earlier for graph in graphs))),
+            frozenset(chain.from_iterable(graph.awaited for graph in graphs)),
+            dict(ChainMap(*(graph.readers for graph in graphs))),
+        )
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """Recorded steps: events by their start, lanes by name, and what waits for what.
-
-    readers     of each kernel call's result, in the same step
-    """
+    """Recorded steps: events by their start, lanes by name, and what waits for what."""
 
     title: str
     lanes: tuple[str, ...]
     events: tuple[Event, ...]
     windows: tuple[Window, ...]
     tasks: TaskGraph
-    readers: dict[Key, list[Key]]
 
     @property
     def steps(self) -> list[int]:
@@ -164,22 +179,13 @@ class Timeline:
 
 
 class EventMaker:
-    """Turns the spans of a step's kernel calls into events.
-
-    readers   of each kernel call's result; through a pick, which takes one of several results, who reads that
-    """
+    """Turns the spans of a step's kernel calls into events."""
 
     def __init__(self, runnable: CompiledStep) -> None:
         self.runnable, graph = runnable, runnable.recorded.unmerged
         self.home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
         # A pick takes one of a kernel's results out of a tuple: no work of its own.
-        picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
-        self.chunks = {key: chunk_of(graph, key, whole=False) for key in self.home if key not in picked}
-        self.readers = defaultdict[Key, list[Key]](list)
-        for key, node in graph.items():
-            if key not in picked and not is_leaf(node):
-                for dependency in node.dependencies:
-                    self.readers[picked.get(dependency, dependency)].append(key)
+        self.chunks = {key: chunk_of(graph, key, whole=False) for key in self.home if not is_pick(graph[key])}
 
     def events(self, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
         """Return the events of the kernel calls among (step, span) of one process, whose lanes are numbers of its
@@ -372,7 +378,7 @@ def live_bytes(timeline: Timeline) -> Curve:
     ends = {(event.step, event.key): event.end for event in timeline.events}
     changes: Counter[float] = Counter()
     for event in timeline.events:
-        readers = timeline.readers.get(event.key, ()) if event.phase != "update" else ()
+        readers = timeline.tasks.readers.get(event.key, ()) if event.phase != "update" else ()
         last = max((ends.get((event.step, key), event.end) for key in readers), default=event.end)
         if last > event.end and event.bytes:
             changes[event.end] += event.bytes

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.profiling.measure import BenchConfig, job_of
+from daskgpt.config.settings import documented, setting
+from daskgpt.profiling.measure import BatchConfig, job_of
 from daskgpt.schedulers.connect import check_address
 from daskgpt.training.job import Job
 
@@ -29,12 +28,9 @@ MOST_CHUNKS = 8
 
 @documented
 @dataclass(frozen=True)
-class StudyConfig(Checked):
+class StudyConfig(BatchConfig):
     """What all runs of a study share."""
 
-    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
-    groups: int = groups_setting()
     precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**20)
     steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1, most=2**20)
@@ -45,7 +41,6 @@ class StudyConfig(Checked):
     minutes: float = setting(
         28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
     )
-    seed: int = setting(0, "seed of initial values, tokens and of the order of the runs", least=0)
     out: str = setting("", "folder of the study, an earlier one to go on with; empty = studies/DATE-TIME")
 
 
@@ -147,6 +142,4 @@ def job_of_point(config: GPT2Config, study: StudyConfig, point: Point) -> Job:
     Errors   ValueError where the point does not fit the model or the batch
     """
     check_address(point.scheduler)
-    batch = {name: getattr(study, name) for name in ("batch_size", "sequence_length", "groups", "seed")}
-    dataflow = DataflowConfig(**asdict(point), precision=study.precision, window=study.window)
-    return job_of(config, BenchConfig(**batch), dataflow)
+    return job_of(config, study, DataflowConfig(**asdict(point), precision=study.precision, window=study.window))
