@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table, text_table
-from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.profiling import machine
 from daskgpt.profiling.measure import Steps
 from daskgpt.profiling.plan import job_from
@@ -80,7 +80,7 @@ class Executions(dict[str, Execution]):
     def rows(self) -> list[list[str]]:
         """Return a table of text, whose columns are those of HEAD."""
         return [
-            [name, _milliseconds(run.seconds), f"{self.speedup(name):.2f}"]
+            [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
             + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, run.idle)]
             for name, run in self.items()
         ]
@@ -101,7 +101,7 @@ class Executions(dict[str, Execution]):
         title = f"Turns: {runs[0].seconds.n}; medians a step (and middle halves), speedup over {next(iter(self))}"
         end = max(window.end for run in runs for window in run.timeline.windows)
         lanes = "".join(
-            f'<div style="margin-top: 8px">{escape(name)}: {_milliseconds(run.seconds)} ms a step</div>'
+            f'<div style="margin-top: 8px">{escape(name)}: {run.seconds.text("", 1, 1e3)} ms a step</div>'
             f"{svg_strips(run.timeline, end=end, named=False)}"
             for name, run in self.items()
         )
@@ -109,10 +109,6 @@ class Executions(dict[str, Execution]):
         legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(longest.timeline)}</div>'
         rows = [[row[0], row[1].partition(" ")[0], *row[2:]] for row in self.rows()]
         return html_table(title, rows, head=HEAD, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
-
-
-def _milliseconds(seconds: Spread) -> str:
-    return Spread.of(1e3 * value for value in seconds.values).text(unit="", digits=1)
 
 
 def measure(
@@ -144,12 +140,8 @@ def measure(
     known = dataflows or {"default": {}}
     require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
     require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
-    jobs = {
-        name: replace(
-            job_from(config, data=data, optimizer={"schedule": "constant"}, dataflow=own), run=RunConfig(seed=seed)
-        )
-        for name, own in known.items()
-    }
+    shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
+    jobs = {name: job_from(config, dataflow=own, **shared) for name, own in known.items()}
     for job in jobs.values():
         compile_kernels(job.precision)
     others = machine.busy_cores()

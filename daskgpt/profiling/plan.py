@@ -108,13 +108,14 @@ class Plan:
 
 
 def job_from(config: GPT2Config, **given: Any) -> Job:
-    """Return the job of some configurations (data, optimizer, dataflow, local), each an object, its fields, or None."""
-    kinds = {"data": DataConfig, "optimizer": OptimizerConfig, "dataflow": DataflowConfig, "local": LocalConfig}
+    """Return the job of some configurations (data, optimizer ...), each an object, its fields, or None."""
+    kinds: dict[str, Any] = {"data": DataConfig, "optimizer": OptimizerConfig, "dataflow": DataflowConfig}
+    kinds |= {"run": RunConfig, "local": LocalConfig}
     made: dict[str, Any] = {}
     for name, kind in kinds.items():
         own = given.get(name)
         made[name] = kind(**own) if isinstance(own, Mapping) else own or kind()
-    return Job(config, run=RunConfig(), **made)
+    return Job(config, **made)
 
 
 def plan(

@@ -175,8 +175,8 @@ def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
         for look, values in lines.items():
             shown = np.isfinite(run.values[x]) & np.isfinite(values)
             # The thick line of each of several runs has its name; what the other lines are, the first run's say.
-            name = run.name if look.startswith("mean") and len(runs) > 1 else look if number == 0 else None
-            axes.plot(run.values[x][shown] / unit, values[shown], color=color, label=name, **LINES[look])
+            words = run.name if look.startswith("mean") and len(runs) > 1 else look if number == 0 else None
+            axes.plot(run.values[x][shown] / unit, values[shown], color=color, label=words, **LINES[look])
     axes.set(title=TITLES[y], xlabel=label, yscale="log" if y == "norm" else "linear")
     if x != "seconds":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

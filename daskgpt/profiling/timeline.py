@@ -288,8 +288,8 @@ def summarise(timeline: Timeline) -> Summary:
         inside_share=max(in_tasks - sum(busy), 0.0) / all_time,
         scheduling_share=scheduling / all_time,
         waiting_share=max(1 - (in_tasks + scheduling) / all_time, 0.0),
-        overlap=_seconds_of_several(layers_at_once(timeline)) / wall,
-        steps_overlap=_seconds_of_several(different_at_once((e.start, e.end, e.step) for e in events)) / wall,
+        overlap=seconds_of(layers_at_once(timeline), 2) / wall,
+        steps_overlap=seconds_of(different_at_once((e.start, e.end, e.step) for e in events), 2) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
         critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
         kernels=kernels,
@@ -392,8 +392,9 @@ def layers_at_once(timeline: Timeline) -> Curve:
     return different_at_once((event.start, event.end, event.stage) for event in timeline.events)
 
 
-def _seconds_of_several(counts: Curve) -> float:
-    return sum(following - time for (time, count), (following, _) in pairwise(counts) if count > 1)
+def seconds_of(counts: Curve, least: int) -> float:
+    """Return the time in which at least so many run at once."""
+    return sum(following - time for (time, count), (following, _) in pairwise(counts) if count >= least)
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
