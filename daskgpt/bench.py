@@ -13,7 +13,8 @@ arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T +
             large float32 matrices and as many threads
 memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
 
-What more threads bring is measured by `python -m daskgpt.study --threads 1,2,4`.
+What more threads bring is measured by `python -m daskgpt.study --threads 1,2,4`, with --batch-chunk, --sequence-chunk
+and --grain auto where the machine is to choose them anew for each number.
 --record FILE adds what was measured to a file, a line of JSON with command, date, machine, versions, and every turn.
 In a checkout of the repository, `python benchmarks/against.py` compares with other programs, and
 `python benchmarks/generation.py` times how a model writes.
@@ -37,7 +38,7 @@ from daskgpt.training.job import compile_kernels
 
 
 def parser() -> Parser:
-    """All flags."""
+    """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--json", action="store_true", help="print the line of JSON instead that --record writes")

@@ -35,7 +35,7 @@ QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.
 
 
 def parser() -> Parser:
-    """All flags."""
+    """Return all flags."""
     flags = Parser(prog="daskgpt.study", description=DESCRIPTION)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--quick", action="store_true", help="a very small model, few points, one repetition")
@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
 
 
 def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
-    """The model and what all runs share; --quick makes both small, but for what is given."""
+    """Return the model and what all runs share; --quick makes both small, but for what is given."""
     given, study = given_flags(GPT2Config, values), from_flags(StudyConfig, values)
     if not values.quick:
         return preset(values.preset, **given), study

@@ -58,7 +58,7 @@ class Collected(SchedulerPlugin):
     """The latest tasks and steps.
 
     calls     as they end
-    steps     records of steps, see `schedulers.telling`, with `received_bytes`: of all workers until then
+    steps     records of steps, see `schedulers.events`, with `received_bytes`: of all workers until then
     runs      how many runs have sent steps: those of the latest one are kept
     recoveries  how many of them recovered from a loss
     """

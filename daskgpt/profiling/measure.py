@@ -53,7 +53,7 @@ class BenchConfig(BatchConfig):
 
 
 def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -> Job:
-    """The checked job of a run on random tokens, with a constant learning rate."""
+    """Return the checked job of a run on random tokens, with a constant learning rate."""
     return Job(
         config,
         DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups),
@@ -64,7 +64,7 @@ def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -
 
 
 def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets (B, T) int32, uniform over the vocabulary; the same for the same seed and step."""
+    """Return tokens and targets (B, T) int32, uniform over the vocabulary; the same for the same seed and step."""
     size, length = job.batch_shape
     tokens = np.random.default_rng([seed, step]).integers(0, job.config.vocabulary, (size, length + 1), np.int32)
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
@@ -82,7 +82,7 @@ class Steps:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What runs, for a record of measurements."""
+        """Return what runs, for a record of measurements."""
         (batch_size, length), (batch_chunk, sequence_chunk) = self.job.batch_shape, self.steps.chunk
         return {
             "batch_size": batch_size,
@@ -95,7 +95,7 @@ class Steps:
         }
 
     def run(self, count: int) -> list[float]:
-        """Seconds of each of some further steps, from a batch to its loss.
+        """Return the seconds of each of some further steps, from a batch to its loss.
 
         Steps that overlap (barrier none), and steps of workers that share a batch, are timed together, and always so
         many: a value for each window is its mean. With --engine tasks a cluster has a step's loss before its backward
@@ -123,7 +123,7 @@ class Steps:
             self.scheduler.settle(self.state.packs)
 
     def timeline(self, count: int) -> Timeline:
-        """The timeline of so many further steps, of some more where the last window has more."""
+        """Return the timeline of so many further steps, or some more where the last window has more."""
         recorder, size, done = recorder_of(self.steps, self.scheduler), self.window, len(self.losses)
         for first in range(done, done + count, size):
             with recorder.window(range(first, first + size)):
@@ -135,11 +135,11 @@ class Steps:
         self.scheduler.everywhere(machine.reset_peak_memory, here=True)
 
     def peak(self) -> int:
-        """Most bytes in memory since then, of this process and of the workers, together."""
+        """Return the most bytes in memory since then, of this process and of the workers together."""
         return sum(self.scheduler.everywhere(machine.peak_memory, here=True))
 
     def cpu(self) -> dict[tuple[str, int], float]:
-        """Seconds of processor time that this process, the workers and a cluster's scheduler have used, by process."""
+        """Return seconds of processor time of this process, the workers and a cluster's scheduler, by process."""
         found = self.scheduler.everywhere(machine.processor_time, here=True)
         if isinstance(self.scheduler, ClusterScheduler):
             found.append(self.scheduler.client.run_on_scheduler(machine.processor_time))
@@ -147,20 +147,20 @@ class Steps:
 
     @property
     def window(self) -> int:
-        """How many steps the scheduler gets at once."""
+        """Return how many steps the scheduler gets at once."""
         if self.ranks:
             return RANKS_WINDOW
         return self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
 
     @property
     def tasks(self) -> int:
-        """Tasks of one step."""
+        """Return the number of tasks of a step."""
         tasks: int = self.steps.tasks if self.ranks else self.steps.step.runnable.tasks
         return tasks
 
     @property
     def grain(self) -> str:
-        """Of the steps so far."""
+        """Return the grain of the steps so far."""
         grain: str = self.steps.used_grain if self.ranks else self.steps.step.grain
         return grain
 
@@ -211,5 +211,5 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
-    """`product_rate` of this process; a worker (Dask gives it under this name) has threads of its own number."""
+    """Return the `product_rate` of this process; a worker (Dask gives it under this name) has threads of its own number."""
     return product_rate(dask_worker.state.nthreads if dask_worker else threads)

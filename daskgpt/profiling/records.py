@@ -65,7 +65,7 @@ class Figure:
 
     @classmethod
     def of(cls, spread: Spread, unit: str, factor: float = 1) -> Figure:
-        """Of measured turns, in another unit `factor` times as small; a single value has no spread."""
+        """Return the figure of measured turns, in a unit `factor` times as small; a single value has no spread."""
         low, middle, high = (significant(value * factor) for value in spread.quartiles)
         if spread.n == 1:
             return cls(unit, middle, n=1)
@@ -119,7 +119,7 @@ class Record:
         require(fine, WHERE, rule, {"command": self.command, "date": self.date}, "Add what is missing.")
 
     def line(self) -> bytes:
-        """As a line of a file of records, without what is empty.
+        """Return the line of a file of records, without what is empty.
 
         Errors   ValueError for a value that JSON has no form for
         """
@@ -130,7 +130,7 @@ class Record:
 
     @classmethod
     def of_line(cls, line: bytes) -> Record:
-        """What `line` wrote.
+        """Return the record that `line` wrote.
 
         Errors   ValueError for anything else
         """
@@ -170,7 +170,7 @@ def measured(
     settings: Mapping[str, Any],
     against: str = "",
 ) -> Record:
-    """The record of what was measured just now in this process.
+    """Return the record of what was measured just now in this process.
 
     command     the module, as `python -m` names it
     arguments   its command line; what says where to record is left out
@@ -187,13 +187,13 @@ def measured(
 
 
 def this_machine() -> dict[str, Any]:
-    """Processor, cores, and the instruction sets that decide how fast products are."""
+    """Return processor, cores, and the instruction sets that decide how fast products are."""
     known = [name for name in TELLING if name in features()]
     return {"processor": machine.processor(), "cores": usable_cores(), "features": known}
 
 
 def command_line(command: str, arguments: Sequence[str]) -> str:
-    """What somebody types to measure the same, without recording it."""
+    """Return the command that measures the same, without recording it."""
     left, words = iter(arguments), list[str]()
     for word in left:
         if word == "--record":
@@ -204,7 +204,7 @@ def command_line(command: str, arguments: Sequence[str]) -> str:
 
 
 def check_records(path: str | Path) -> None:
-    """Find out that nothing can be recorded before anything is measured.
+    """Refuse a file that cannot hold records, before anything is measured.
 
     Errors   ValueError where the path is that of a folder, its folder is missing, or the file holds something else;
              OSError where it cannot be read or written
@@ -219,7 +219,7 @@ def check_records(path: str | Path) -> None:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records of a file. A last line without an end, which a power cut can leave, is none.
+    """Return the records of a file. A last line without an end, which a power cut can leave, is none.
 
     Errors   ValueError where a line is something else, with its number
     """
@@ -259,7 +259,7 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> dict[str, Figure]:
-    """Of several quantities in one unit."""
+    """Return the figures of several quantities in one unit."""
     return {name: Figure.of(spread, unit, factor) for name, spread in spreads.items()}
 
 
@@ -269,7 +269,7 @@ def significant(value: float) -> float:
 
 
 def _whole(text: bytes) -> bytes:
-    """All lines that have an end."""
+    """Return all lines that have an end."""
     return text[: text.rfind(b"\n") + 1]
 
 

@@ -65,7 +65,7 @@ class Point:
         return replace(point, grain="kernel") if self.barrier == "layer" else point
 
     def __str__(self) -> str:
-        chunks = f"chunks of {self.batch_chunk} x {self.sequence_chunk}"
+        chunks = f"chunks of {self.batch_chunk or 'auto'} x {self.sequence_chunk or 'auto'}"
         engine = ", engine tasks" * (self.engine == "tasks")
         return f"{self.threads} x {self.scheduler}, barrier {self.barrier}, {chunks}, grain {self.grain}{engine}"
 

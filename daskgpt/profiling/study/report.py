@@ -312,7 +312,7 @@ def _heading(view: Rows, quick: bool) -> list[str]:
         warnings.append(f"**Single runs:** {which} run once. Differences between single runs show nothing.")
     cpus, dates = sorted({str(own["cpu"]) for own in view.all}), sorted(str(own["date"]) for own in view.all)
     versions = ", ".join(f"{package} {row[package]}" for package in ("daskgpt", "python", "numpy", "numba", "dask"))
-    shared = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in view.reference.items())
+    shared = ", ".join(f"{name.replace('_', ' ')} {value or 'auto'}" for name, value in view.reference.items())
     return [
         f"# Study of {model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step\n",
         *(["> " + "\n>\n> ".join(warnings) + "\n"] if warnings else []),
