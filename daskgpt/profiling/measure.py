@@ -211,5 +211,5 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
-    """Return the `product_rate` of this process; a worker (Dask gives it under this name) has threads of its own number."""
+    """Return the `product_rate` of this process; a worker, which Dask gives under this name, has its own threads."""
     return product_rate(dask_worker.state.nthreads if dask_worker else threads)
