@@ -13,6 +13,8 @@ from compare.llmc_program import compare_llmc, require_program
 from compare.pipes import Place, TorchOptions
 from compare.processes import TorchSide, TransformersSide, require_installed
 from compare.programs import Apart, OnWorkers, Programs, WorkerTime, check_losses, require_published_model, warm_up
+from compare.turns import take_turns, undisturbed
+from generation import EARLY, TOKENS, Writing, measure_generation, random_prompts
 from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
@@ -20,11 +22,10 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
-from daskgpt.instruments.generating import EARLY, TOKENS, Writing, measure_generation, random_prompts, times
-from daskgpt.instruments.measure import BenchConfig, Steps, job_of, take_turns, undisturbed
-from daskgpt.instruments.records import Figure
-from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of
+from daskgpt.profiling.records import Figure
+from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.connect import chosen_address, open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.protocol import Scheduler
@@ -40,7 +41,7 @@ torch-ddp     turns of three: a cluster of workers of one thread each (--schedul
               --apart one of them is in memory at a time: each is started for each of its turns, takes --warmup steps,
               and then those that count.
 llm.c PATH    a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens
-transformers  Hugging Face's GPT-2 beside `bench --generation`: the same weights in float32, its cache on
+transformers  Hugging Face's GPT-2 beside `generation.py`: the same weights in float32, its cache on
 """
 NEEDS = {"torch": ["torch"], "torch-ddp": ["torch"], "transformers": ["transformers", "torch"], "llm.c": []}
 WORKERS = 2  # of a local cluster, unless --threads says otherwise
@@ -240,12 +241,12 @@ def compare_generation(config: GPT2Config, timing: BenchConfig, threads: int) ->
         for side in (beside, theirs):
             side.run(TOKENS)
         check_first_token(beside.written[0], theirs.written)
-        found = measure_generation(config, timing, threads, [beside, theirs])
-    columns = [Spread.of(turn.means[number] for turn in found.turns) for number in (-2, -1)]
-    rate = Spread.of(their / our for our, their in zip(*(column.values for column in columns)))
-    figures = found.figures() | {"theirs": Figure.of(columns[1], "ms", 1e3), "rate_float32": Figure.of(rate, "")}
-    text = f"{found.describe()}\ntokens/s, daskgpt / theirs    float32   {times(rate, 1, 2)}"
-    text += f"\n{theirs.name}: {times(columns[1], 1e3)} ms a token, prompt included"
+        found, turns = measure_generation(config, timing, threads, [beside, theirs])
+    columns = [Spread.of(turn.means[number] for turn in turns) for number in (-2, -1)]
+    rate = Figure.of(Spread.of(their / our for our, their in zip(*(column.values for column in columns))), "")
+    figures = found.figures | {"theirs": Figure.of(columns[1], "ms", 1e3), "rate_float32": rate}
+    text = f"{found.describe()}\ntokens/s, daskgpt / theirs    float32   {rate.text(2)}"
+    text += f"\n{theirs.name}: {figures['theirs'].text(1)} a token, prompt included"
     return figures, theirs.name, found.settings, text
 
 

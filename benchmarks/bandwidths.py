@@ -23,16 +23,17 @@ from typing import Any
 from compare.pipes import Place, TorchOptions
 from compare.processes import TorchSide
 from compare.programs import check_losses, warm_up
+from compare.turns import Turn, take_turns
 from machines import Machines
 from namespaces import Hosts
 from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig, LocalConfig
-from daskgpt.instruments.measure import BenchConfig, Steps, Turn, job_of, random_batch, take_turns
-from daskgpt.instruments.records import Figure, figures_of
-from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import RandomParameters
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, random_batch
+from daskgpt.profiling.records import Figure, figures_of
+from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job

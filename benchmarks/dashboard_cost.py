@@ -29,8 +29,8 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
-from daskgpt.instruments.records import Figure
-from daskgpt.instruments.statistics import Spread
+from daskgpt.profiling.records import Figure
+from daskgpt.profiling.statistics import Spread
 from daskgpt.schedulers.local import usable_cores
 
 WARMUP = 10  # steps before the first window

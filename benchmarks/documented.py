@@ -50,7 +50,6 @@ SHORTER = {
     r"daskgpt\.train .*--data tokens": f"{BATCH} {SHORT} --blocks 1 --heads 2 --channels 16 --steps 3 --warmup 1",
     r"daskgpt\.train": f"{TEXT} {MODEL} {BATCH} {SHORT} --steps 3 --warmup 1",
     r"daskgpt\.generate": "--tokens 4",
-    r"daskgpt\.bench .*--generation": "--blocks 1 --heads 2 --channels 16 --positions 40 --steps 1 --warmup 1",
     r"daskgpt\.bench": BENCH,
     r"daskgpt\.study": "--quick --window 1 --threads 1 --barrier layer,step",
     r"daskgpt\.prepare": "--learn-vocabulary 300",

@@ -1,7 +1,7 @@
 """What pages say of measurements, written from the data: `python benchmarks/measurements.py --write`.
 
 The data are the records of `docs/measurements/*.jsonl`, a line each, which `--record` of `daskgpt.bench` and
-`daskgpt.study` adds (`daskgpt/instruments/records.py`). A page has places for them:
+`daskgpt.study` adds (`daskgpt/profiling/records.py`). A page has places for them:
 
     <!-- measured: NAME -->       the table of this name, one of TABLES here; `facts FILE` is a plain one of any file
     <!-- end -->
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from timeline_picture import PICTURE, picture
 
-from daskgpt.instruments.records import Figure, Record, read_records
+from daskgpt.profiling.records import Figure, Record, read_records
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "measurements"

@@ -27,8 +27,8 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
-from daskgpt.instruments.records import Figure
-from daskgpt.instruments.statistics import Spread
+from daskgpt.profiling.records import Figure
+from daskgpt.profiling.statistics import Spread
 
 COLUMNS = 80
 TOLD = "told.json"

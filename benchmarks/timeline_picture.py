@@ -14,14 +14,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from daskgpt.instruments.study.grid import BARRIERS
-from daskgpt.instruments.timeline import Event, Timeline, Window
-from daskgpt.instruments.timeline.events import TaskGraph
-from daskgpt.instruments.timeline.strips import svg_one_under_the_other
+from daskgpt.profiling.study.grid import BARRIERS
+from daskgpt.profiling.timeline import Event, TaskGraph, Timeline, Window, svg_one_under_the_other
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEPT, PICTURE = DOCS / "measurements" / "fork_join_timelines.json", DOCS / "fork_join.svg"
-NOTHING = TaskGraph((), {}, {}, frozenset())
+NOTHING = TaskGraph((), {}, {}, frozenset(), {})
 
 
 def kept(trace: Path) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def timeline(found: dict[str, Any]) -> Timeline:
     )
     steps = tuple(sorted({event.step for event in events}))
     window = Window(steps, 0.0, max(event.end for event in events))
-    return Timeline(found["title"], tuple(found["lanes"]), events, (window,), NOTHING, {})
+    return Timeline(found["title"], tuple(found["lanes"]), events, (window,), NOTHING)
 
 
 def picture() -> str:

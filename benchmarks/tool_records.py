@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from daskgpt.instruments.records import Figure, append_records, check_records, command_line, measured
+from daskgpt.profiling.records import Figure, append_records, check_records, command_line, measured
 
 
 def add_record_flag(parser: ArgumentParser) -> None:

@@ -148,7 +148,7 @@ check_running() {
 
 start_scheduler() {
     start scheduler env "${quiet[@]}" "$python" -m dask scheduler --host "$host" --port "$port" \
-        --dashboard-address "$dashboard" --scheduler-file "$file" --preload daskgpt.instruments.dashboard
+        --dashboard-address "$dashboard" --scheduler-file "$file" --preload daskgpt.profiling.dashboard
     until [[ -s $file ]]; do
         check_running
         sleep 0.1

@@ -13,14 +13,11 @@ arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T +
             large float32 matrices and as many threads
 memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
 
---scaling times 1, 2, 4 ... threads (up to --threads, or to the cores), each in a process of its own on as many cores:
-speedup is the time on one thread over the time on so many, efficiency speedup over threads. Chunks and grain are
-chosen anew for each number of threads unless they are given.
---generation times how the model writes, a token at a time, in float32 and bfloat16: one text after 10 and after 900
-tokens, and eight at once; how many bytes of weights, keys and values a step reads, and which share of the rate of a
-copy on as many threads (bytes read and written) that is; in --steps turns of 16 tokens.
+What more threads bring is measured by `python -m daskgpt.study --threads 1,2,4`, with --batch-chunk, --sequence-chunk
+and --grain auto where the machine is to choose them anew for each number.
 --record FILE adds what was measured to a file, a line of JSON with command, date, machine, versions, and every turn.
-Beside other programs it runs with `python benchmarks/against.py`, in a checkout of the repository.
+In a checkout of the repository, `python benchmarks/against.py` compares with other programs, and
+`python benchmarks/generation.py` times how a model writes.
 """
 
 from __future__ import annotations
@@ -32,25 +29,21 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments import machine
-from daskgpt.instruments.generating import EARLY, TOKENS, Generation, measure_generation
-from daskgpt.instruments.measure import BenchConfig, Measurement, Steps, job_of, measure
-from daskgpt.instruments.plan import check_workers, predict
-from daskgpt.instruments.records import append_records, check_records, measured
-from daskgpt.instruments.scaling import Scaling, measure_scaling
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure
+from daskgpt.profiling.plan import check_workers, predict
+from daskgpt.profiling.records import Measurement, append_records, check_records, measured
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.job import compile_kernels
 
 
 def parser() -> Parser:
-    """All flags."""
+    """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--json", action="store_true", help="print the line of JSON instead that --record writes")
     flags.add_argument("--record", metavar="FILE", help="add the measurement to a file, a line of JSON each")
     add_plan_flags(flags)
-    flags.add_argument("--scaling", action="store_true", help="time 1, 2, 4 ... threads: speedup and efficiency")
-    flags.add_argument("--generation", action="store_true", help="time how the model writes, a token at a time")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (BenchConfig, DataflowConfig):
         add_flags(flags, config)
@@ -62,9 +55,6 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     options, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
     config = preset(values.preset, **given_flags(GPT2Config, values))
-    kinds = {name: getattr(values, name) for name in ("plan", "scaling", "generation")}
-    rule = "at most one of --plan, --scaling and --generation must be given"
-    require(sum(kinds.values()) <= 1, "bench", rule, kinds, "Leave the others out.")
     rule, got = "--record must come without --plan", {"plan": values.plan, "record": values.record}
     require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave one out.")
     check_workers(values.workers, plan=values.plan)
@@ -73,14 +63,13 @@ def main(arguments: list[str]) -> int:
         return 0
     if values.record:
         check_records(values.record)
-    run = generation if values.generation else measure_scaling if values.scaling else steps
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
-        others = machine.busy_cores() or 0.0
+        others = machine.busy_cores()
         if others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
-        found: Measurement | Generation | Scaling = run(config, options, dataflow)
-    facts = {"preset": values.preset, "others_cores": others} | found.settings
-    record = measured("daskgpt.bench", arguments, found.figures(), facts)
+        found = steps(config, options, dataflow)
+    facts = {"preset": values.preset, "others_cores": others, **found.settings}
+    record = measured("daskgpt.bench", arguments, found.figures, facts)
     if values.record:
         append_records(values.record, [record])
     print(record.line().decode().rstrip() if values.json else found.describe())
@@ -93,14 +82,6 @@ def steps(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) ->
     compile_kernels(job.precision)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         return measure(Steps(job, scheduler, options.seed), options.warmup, options.steps, options.recorded)
-
-
-def generation(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Generation:
-    """Time how the model writes."""
-    rule, least = "a model that writes must have enough positions", EARLY + TOKENS
-    require(config.positions >= least, "bench", rule, {"positions": config.positions}, f"Give {least} or more.")
-    compile_kernels()
-    return measure_generation(config, options, dataflow.threads)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, PlotConfig)
     values = flags.parse_args(arguments)
     config: PlotConfig = from_flags(PlotConfig, values)
-    from daskgpt.instruments.plots import picture, read_runs  # refuses to be imported without matplotlib
+    from daskgpt.profiling.plots import picture, read_runs  # refuses to be imported without matplotlib
 
     content = picture(read_runs(values.runs, config.smooth), Path(config.out).suffix[1:])
     with replacing(config.out, "plot") as file:

@@ -12,18 +12,10 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
-from daskgpt.instruments.records import append_records, check_records
-from daskgpt.instruments.study import runs
-from daskgpt.instruments.study.grid import (
-    DIALS,
-    ORDER,
-    StudyConfig,
-    chosen_grid,
-    default_grid,
-    job_of_point,
-    quick_grid,
-)
-from daskgpt.instruments.study.table import Rows, Table
+from daskgpt.profiling.records import append_records, check_records
+from daskgpt.profiling.study import runs
+from daskgpt.profiling.study.grid import DIALS, ORDER, StudyConfig, chosen_grid, default_grid, job_of_point, quick_grid
+from daskgpt.profiling.study.table import Rows, Table
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
 
@@ -39,11 +31,11 @@ A study that was stopped goes on with --out FOLDER; what is in its table is not 
 machine, versions, and the time of every run.
 """
 QUICK_MODEL = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
-QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "warmup": 1}
+QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0}
 
 
 def parser() -> Parser:
-    """All flags."""
+    """Return all flags."""
     flags = Parser(prog="daskgpt.study", description=DESCRIPTION)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--quick", action="store_true", help="a very small model, few points, one repetition")
@@ -56,10 +48,8 @@ def parser() -> Parser:
     flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name in DIALS:
-        flag = f"--{name.replace('_', '-')}"
-        lists.add_argument(
-            flag, type=_list_of(str if name in ORDER else int), metavar="LIST", help=f"values of daskgpt.train's {flag}"
-        )
+        flag, kind = f"--{name.replace('_', '-')}", _list_of(str if name in ORDER else _number)
+        lists.add_argument(flag, type=kind, metavar="LIST", help=f"values of daskgpt.train's {flag}")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     add_flags(flags, StudyConfig)
     return flags
@@ -83,7 +73,7 @@ def main(arguments: list[str]) -> int:
         compile_kernels()
         runs.write_timelines(model, study, folder)
         return 0
-    from daskgpt.instruments.study.report import write_report  # refuses to be imported without matplotlib
+    from daskgpt.profiling.study.report import write_report  # refuses to be imported without matplotlib
 
     table = Table(folder / "results.csv", model, study)
 
@@ -101,7 +91,7 @@ def main(arguments: list[str]) -> int:
 
 
 def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
-    """The model and what all runs share; --quick makes both small, but for what is given."""
+    """Return the model and what all runs share; --quick makes both small, but for what is given."""
     given, study = given_flags(GPT2Config, values), from_flags(StudyConfig, values)
     if not values.quick:
         return preset(values.preset, **given), study
@@ -111,11 +101,15 @@ def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
     return preset("tiny", **QUICK_MODEL | given), replace(study, **small, repetitions=repetitions)
 
 
+def _number(text: str) -> int:
+    return 0 if text == "auto" else int(text)
+
+
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def values(text: str) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    values.__name__ = f"list of {kind.__name__}"
+    values.__name__ = f"list of {'words' if kind is str else 'numbers'}"
     return values
 
 

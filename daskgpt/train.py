@@ -17,10 +17,14 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable
-from daskgpt.instruments.dask_report import DaskReportCallback, DaskReportConfig
-from daskgpt.instruments.plan import check_workers, predict
-from daskgpt.instruments.timeline import TimelineCallback, TimelineConfig
-from daskgpt.instruments.timeline.recorder import require_shared_steps
+from daskgpt.profiling.plan import check_workers, predict
+from daskgpt.profiling.recorder import (
+    DaskReportCallback,
+    DaskReportConfig,
+    TimelineCallback,
+    TimelineConfig,
+    require_shared_steps,
+)
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.horizon import one_horizon

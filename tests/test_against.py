@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from compare.llmc_program import compare_llmc, run_program
 from compare.programs import Apart, Programs, WorkerTime, check_losses, require_published_model, steps_of_a_turn
+from compare.turns import Turn, take_turns, undisturbed
 from conftest import SMALL
 
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
-from daskgpt.instruments import measure
-from daskgpt.instruments.measure import BenchConfig, Steps, Turn, job_of, take_turns, undisturbed
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of
 from daskgpt.schedulers.connect import open_scheduler
 
 JOB = job_of(SMALL, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(scheduler="sync"))
@@ -43,7 +43,7 @@ class Program:
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
-    monkeypatch.setattr("daskgpt.instruments.measure._others_seconds", lambda sides: 0.0)
+    monkeypatch.setattr("compare.turns._others_seconds", lambda sides: 0.0)
 
 
 def test_three_take_turns_and_are_compared_within_one():
@@ -91,7 +91,7 @@ def test_turns_in_which_other_programs_run_are_left_out(monkeypatch):
     calm, disturbed = Turn(((1,), (2,)), 0.1), Turn(((1,), (20,)), 0.9)
     assert undisturbed([calm, disturbed, calm], 2) == [calm, calm]
     assert undisturbed([disturbed, disturbed, calm], 3) == [disturbed, disturbed, calm]
-    monkeypatch.setattr(measure, "DISTURBED", -float("inf"))
+    monkeypatch.setattr("compare.turns.DISTURBED", -float("inf"))
     assert len(take_turns([Program(1, []), Program(1, [])], 3, 1)) == 9
     steps = {(0.01, 0.02): 50, (0.4, 0.4): 2, (0.01, 0.5): 10, (3.0, 9.0): 1}  # of a turn, by seconds of a step
     assert {pair: steps_of_a_turn(*pair) for pair in steps} == steps

@@ -13,11 +13,11 @@ from daskgpt import bench
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import Steps, measure, random_batch
-from daskgpt.instruments.plan import fits, predict
-from daskgpt.instruments.records import Record
 from daskgpt.model.parameters import parameter_count, step_operations
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import Steps, measure, random_batch
+from daskgpt.profiling.plan import fits, predict
+from daskgpt.profiling.records import Record
 from daskgpt.schedulers import machine as machine_memory
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
@@ -61,8 +61,10 @@ def test_kernels_of_workers_are_counted(cluster):
         steps = Steps(job_of(scheduler=cluster.address), scheduler, 0)
         found = measure(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
-    assert (found.settings["threads"], min(found.busy.values()) > 0, 0 < found.idle < 1) == (1, True, True)
-    assert found.peak > machine.resident_memory()  # this process, and the worker
+    figures = {name: figure.median for name, figure in found.figures.items()}
+    assert (found.settings["threads"], 0 < figures["overhead"] < 1) == (1, True)
+    assert min(figures[name] for name in ("forward", "backward", "update")) > 0
+    assert figures["peak"] * 1e9 > machine.resident_memory()  # this process, and the worker
 
 
 def test_steps_that_overlap_are_timed_by_the_window():
@@ -95,17 +97,20 @@ def test_operations_of_gpt2():
 
 
 def test_what_the_system_says_of_a_process_and_its_machine(tmp_path, monkeypatch):
+    before = machine.busy_seconds()
     files = {"STATUS": "VmHWM:  7 kB\nVmRSS:\t3 kB\n", "CPU_INFO": "processor: 0\nmodel name\t: a chip\n"}
-    files["STAT"] = "cpu  100 200 300 9999 9999 400 500 7\ncpu0 1\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(machine, name, tmp_path / name)
     monkeypatch.setattr(machine, "CLEAR_REFS", tmp_path / "clear")
-    assert (machine.peak_memory(), machine.resident_memory(), machine.processor()) == (7 << 10, 3 << 10, "a chip")
-    assert machine.busy_seconds() == 1500 / os.sysconf("SC_CLK_TCK")
-    assert machine.busy_cores(0.01) == 0
+    assert (machine.peak_memory(), machine.processor()) == (7 << 10, "a chip")
+    assert machine.busy_seconds() >= before > 0
+    assert machine.busy_cores(0.01) >= 0
     assert machine.reset_peak_memory()
     assert (tmp_path / "clear").read_text() == "5"
+    monkeypatch.setattr(machine, "STATUS", tmp_path / "none")
+    assert machine.resident_memory() > 1e7
+    assert machine.peak_memory() > 1e7
 
 
 # What a step will take.
@@ -232,10 +237,6 @@ REFUSED = [
     ("--plan --record x", "without --plan"),
     ("--record .", "--record must name a file"),
     ("--record none/new", "--record must name a file"),
-    ("--scaling --plan", "plan=True"),
-    ("--scaling --scheduler sync", "scheduler=sync"),
-    ("--generation --plan", "plan=True"),
-    ("--generation --positions 20", "positions=20"),
     ("--workers 2", "--plan"),
     ("--plan --workers 0", "workers=0"),
     ("--steps 0", "steps=0"),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from daskgpt.instruments.dashboard import WAITING, Call, Collected, Page, column, idle_share, overlap_share
+from daskgpt.profiling.dashboard import WAITING, Call, Collected, Page, column, idle_share, overlap_share
 from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.events import TOPIC
 from daskgpt.schedulers.worker_metrics import METRIC

@@ -1,24 +1,22 @@
-"""Tests of `bench --generation`: what it measures and says."""
+"""Tests of `benchmarks/generation.py`: what it measures and says."""
 
 import pytest
+from compare.turns import Turn
+from generation import EARLY, TOKENS, Writing, main
 
-from daskgpt.bench import main
 from daskgpt.config.model import GPT2Config
 from daskgpt.generation.decoder import Weights
-from daskgpt.instruments.generating import EARLY, TOKENS, Generation, Row, Writing
-from daskgpt.instruments.measure import Turn
-from daskgpt.instruments.records import Record
-from daskgpt.instruments.statistics import Spread
 from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.profiling.records import read_records
 
-FLAGS = "--generation --blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
+FLAGS = "--blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
 
 
-def test_the_record_of_a_measurement(capsys, monkeypatch):
-    monkeypatch.setattr("daskgpt.instruments.generating.copy_rate", lambda threads: 1e9)
-    monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))  # one turn
-    assert main([*FLAGS.split(), "--json"]) == 0
-    record = Record.of_line(capsys.readouterr().out.encode())
+def test_the_record_of_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr("generation.copy_rate", lambda threads: 1e9)
+    monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))  # one turn
+    assert main([*FLAGS.split(), "--record", str(tmp_path / "record")]) == 0
+    (record,) = read_records(tmp_path / "record")
     found = {name: figure.median for name, figure in record.figures.items()}
     rows = [f"{precision}_{row}" for precision in ("float32", "bfloat16") for row in ("1_10", "1_24", "8_10")]
     assert [name.removesuffix("_step") for name in found if name.endswith("_step")] == rows
@@ -29,20 +27,23 @@ def test_the_record_of_a_measurement(capsys, monkeypatch):
     assert found["flat_float32"] == pytest.approx(found["float32_1_24_step"] / found["float32_1_10_step"], rel=5e-2)
     eight = 8 * found["bfloat16_1_10_step"] / found["bfloat16_8_10_step"]
     assert found["batch_bfloat16"] == pytest.approx(eight, rel=5e-2)
-    assert record.settings["threads"] == 2
+    assert (record.settings["threads"], record.command.split()[:2]) == (2, ["python", "benchmarks/generation.py"])
+    with pytest.raises(ValueError, match="positions=20"):
+        main(["--positions", "20"])
 
 
-def test_a_measurement_in_words_and_figures():
-    row = Row("float32", 8, 10, Spread((0.5, 0.25, 1.0)), 3_000_000, Spread((0.25,)))
-    ratios = {name: Spread((2.0,)) for name in ("flat_float32", "batch_float32")}
-    turns = [Turn(((1,),), others) for others in (0.0, 0.0, 1.0)]
-    found = Generation(GPT2Config(), 2, Spread((3e9,)), (row,), ratios, turns)
-    lines = " ".join(found.describe().split())
-    for words in ("3.0 (3.0 .. 3.0) GB/s", "ran in 1 of these", "float32 8 10 500.0 (250.0 .. 1,000.0) 16.0 3 0.25 ("):
+def test_a_measurement_in_words(capsys, monkeypatch):
+    turns = [Turn(((0.5,), (0.5,), (1.0,)) * 2 + ((1e-9,),), others) for others in (0.0, 0.0, 1.0)]
+    monkeypatch.setattr("generation.take_turns", lambda sides, count, steps: turns)
+    monkeypatch.setattr("generation.undisturbed", lambda found, count: found)
+    assert main(FLAGS.split()) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "1.0 GB/s (1.0 .. 1.0)",
+        "ran in 1 of these",
+        "float32 8 10 1,000.0 ms (1,000.0 .. 1,000.0) 8.0 tokens/s",
+    ):
         assert words in lines
-    expected = {"copy": 3, "float32_8_10_step": 500, "float32_8_10_share": 0.25}
-    expected |= {"float32_8_10_tokens": 16, "float32_8_10_read": 3} | dict.fromkeys(ratios, 2)
-    assert {name: figure.median for name, figure in found.figures().items()} == expected
 
 
 def test_bytes_of_a_token_are_those_of_the_arrays():

@@ -24,8 +24,8 @@ from daskgpt.graph.accumulating import MicroBatches
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
-from daskgpt.instruments.plan import predict
 from daskgpt.model.parameters import tensors
+from daskgpt.profiling.plan import predict
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job

@@ -15,10 +15,10 @@ from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import CallOptions, apply
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
-from daskgpt.instruments.plan import predict
 from daskgpt.kernels import embedding, linear
 from daskgpt.kernels.totals import additions, level
 from daskgpt.model.parameters import parameter_shapes
+from daskgpt.profiling.plan import predict
 from daskgpt.training.inference import loss_and_gradients
 
 B, T, C, V = 12, 6, 5, 7

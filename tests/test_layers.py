@@ -9,9 +9,9 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt.graph.calls import apply
-from daskgpt.instruments import layer_check
 from daskgpt.kernels import rmsnorm
 from daskgpt.model.layers import LAYERS, LINEAR, RMSNORM, Layer, Row
+from daskgpt.profiling import layer_check
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)

@@ -1,5 +1,6 @@
 """Tests of a run's metrics, as lines of JSON and as TensorBoard's events, which must say the same."""
 
+import json
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ import daskgpt
 from daskgpt.model.parameters import step_operations
 from daskgpt.training import metrics as logs
 from daskgpt.training.metrics import SINKS, Logs, chosen_sinks, metrics_lines, tagged
+from daskgpt.training.step_metrics import PARTS
 
 TOKENS = 4 * 16  # of a step of the smallest run
 
@@ -119,3 +121,14 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path):
     wrong = b'{"step": 1, "again": 1}\n', b"[1]\n", b'{"loss": 1}\n', b'{"step": "2"}\n', b"x\n", b'{"step": 4}\n'
     path.write_bytes(b"".join([*good[:2], *wrong[:5], good[2], wrong[5], b'{"step": 2}']))
     assert [line for _, line in metrics_lines(path, 4)] == list(good)
+
+
+def test_a_result_tells_what_was_no_step(small_text, tmp_path):
+    result = fit(small_text, tmp_path / "run", validate_every=4)
+    assert list(result.timers) == list(PARTS)
+    assert min(result.timers[part] for part in ("validation", "logs", "checkpoints")) > 0
+    assert result.timers["samples"] == 0, "only the command line shows some"
+    assert sum(result.timers.values()) < result.seconds
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    validations = sum(record.get("validation_s", 0.0) for record in records)
+    assert result.timers["validation"] == pytest.approx(validations, abs=1e-3 * len(records))  # they are rounded

@@ -2,7 +2,7 @@
 
 from measurements import DATA, main
 
-from daskgpt.instruments.records import read_records
+from daskgpt.profiling.records import read_records
 
 
 def test_pages_are_those_of_the_data():

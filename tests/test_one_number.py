@@ -18,9 +18,9 @@ from tolerances import TOLERANCES
 from daskgpt.config.groups import Groups
 from daskgpt.graph.calls import parse
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.instruments.layer_check import OPTIONS, lazy_arguments
 from daskgpt.model.layers import LAYERS, Layer
 from daskgpt.model.tape import Tape
+from daskgpt.profiling.layer_check import OPTIONS, lazy_arguments
 
 needs_own_product = pytest.mark.skipif(
     not own_product(), reason="float32 products are a library's here, whose order of summation depends on the shapes"
@@ -102,7 +102,7 @@ def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer, groups):
     """Forward and gradients: no row depends on its company, no sum on where a chunk ends."""
     values, expected = arguments_of(layer), None
     for chunk in CHUNKS["odd"]:
-        tape, arrays = Tape(groups=Groups(groups)), lazy_arguments(layer, values, chunk, SIZES)
+        tape, arrays = Tape(groups=Groups(groups)), lazy_arguments(layer, values, chunk)
         y = tape("here.0", layer, *arrays.values(), **OPTIONS | {"heads": 3})
         dy = np.random.default_rng(3).normal(size=y.shape).astype(np.float32)
         gradients = tape.backward(y, da.from_array(dy, chunks=y.chunks, name="dy-leaf"))

@@ -10,7 +10,7 @@ import pytest
 from small_runs import STEPS, fit
 
 from daskgpt import plot
-from daskgpt.instruments.plots import picture, read_runs, running_mean
+from daskgpt.profiling.plots import picture, read_runs, running_mean
 
 
 def write_run(folder, steps=300, slower=1.0, **changes):
@@ -114,6 +114,6 @@ def test_files_that_cannot_be_written_are_refused(two, flags, error, keyword, tm
     with pytest.raises(error, match=keyword):
         plot.main([*two, *flags])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "daskgpt.instruments.plots")
+    monkeypatch.delitem(sys.modules, "daskgpt.profiling.plots")
     with pytest.raises(RuntimeError, match="matplotlib"):
         plot.main([*two, "--out", "curves.png"])

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from daskgpt import bench
-from daskgpt.instruments.records import Figure, Record, append_records, check_records, command_line, read_records
-from daskgpt.instruments.statistics import Spread
+from daskgpt.profiling.records import Figure, Record, append_records, check_records, command_line, read_records
+from daskgpt.profiling.statistics import Spread
 
 FIGURES = {"step": Figure.of(Spread.of([0.3, 0.1, 0.2]), "ms", 1e3)}
 MACHINE = {"processor": "a processor", "cores": 2}
@@ -28,6 +28,7 @@ def test_a_figure_has_its_turns_and_what_follows_from_them():
     assert Figure.of(Spread.of([2.0]), "GB") == Figure.single(2.0, "GB") == Figure("GB", 2.0, n=1)
     assert Figure.single(1234567.0, "").median == 1234570
     assert Figure("ms", least=1, largest=2).median is None  # a range, where somebody told no more
+    assert (figure.text(0), Figure.single(1.5, "").text()) == ("200 ms (100 .. 300)", "1.50")
     with pytest.raises(ValueError, match="value"):
         Spread(())
 
@@ -102,7 +103,7 @@ def test_several_add_whole_lines(path):
 def test_the_command_is_what_somebody_types_to_measure_the_same():
     words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--log", "my file"]
     assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --log 'my file'"
-    assert command_line("daskgpt.bench", ["--record=x", "--scaling"]) == "python -m daskgpt.bench --scaling"
+    assert command_line("daskgpt.bench", ["--record=x", "--steps", "2"]) == "python -m daskgpt.bench --steps 2"
 
 
 def test_bench_records_what_it_prints(path, capsys):

@@ -9,8 +9,8 @@ from small_runs import MODEL
 
 import daskgpt
 from daskgpt.config.rich import html_table, svg_curve
-from daskgpt.instruments.timeline.strips import COLUMNS
 from daskgpt.model.parameters import initial_parameters
+from daskgpt.profiling.timeline import COLUMNS
 from daskgpt.training.result import Result
 
 DATA = {"batch_size": 4, "sequence_length": 16}

@@ -9,9 +9,9 @@ import pytest
 
 import daskgpt
 from daskgpt.generate import GenerateConfig
-from daskgpt.instruments.measure import BenchConfig
-from daskgpt.instruments.study.grid import StudyConfig
-from daskgpt.instruments.timeline import TimelineConfig
+from daskgpt.profiling.measure import BenchConfig
+from daskgpt.profiling.recorder import TimelineConfig
+from daskgpt.profiling.study.grid import StudyConfig
 
 PUBLIC = [getattr(daskgpt, name) for name in daskgpt.__all__ if name.endswith("Config")]
 

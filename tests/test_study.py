@@ -10,12 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from daskgpt.config.model import GPT2Config, preset
-from daskgpt.instruments import machine
-from daskgpt.instruments.records import read_records
-from daskgpt.instruments.statistics import rounded
-from daskgpt.instruments.study import grid, runs
-from daskgpt.instruments.study.figures import figures
-from daskgpt.instruments.study.grid import (
+from daskgpt.profiling import machine
+from daskgpt.profiling.records import read_records
+from daskgpt.profiling.statistics import rounded
+from daskgpt.profiling.study import grid, runs
+from daskgpt.profiling.study.grid import (
     BARRIERS,
     DIALS,
     Point,
@@ -25,8 +24,8 @@ from daskgpt.instruments.study.grid import (
     default_grid,
     job_of_point,
 )
-from daskgpt.instruments.study.report import compare, write_report
-from daskgpt.instruments.study.table import COLUMNS, Rows, Table, speedups, spread
+from daskgpt.profiling.study.report import compare, sections, write_report
+from daskgpt.profiling.study.table import COLUMNS, Rows, Table, speedups, spread
 from daskgpt.study import main, parser, settings
 
 MODEL = GPT2Config(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
@@ -48,7 +47,7 @@ def finished(tmp_path_factory):
         patch.setattr(runs, "run_one", runs.run)
         patch.setattr(machine, "busy_cores", lambda: 0.0)
         with pytest.MonkeyPatch.context() as no_report:
-            no_report.setattr("daskgpt.instruments.study.report.write_report", lambda *_: None)
+            no_report.setattr("daskgpt.profiling.study.report.write_report", lambda *_: None)
             assert main(["--quick", "--out", str(out)]) == 0
         before = (out / "results.csv").read_text()
         (out / "results.csv").write_text("".join(before.splitlines(keepends=True)[:-1]))
@@ -113,22 +112,22 @@ def test_bad_input_is_refused_before_anything_runs(flags, keyword, tmp_path, mon
         main([*flags.split(), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("plots", "study.figures", "study.report"):
-        monkeypatch.delitem(sys.modules, f"daskgpt.instruments.{name}", raising=False)
+    for name in ("plots", "study.report"):
+        monkeypatch.delitem(sys.modules, f"daskgpt.profiling.{name}", raising=False)
     with pytest.raises(RuntimeError, match="matplotlib must be installed"):
         main(["--quick", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
 def test_a_run_that_fails_in_a_process_of_its_own_says_why():
-    order = runs.Order(MODEL, replace(STUDY, sequence_length=16), replace(BASE, batch_chunk=3, sequence_chunk=16))
+    point = replace(BASE, batch_chunk=3, sequence_chunk=16)
     with pytest.raises(RuntimeError, match=r"exit code 1, ValueError: DataflowConfig: batch_chunk must"):
-        runs.run_one(order)
+        runs.run_one(MODEL, replace(STUDY, sequence_length=16), point)
 
 
 def test_runs_that_fail_are_told_and_repetitions_end_with_the_time(tmp_path, monkeypatch, capsys):
-    def failing(order):
-        if order.point.threads == 1:
+    def failing(model, study, point):
+        if point.threads == 1:
             raise RuntimeError("no")
         return {name: 1.0 for name in COLUMNS if name not in Table(tmp_path / "none", MODEL, STUDY).shared}
 
@@ -162,6 +161,8 @@ def test_chosen_values_are_combined():
     assert len(points) == 2 * (1 + 2)  # fork-join has one grain
     assert {(p.scheduler, p.batch_chunk) for p in points} == {("threads", 2)}
     assert base_point(StudyConfig(batch_size=3), 2).batch_chunk == 3
+    auto = parser().parse_args(["--threads", "1,2", "--batch-chunk", "auto,2"])
+    assert (auto.threads, auto.batch_chunk) == ([1, 2], [0, 2])
 
 
 def test_thread_counts_slicings_and_quick_settings():
@@ -180,14 +181,19 @@ def row(point, repetition, value, **found):
     shared = asdict(MODEL) | {"batch_size": 4, "sequence_length": 64, "precision": "float32", "window": 4, "warmup": 2}
     numbers = dict.fromkeys(COLUMNS, 0.25) | shared | asdict(point) | {"repetition": repetition, "seed": 0}
     numbers |= {"step_ms": value, "recording_cost": 0.0, "critical_path_ms": value / 2, "date": "2020", "cpu": "a cpu"}
+    numbers |= {"batch_chunk_used": point.batch_chunk, "sequence_chunk_used": point.sequence_chunk}
     numbers |= {"forward_ms": value / 4, "backward_ms": value / 2, "update_ms": value / 4}
     return numbers | {"loss": "1.5", "tasks": 10, "others_cores": 0.0} | found
+
+
+def figures(view):
+    return {section.name: section.draw() for section in sections(view) if section.draw}
 
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     """Writes a report of rows without its figures, and returns its text."""
-    monkeypatch.setattr("daskgpt.instruments.study.report.draw_all", lambda folder, rows: {})
+    monkeypatch.setattr("daskgpt.profiling.study.report._save", lambda draw, path: None)
 
     def written(rows, quick=False):
         write_report(tmp_path, rows, quick)
@@ -261,13 +267,14 @@ def test_grains_overlap_and_schedulers_are_told_and_drawn(report):
     text = report(rows)
     for words in (
         "Of the grains, fastest and slowest: **a step takes 3.00 times as long with grain kernel as with grain block**",
-        "| kernel | 90 | 30.00 (30.00 .. 30.00) | 50.0% | 25.0% | 12.5% | 25.0% |",
-        "| block | 20 | 10.00 (10.00 .. 10.00) | 75.0% | 25.0% | 12.5% | 25.0% |",
+        "| kernel | 90 | 30.00 (30.00 .. 30.00) | 15.00 (15.00 .. 15.00) | 25.0% | 25.0% | 50.0% | 25.0% | 12.5% |",
+        "| block | 20 | 10.00 (10.00 .. 10.00) | 5.00 (5.00 .. 5.00) | 25.0% | 25.0% | 75.0% | 25.0% | 12.5% | 25.0% |",
         "at the same time 25.0% (barrier step), 50.0% (barrier none) of the time",
-        "| none | 50.0% | 37.5% | 8.00 (8.00 .. 8.00) | 4.00 (4.00 .. 4.00) | 50% | 25.0% | 25.0% | 25.0% |",
+        "| none | 10 | 8.00 (8.00 .. 8.00) | 4.00 (4.00 .. 4.00) | 50.0% | 37.5% | 25.0% | 25.0% | 25.0% | 25.0% |",
         "**a step takes 4.00 times as long with sync (1 thread) as with threads (2 threads)**",
-        "| sync (1 thread) | 40.00 (40.00 .. 40.00) | 2.00 |",
-        "| local, engine tasks (2 workers) | 80.00 (80.00 .. 80.00) | 3.00 |",
+        "| sync (1 thread) | 10 | 40.00 (40.00 .. 40.00) | 20.00 (20.00 .. 20.00) | ",
+        "| local, engine tasks (2 workers) | 10 | 80.00 (80.00 .. 80.00) | ",
+        "| 3.00 |",
     ):
         assert words in text
     drawn = figures(Rows(rows))
@@ -276,9 +283,9 @@ def test_grains_overlap_and_schedulers_are_told_and_drawn(report):
         return [round(float(bar.get_height()), 6) for bar in axes.patches]
 
     assert heights(drawn["grains"].axes[0]) == [30, 10]
-    assert heights(drawn["grains"].axes[1])[:2] == [50, 75]
-    assert heights(drawn["overlap"].axes[0]) == [25, 50]
-    assert heights(drawn["overlap"].axes[1]) == [10, 8, 5, 4]
+    assert heights(drawn["grains"].axes[2])[:2] == [50, 75]
+    assert heights(drawn["overlap"].axes[1]) == [25, 50]
+    assert drawn["overlap"].axes[0].lines[-1].get_ydata().tolist() == [5, 4]
     assert heights(drawn["schedulers"].axes[0]) == [40, 10, 80]
 
 
@@ -326,6 +333,12 @@ def test_a_table_of_another_study_is_refused(tmp_path):
         Table(path, MODEL, STUDY)
 
 
+def test_numbers_of_threads_alone_have_speedups_too(report):
+    rows = [row(replace(BASE, threads=n, batch_chunk=0, grain="auto"), 0, 40.0 / n) for n in (1, 2)]
+    assert "| step | 40.00 | 20.00 | 2.00 | 100% |\n" in report(rows)
+    assert [len(line.get_xdata()) for line in figures(Rows(rows))["barriers"].axes[1].lines] == [2, 2]
+
+
 def test_without_a_run_on_one_thread_there_is_no_speedup(report):
     rows = [row(replace(BASE, barrier=b, threads=n), 0, 40.0 / n) for b in ("phase", "step") for n in (2, 4)]
     text = report([*rows, rows[0] | {"loss": "1.6", "repetition": 1}])
@@ -342,9 +355,9 @@ def test_without_a_run_on_one_thread_there_is_no_speedup(report):
 
 
 def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys, monkeypatch):
-    pages = "daskgpt.instruments.timeline"
-    monkeypatch.setattr(f"{pages}.page.page_of", lambda timeline: timeline.title)
-    monkeypatch.setattr(f"{pages}.page.page_of_several", lambda own, title: "\n".join([title, *own]))
+    pages = "daskgpt.profiling.pages"
+    monkeypatch.setattr(f"{pages}.page_of", lambda timeline: timeline.title)
+    monkeypatch.setattr(f"{pages}.page_of_several", lambda own, title: "\n".join([title, *own]))
     assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0
     pages = {f"{name}.html" for name in (*BARRIERS, "barriers")}
     traces = {f"{name}.json" for name in BARRIERS}

@@ -16,11 +16,21 @@ from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of, recorded_spans
-from daskgpt.instruments.timeline import StepRecorder, TimelineCallback, TimelineConfig, files
-from daskgpt.instruments.timeline.events import Event, TaskGraph, Timeline, Window, different_at_once
-from daskgpt.instruments.timeline.page import _means, in_brief, lanes_of, time_axis
-from daskgpt.instruments.timeline.strips import svg_one_under_the_other, svg_strips
-from daskgpt.instruments.timeline.summary import describe_summary, layers_at_once, live_bytes, summarise
+from daskgpt.profiling.pages import _means, in_brief, lanes_of, time_axis, write_side_by_side, write_timeline
+from daskgpt.profiling.recorder import StepRecorder, TimelineCallback, TimelineConfig, is_bare, timeline_paths
+from daskgpt.profiling.timeline import (
+    Event,
+    TaskGraph,
+    Timeline,
+    Window,
+    describe_summary,
+    different_at_once,
+    layers_at_once,
+    live_bytes,
+    summarise,
+    svg_one_under_the_other,
+    svg_strips,
+)
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
@@ -110,7 +120,7 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     for event in timeline.events:
         assert first.start - 0.01 <= event.start <= event.end <= last.end + 0.01
         assert event.step == 3 or event.start >= last.start - 0.01
-        for reader in timeline.readers.get(event.key, ()):
+        for reader in timeline.tasks.readers.get(event.key, ()):
             assert starts.get((event.step, reader), event.end) >= event.end - 0.01, "one clock for both workers"
     found = summarise(timeline)
     assert found.critical_path <= found.wall
@@ -153,9 +163,10 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc"):
             events.append(Event(step, *own))
     named = dict(zip("abc", keys))
     before = {named[key]: {named[need] for need in own} for key, own in dict(earlier).items()}
-    tasks = TaskGraph(keys, {a: set(), b: {a}, c: {a}}, before, frozenset(named[name] for name in awaited))
+    done = frozenset(named[name] for name in awaited)
+    tasks = TaskGraph(keys, {a: set(), b: {a}, c: {a}}, before, done, {a: [b, c]})
     lanes = ("thread 1", "thread 2")
-    return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks, {a: [b, c]})
+    return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks)
 
 
 def test_a_summary_worked_out_by_hand():
@@ -233,24 +244,24 @@ def test_strips_of_colour():
 
 def test_names_of_the_files_and_what_is_refused(tmp_path):
     for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
-        assert files.timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
+        assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
     with pytest.raises(ValueError, match="events=0"):
-        summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset()), {}))
+        summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset(), {})))
     with pytest.raises(ValueError, match="timeline_steps=0"):
         TimelineConfig(timeline_steps=0)
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.html").mkdir()
     for path in (tmp_path, tmp_path / "file" / "x", tmp_path / "folder", tmp_path / "new" / "x"):
         with pytest.raises(ValueError, match="that of a file in a folder"):
-            files.check_timeline_path(path)
-    files.check_timeline_path(tmp_path / "x")
+            TimelineConfig(timeline=str(path))
+    TimelineConfig(timeline=str(tmp_path / "x"))
     names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}
-    assert {path: files.is_bare(path) for path in names} == names
+    assert {path: is_bare(path) for path in names} == names
 
 
 def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothing(tmp_path):
     timeline = hand_made()
-    trace, page = files.write_timeline(timeline, tmp_path / "deep" / "run")
+    trace, page = write_timeline(timeline, tmp_path / "deep" / "run")
     found = json.loads(trace.read_text())["traceEvents"]
     own = [event for event in found if event["ph"] == "X"]
     times = [(event["tid"], event["ts"], event["dur"]) for event in own]
@@ -263,7 +274,7 @@ def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothi
     assert counters == {"memory of activations and gradients": 2, "layers at once": 5}
     assert in_brief(timeline).startswith("10,000.00 ms a step; kernels run 40% of the threads' time;")
     assert in_brief(timeline).endswith("at once 10%, steps 0%")
-    other = files.write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
+    other = write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
     for path in (page, other):
         text = path.read_text()
         assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"

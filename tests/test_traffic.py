@@ -10,8 +10,8 @@ from rank_threads import train
 
 from daskgpt import bench
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
-from daskgpt.instruments.plan import KINDS, SHOWN, describe_loads, loads, predict
 from daskgpt.model.precision import precision_of
+from daskgpt.profiling.plan import KINDS, SHOWN, describe_loads, loads, predict
 
 CONFIG = replace(SMALL, channels=32, blocks=2)
 CHANNELS = {"gather": "rows"}  # what messages of a kind are called there

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import IO
 
 from compare.programs import Programs, require_published_model
+from compare.turns import Turn
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.instruments.measure import Steps, Turn
-from daskgpt.instruments.statistics import Spread
+from daskgpt.profiling.measure import Steps
+from daskgpt.profiling.statistics import Spread
 
 STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
 # What it prints of its model, and the field of ours.

@@ -19,7 +19,7 @@ from typing import Any
 from compare.pipes import Place, Process, TorchOptions
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.instruments.measure import random_batch
+from daskgpt.profiling.measure import random_batch
 from daskgpt.training.job import Job
 
 # For which a process waits for the others of its step: a slow network may take a while for a large model's gradients.

@@ -16,7 +16,7 @@ from daskgpt.graph.calls import Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Graph, Key
 from daskgpt.graph.program import calls_of
-from daskgpt.instruments.timeline import color_of
+from daskgpt.profiling.timeline import color_of
 from daskgpt.training.step import StepOptions, TrainingStep
 from drawing.svg import FAINT, FRAME, INK, Picture
 

@@ -11,6 +11,15 @@ NUMBER = "text-align: right; padding: 2px 0 2px 14px; font-variant-numeric: tabu
 WIDTH, HEIGHT, POINTS = 420, 90, 400  # of a curve: pixels, and points at most
 
 
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells: the first column at the left, the others at the right."""
+    first, *others = (max(map(len, cells)) for cells in zip(*rows))
+    lines = (
+        name.ljust(first) + "".join(f"  {cell:>{size}}" for cell, size in zip(cells, others)) for name, *cells in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def html_table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = (), numbers: bool = False) -> str:
     """Return a table with a title; cells are text, not HTML.
 

@@ -37,7 +37,7 @@ DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
 PRELOAD, PAGE = (
     "distributed.scheduler.preload",
-    "daskgpt.instruments.dashboard",
+    "daskgpt.profiling.dashboard",
 )  # by name: in a layer above
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 LOGGED, SENT = "distributed.admin.low-level-log-length", 20  # messages

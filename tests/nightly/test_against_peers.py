@@ -9,8 +9,8 @@ from conftest import SMALL
 from tolerances import TOLERANCES
 
 from daskgpt.config.run import DataflowConfig
-from daskgpt.instruments.measure import BenchConfig, Steps, job_of
-from daskgpt.instruments.records import read_records
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of
+from daskgpt.profiling.records import read_records
 from daskgpt.schedulers.connect import open_scheduler
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'daskgpt[test-peers]'")
@@ -52,7 +52,7 @@ def test_what_ends_while_others_wait_for_it_is_said():
 
 @pytest.mark.parametrize("flags", [[], ["--apart"]])
 def test_three_programs_in_turns(tmp_path, monkeypatch, flags):
-    monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))
+    monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))
     monkeypatch.setattr("compare.programs.LONGEST_TURN", 1.0)
     found, figures = record_of(tmp_path, "torch-ddp", *MODEL, *FEW, *flags)
     assert (found.settings["scheduler"], found.figures["cluster"].n) == ("local", 2)

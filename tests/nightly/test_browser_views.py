@@ -10,8 +10,8 @@ from small_runs import MODEL, OPTIMIZER
 from test_timeline import recorded
 
 import daskgpt
-from daskgpt.instruments.dashboard import Collected, column
-from daskgpt.instruments.timeline import write_side_by_side
+from daskgpt.profiling.dashboard import Collected, column
+from daskgpt.profiling.pages import write_side_by_side
 from daskgpt.schedulers.worker_metrics import METRIC
 
 READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"

@@ -21,7 +21,6 @@ from daskgpt.training.metrics import METRICS
 try:
     import matplotlib as mpl
     from matplotlib.figure import Figure as Figure  # also for other modules, which so have one error without it
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 except ImportError as error:
     rule = "matplotlib must be installed; got no such package"
@@ -142,7 +141,11 @@ def picture(runs: Sequence[Curves], kind: str) -> bytes:
             axes[x].sharey(axes["step"])
         for y in below:
             _draw(axes[y], "step", y, runs)
-        _legend(figure, runs)
+        if len(runs) == 1:
+            figure.suptitle(runs[0].name, fontsize=12)
+        handles, labels = axes["step"].get_legend_handles_labels()
+        look = {"loc": "outside lower center", "ncols": min(len(handles), 6), "frameon": False, "fontsize": 9}
+        figure.legend(handles, labels, **look)
         save(figure, buffer, kind)
     return buffer.getvalue()
 
@@ -163,7 +166,7 @@ def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
         longest = max((run.values[x][-1] for run in runs if run.has(x)), default=0.0)
         name, unit = next(((name, own) for name, own in TIME_UNITS.items() if longest >= 2 * own), ("seconds", 1.0))
         label = f"{name} of training"
-    for run, color in zip(runs, cycle(COLORS)):
+    for number, (run, color) in enumerate(zip(runs, cycle(COLORS))):
         lines = {"mean over the latest steps": run.means.get(y, run.values[y])}
         if y in AVERAGED:
             lines["each step"] = run.values[y]
@@ -171,7 +174,9 @@ def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
             lines["validation"] = run.values["validation_loss"]
         for look, values in lines.items():
             shown = np.isfinite(run.values[x]) & np.isfinite(values)
-            axes.plot(run.values[x][shown] / unit, values[shown], color=color, **LINES[look])
+            # The thick line of each of several runs has its name; what the other lines are, the first run's say.
+            words = run.name if look.startswith("mean") and len(runs) > 1 else look if number == 0 else None
+            axes.plot(run.values[x][shown] / unit, values[shown], color=color, label=words, **LINES[look])
     axes.set(title=TITLES[y], xlabel=label, yscale="log" if y == "norm" else "linear")
     if x != "seconds":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -181,21 +186,3 @@ def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     if not any(len(line.get_xdata()) for line in axes.lines):
         axes.text(0.5, 0.5, "not in these metrics", ha="center", va="center", transform=axes.transAxes)
-
-
-def _legend(figure: Figure, runs: Sequence[Curves]) -> None:
-    """Explain the colors of several runs, or name the only one, and explain the lines."""
-    several = len(runs) > 1
-    handles = {run.name: Line2D([], [], color=color, linewidth=3) for run, color in zip(runs, cycle(COLORS)) if several}
-    gray = "#555555" if several else COLORS[0]
-    handles |= {name: Line2D([], [], **({"color": gray} | look)) for name, look in LINES.items()}
-    if not several:
-        figure.suptitle(runs[0].name, fontsize=12)
-    figure.legend(
-        [*handles.values()],
-        [*handles],
-        loc="outside lower center",
-        ncols=min(len(handles), 6),
-        frameon=False,
-        fontsize=9,
-    )

@@ -15,9 +15,10 @@ from typing import Any
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written
-from daskgpt.instruments import machine
-from daskgpt.instruments.statistics import Spread
+from daskgpt.config.rich import text_table
 from daskgpt.kernels.simd.lanes import features
+from daskgpt.profiling import machine
+from daskgpt.profiling.statistics import Spread, rounded
 from daskgpt.schedulers.local import usable_cores
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")
@@ -64,17 +65,22 @@ class Figure:
 
     @classmethod
     def of(cls, spread: Spread, unit: str, factor: float = 1) -> Figure:
-        """Of measured turns, in another unit `factor` times as small; a single value has no spread."""
-        low, middle, high = (rounded(value * factor) for value in spread.quartiles)
+        """Return the figure of measured turns, in a unit `factor` times as small; a single value has no spread."""
+        low, middle, high = (significant(value * factor) for value in spread.quartiles)
         if spread.n == 1:
             return cls(unit, middle, n=1)
-        turns = tuple(rounded(value * factor) for value in spread.values)
+        turns = tuple(significant(value * factor) for value in spread.values)
         return cls(unit, middle, min(turns), max(turns), low, high, turns, spread.n)
 
     @classmethod
     def single(cls, value: float, unit: str) -> Figure:
-        """Of one value."""
-        return cls(unit, rounded(value), n=1)
+        """Return the figure of one value."""
+        return cls(unit, significant(value), n=1)
+
+    def text(self, digits: int | None = None) -> str:
+        """Return `42.9 ms (38.9 .. 47.8)`: the median, and from the least to the largest turn where there are some."""
+        known = [rounded(value, digits) for value in (self.median, self.least, self.largest) if value is not None]
+        return " ".join(filter(None, (known[0], self.unit, f"({known[1]} .. {known[2]})" if known[1:] else "")))
 
 
 @dataclass(frozen=True)
@@ -102,18 +108,18 @@ class Record:
 
     def __post_init__(self) -> None:
         texts = (self.command, self.date, self.against, self.note)
-        rule = "a record must have a command, a date, a machine and figures, as words, tables and figures"
+        rule = "a record must have a command, a date (ISO 8601), a machine and figures, as words, tables and figures"
         tables = (self.machine, self.figures, self.versions, self.settings)
         fine = all(isinstance(text, str) for text in texts) and all(isinstance(table, Mapping) for table in tables)
         fine = fine and bool(self.command and self.figures) and {"processor", "cores"} <= set(self.machine)
-        require(fine, WHERE, rule, {"command": self.command}, "Add what is missing.")
         try:
             datetime.fromisoformat(self.date)
-        except ValueError:
-            raise refusal(ValueError, WHERE, "the date must be ISO 8601", {"date": self.date}, "Mend it.") from None
+        except (TypeError, ValueError):
+            fine = False
+        require(fine, WHERE, rule, {"command": self.command, "date": self.date}, "Add what is missing.")
 
     def line(self) -> bytes:
-        """As a line of a file of records, without what is empty.
+        """Return the line of a file of records, without what is empty.
 
         Errors   ValueError for a value that JSON has no form for
         """
@@ -124,7 +130,7 @@ class Record:
 
     @classmethod
     def of_line(cls, line: bytes) -> Record:
-        """What `line` wrote.
+        """Return the record that `line` wrote.
 
         Errors   ValueError for anything else
         """
@@ -136,6 +142,27 @@ class Record:
             raise refusal(ValueError, WHERE, "a line must be a record", f"{line[:60]!r}", f"({error})") from None
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """What a command has measured.
+
+    facts     for people, by name
+    settings  what was measured, beside the model
+    figures   for a record, by name
+    table     for people, below the facts: cells of text, the first line being its head
+    """
+
+    facts: Mapping[str, str]
+    settings: Mapping[str, Any]
+    figures: Mapping[str, Figure]
+    table: Sequence[Sequence[str]] = ()
+
+    def describe(self) -> str:
+        """Return the facts and the table, for people."""
+        lines = [f"{name:12} {text}" for name, text in self.facts.items()]
+        return "\n".join([*lines, *(["", text_table(self.table)] if self.table else [])])
+
+
 def measured(
     command: str,
     arguments: Sequence[str],
@@ -143,7 +170,7 @@ def measured(
     settings: Mapping[str, Any],
     against: str = "",
 ) -> Record:
-    """The record of what was measured just now in this process.
+    """Return the record of what was measured just now in this process.
 
     command     the module, as `python -m` names it
     arguments   its command line; what says where to record is left out
@@ -160,13 +187,13 @@ def measured(
 
 
 def this_machine() -> dict[str, Any]:
-    """Processor, cores, and the instruction sets that decide how fast products are."""
+    """Return processor, cores, and the instruction sets that decide how fast products are."""
     known = [name for name in TELLING if name in features()]
     return {"processor": machine.processor(), "cores": usable_cores(), "features": known}
 
 
 def command_line(command: str, arguments: Sequence[str]) -> str:
-    """What somebody types to measure the same, without recording it."""
+    """Return the command that measures the same, without recording it."""
     left, words = iter(arguments), list[str]()
     for word in left:
         if word == "--record":
@@ -177,7 +204,7 @@ def command_line(command: str, arguments: Sequence[str]) -> str:
 
 
 def check_records(path: str | Path) -> None:
-    """Find out that nothing can be recorded before anything is measured.
+    """Refuse a file that cannot hold records, before anything is measured.
 
     Errors   ValueError where the path is that of a folder, its folder is missing, or the file holds something else;
              OSError where it cannot be read or written
@@ -192,7 +219,7 @@ def check_records(path: str | Path) -> None:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records of a file. A last line without an end, which a power cut can leave, is none.
+    """Return the records of a file. A last line without an end, which a power cut can leave, is none.
 
     Errors   ValueError where a line is something else, with its number
     """
@@ -232,17 +259,17 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> dict[str, Figure]:
-    """Of several quantities in one unit."""
+    """Return the figures of several quantities in one unit."""
     return {name: Figure.of(spread, unit, factor) for name, spread in spreads.items()}
 
 
-def rounded(value: float, digits: int = DIGITS) -> float:
-    """With so many significant digits."""
-    return float(f"{value:.{digits}g}")
+def significant(value: float) -> float:
+    """Return a number with so many significant digits as records have."""
+    return float(f"{value:.{DIGITS}g}")
 
 
 def _whole(text: bytes) -> bytes:
-    """All lines that have an end."""
+    """Return all lines that have an end."""
     return text[: text.rfind(b"\n") + 1]
 
 

@@ -1,6 +1,6 @@
 """Running a study: every run in a fresh process, and the repetitions in turns, so that noise hits all points alike.
 
-`python -m daskgpt.instruments.study.runs JSON` makes one run and prints what it measured.
+`python -m daskgpt.profiling.study.runs JSON` makes one run and prints what it measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -24,34 +24,18 @@ from tqdm import tqdm
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.graph.calls import PHASES
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import Steps
-from daskgpt.instruments.records import PACKAGES
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.study.grid import BARRIERS, Point, StudyConfig, job_of_point
-from daskgpt.instruments.study.table import SHARES, Table, model_name
-from daskgpt.instruments.timeline import (
-    Timeline,
-    describe_summary,
-    summarise,
-    write_picture,
-    write_side_by_side,
-    write_timeline,
-)
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import Steps
+from daskgpt.profiling.records import PACKAGES, significant
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.study.grid import BARRIERS, Point, StudyConfig, job_of_point
+from daskgpt.profiling.study.table import SHARES, Table, model_name
+from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-
-
-@dataclass(frozen=True)
-class Order:
-    """What one run needs to know."""
-
-    model: GPT2Config
-    study: StudyConfig
-    point: Point
 
 
 def run_all(
@@ -73,7 +57,7 @@ def run_all(
         for point in own:
             bar.set_postfix_str(f"repetition {repetition + 1}: {point}")
             try:
-                table.add(point, repetition, run_one(Order(model, study, point)))
+                table.add(point, repetition, run_one(model, study, point))
             except RuntimeError as error:
                 failed.append(f"{point}: {error}")
                 bar.write(failed[-1])
@@ -92,30 +76,29 @@ def shuffled(points: Sequence[Point], study: StudyConfig, repetition: int) -> li
     return Random(f"{study.seed} {repetition}").sample(points, len(points))
 
 
-def run_one(order: Order) -> dict[str, Any]:
+def run_one(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
     """Return the columns of one run, made by a process of its own.
 
     Errors   RuntimeError with the last line that the process wrote, where it failed
     """
-    command = [sys.executable, "-m", "daskgpt.instruments.study.runs", json.dumps(asdict(order))]
+    described = json.dumps([asdict(model), asdict(study), asdict(point)])
+    command = [sys.executable, "-m", "daskgpt.profiling.study.runs", described]
     environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["nothing was written"])[-1]
         raise RuntimeError(f"the run must end; got exit code {result.returncode}, {last}")
-    row: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return row
+    return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
-def run(order: Order) -> dict[str, Any]:
+def run(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
     """Time and record some steps; return the columns of its row in the table.
 
     The time of a step and those of its phases come from the same steps, in which every kernel call is recorded. Others
     before and after them, which are not recorded, show what recording costs. A phase has a time of its own only where
     it never runs beside another: its share of the recorded steps, of the median step.
     """
-    study = order.study
-    job = job_of_point(order.model, study, order.point)
+    job = job_of_point(model, study, point)
     compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
     others = machine.busy_cores()
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
@@ -129,24 +112,24 @@ def run(order: Order) -> dict[str, Any]:
         found = summarise(timeline)
         tasks, grain, chunk = steps.tasks, steps.grain, steps.steps.chunk
     seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
-    low, middle, high = seconds.quartiles
-    part = 1e3 * middle / (sum(found.phases.values()) or 1.0)
-    return {
+    low, middle, high = (1e3 * value for value in seconds.quartiles)
+    part = middle / (sum(found.phases.values()) or 1.0)
+    own = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "batch_chunk_used": chunk[0],
         "sequence_chunk_used": chunk[1],
         "grain_used": grain,
         "tasks": tasks,
         "steps": seconds.n,
-        "step_ms": round(1e3 * middle, 3),
-        "step_ms_q1": round(1e3 * low, 3),
-        "step_ms_q3": round(1e3 * high, 3),
-        "recording_cost": round(middle / Spread.of(bare).median - 1, 4),
-        "tokens_per_s": round(study.batch_size * study.sequence_length / middle, 1),
-        **{f"{name}_ms": round(part * found.phases[name], 3) if found.phases else None for name in PHASES},
-        "critical_path_ms": round(found.critical_path * 1e3 / found.steps, 3),
-        **{name: round(getattr(found, name), 4) for name in SHARES},
-        "peak_gb": round(peak / 1e9, 4),
+        "step_ms": middle,
+        "step_ms_q1": low,
+        "step_ms_q3": high,
+        "recording_cost": middle / Spread.of(bare).median / 1e3 - 1,
+        "tokens_per_s": 1e3 * study.batch_size * study.sequence_length / middle,
+        **{f"{name}_ms": part * found.phases[name] if found.phases else None for name in PHASES},
+        "critical_path_ms": found.critical_path * 1e3 / found.steps,
+        **{name: getattr(found, name) for name in SHARES},
+        "peak_gb": peak / 1e9,
         "loss": repr(steps.losses[study.warmup + study.steps]),
         "others_cores": others,
         "machine": f"{platform.system()} {platform.machine()}",
@@ -154,6 +137,7 @@ def run(order: Order) -> dict[str, Any]:
         "cores": os.cpu_count(),
         **machine.versions(*PACKAGES),
     }
+    return {name: significant(value) if isinstance(value, float) else value for name, value in own.items()}
 
 
 def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None:
@@ -164,6 +148,8 @@ def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None
     between two gathers, for fork-join one kernel. Of --repetitions recordings the shortest is kept: other programs can
     only make one longer.
     """
+    from daskgpt.profiling.pages import write_picture, write_side_by_side, write_timeline  # loads Bokeh
+
     chunk = max(study.batch_size // 4, 1)
     timelines: dict[str, Timeline] = {}
     for barrier, label in BARRIERS.items():
@@ -186,12 +172,11 @@ def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None
 
 def main() -> None:
     """Make the run that the command line describes, on as many cores as it has threads."""
-    asked = json.loads(sys.argv[1])
-    order = Order(GPT2Config(**asked["model"]), StudyConfig(**asked["study"]), Point(**asked["point"]))
+    model, study, point = json.loads(sys.argv[1])
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(order.point.threads, 1)])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(point["threads"], 1)])
     with contextlib.redirect_stdout(sys.stderr):
-        row = run(order)
+        row = run(GPT2Config(**model), StudyConfig(**study), Point(**point))
     print(json.dumps(row))
 
 

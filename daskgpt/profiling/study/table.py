@@ -5,16 +5,16 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import PRESETS, GPT2Config
-from daskgpt.instruments.records import PACKAGES, Figure, Record, command_line, this_machine
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.study.grid import DIALS, ORDER, Point, StudyConfig, sort_key
 from daskgpt.model.parameters import parameter_count
+from daskgpt.profiling.records import PACKAGES, Figure, Record, measured
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.study.grid import DIALS, ORDER, Point, StudyConfig, sort_key
 
 MODEL = tuple(f.name for f in fields(GPT2Config))
 SHARED = ("batch_size", "sequence_length", "groups", "precision", "window", "warmup", "seed")
@@ -29,14 +29,8 @@ FOUND = (
 COLUMNS = (*MODEL, *SHARED, *DIALS, "repetition", *FOUND)
 # Column -> figure and unit of a record.
 FIGURES = {
-    "step_ms": ("step", "ms"),
-    "critical_path_ms": ("critical_path", "ms"),
-    "overlap": ("overlap", ""),
-    "steps_overlap": ("steps_overlap", ""),
-    "kernel_share": ("kernel_share", ""),
-    "scheduling_share": ("scheduling_share", ""),
-    "waiting_share": ("waiting_share", ""),
-    "peak_gb": ("peak", "GB"),
+    **{"step_ms": ("step", "ms"), "critical_path_ms": ("critical_path", "ms"), "peak_gb": ("peak", "GB")},
+    **{name: (name, "") for name in SHARES},
 }
 
 Row = dict[str, Any]
@@ -141,8 +135,9 @@ class Rows:
         """Return sequences in a chunk -> number of chunks -> times of a step, most sequences first."""
         size, length = self.all[0]["batch_size"], self.all[0]["sequence_length"]
         series = {}
-        for sequences in sorted({row["batch_chunk"] for row in self.all}, reverse=True):
+        for sequences in sorted({row["batch_chunk"] for row in self.all} - {0}, reverse=True):
             times = spreads(self.along("sequence_chunk", batch_chunk=sequences))
+            times.pop(0, None)  # auto
             series[sequences] = {size // sequences * (length // tokens): times[tokens] for tokens in reversed(times)}
         return {sequences: times for sequences, times in series.items() if times}
 
@@ -158,22 +153,18 @@ class Rows:
 
     def records(self, arguments: Sequence[str]) -> list[Record]:
         """Return a record for each point, whose turns are its runs; arguments: the command line of the study."""
-        return [_record([row for row in self.all if tuple(row[d] for d in DIALS) == p], arguments) for p in self.runs]
-
-
-def _record(rows: Sequence[Row], arguments: Sequence[str]) -> Record:
-    first = rows[0]
-    shared = ("batch_size", "sequence_length", "groups", "precision", "window", "tasks", "others_cores", "loss")
-    settings = {"model": model_name(first)} | {name: first[name] for name in (*DIALS, *shared)}
-    spreads = {column: spread(rows, column) for column in FIGURES}
-    return Record(
-        command=command_line("daskgpt.study", arguments),
-        date=str(rows[-1]["date"]),
-        machine=this_machine() | {"processor": first["cpu"], "cores": first["cores"]},
-        figures={FIGURES[column][0]: Figure.of(own, FIGURES[column][1]) for column, own in spreads.items() if own},
-        versions={name: first[name] for name in ("python", "daskgpt", *PACKAGES)},
-        settings={name: value for name, value in settings.items() if value is not None},
-    )
+        shared = ("batch_size", "sequence_length", "groups", "precision", "window", "tasks", "others_cores", "loss")
+        found = []
+        for point in self.runs:
+            rows = [row for row in self.all if tuple(row[dial] for dial in DIALS) == point]
+            first, spreads = rows[0], {column: spread(rows, column) for column in FIGURES}
+            settings = {"model": model_name(first)} | {name: first[name] for name in (*DIALS, *shared)}
+            figures = {FIGURES[name][0]: Figure.of(own, FIGURES[name][1]) for name, own in spreads.items() if own}
+            record = measured("daskgpt.study", arguments, figures, settings)
+            where = {**record.machine, "processor": first["cpu"], "cores": first["cores"]}
+            versions = {name: first[name] for name in record.versions}
+            found.append(replace(record, date=str(rows[-1]["date"]), machine=where, versions=versions))
+        return found
 
 
 def spread(rows: Iterable[Row], column: str = "step_ms") -> Spread | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import dask
 import dask.array as da
@@ -27,10 +27,10 @@ GRADIENT_ERROR = 1e-6
 CHUNK_ERROR = 2e-5
 
 Arrays = dict[str, np.ndarray]
+Run = Callable[..., tuple[np.ndarray, Arrays]]  # from arguments and a chunk to the output and gradients
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One check: what was looked at, whether it holds, and what was found."""
 
     what: str
@@ -76,13 +76,32 @@ def check_layer(
     >>> bool(daskgpt.check_layer(RMSNORM))
     True
     """
-    known, given = SIZES | dict(sizes or {}), OPTIONS | dict(options or {})
-    findings = _gradients(layer, known, given) + _chunkings(layer, known, given) + _purity(layer, known, given)
+    changed, dtypes, given = set[str](), set[str](), OPTIONS | dict(options or {})
+    backward = {name: _watched(row, changed) if row else row for name, row in layer.backward.items()}
+    watched = replace(layer, forward=_watched(layer.forward, changed), backward=backward)
+
+    def run(values: Arrays, chunk: tuple[int, int] = (2, 3)) -> tuple[np.ndarray, Arrays]:
+        y, gradients = run_layer(watched, values, chunk, given)
+        floats = {value.dtype.name for value in values.values() if value.dtype.kind == "f"}
+        made = {np.asarray(each).dtype.name for each in (y, *gradients.values())}
+        dtypes.update(f"{', '.join(floats)} in, {name} out" for name in made - floats)
+        return y, gradients
+
+    random = np.random.default_rng(20)
+    double, single = (random_arguments(layer, random, kind, SIZES | dict(sizes or {})) for kind in ("f8", "f4"))
+    findings = [
+        *_gradients(run, double, random),
+        *_chunkings(run, single),
+        Finding("dtype", not dtypes, "; ".join(sorted(dtypes)) or "float32 stays float32, float64 float64"),
+        Finding(
+            "arguments", not changed, f"written over: {', '.join(sorted(changed))}" if changed else "stay as they are"
+        ),
+    ]
     return LayerReport(layer.name, tuple(findings))
 
 
 def random_arguments(layer: Layer, random: np.random.Generator, dtype: str, sizes: Mapping[str, int] = SIZES) -> Arrays:
-    """Arguments of a layer: tokens, positions, keys of random numbers, and normal numbers."""
+    """Return arguments of a layer: tokens, positions, keys of random numbers, and normal numbers."""
     values: Arrays = {}
     for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
         rule, got = "every axis must have a size", {"axes": axes}
@@ -99,29 +118,25 @@ def random_arguments(layer: Layer, random: np.random.Generator, dtype: str, size
     return values
 
 
-def lazy_arguments(
-    layer: Layer, values: Mapping[str, np.ndarray], chunk: tuple[int, int], sizes: Mapping[str, int] = SIZES
-) -> dict[str, da.Array]:
-    """The same as dask arrays that are cut along b and t only."""
+def lazy_arguments(layer: Layer, values: Mapping[str, np.ndarray], chunk: tuple[int, int]) -> dict[str, da.Array]:
+    """Return the same as dask arrays that are cut along b and t only."""
     cut = dict(zip("bt", chunk))
-    return {
-        name: da.from_array(
-            values[name], chunks=tuple(cut.get(axis, sizes[axis]) for axis in axes), name=f"{name}-leaf"
-        )
-        for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True)
-    }
+    found = {}
+    for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
+        chunks = tuple(cut.get(axis, size) for axis, size in zip(axes, values[name].shape))
+        found[name] = da.from_array(values[name], chunks=chunks, name=f"{name}-leaf")
+    return found
 
 
 def run_layer(
     layer: Layer,
     values: Mapping[str, np.ndarray],
     chunk: tuple[int, int] = (2, 3),
-    sizes: Mapping[str, int] = SIZES,
     options: Mapping[str, Any] = OPTIONS,
 ) -> tuple[np.ndarray, Arrays]:
     """Return the output, and gradients of sum(output * `direction_of` it) by argument, from a tape."""
     tape = Tape()
-    arrays = lazy_arguments(layer, values, chunk, sizes)
+    arrays = lazy_arguments(layer, values, chunk)
     y = tape("here.0", layer, *arrays.values(), **options)
     gradients = tape.backward(y, da.from_array(direction_of(y), chunks=y.chunks, name="dy-leaf"))
     found = {name: gradients[array.name] for name, array in arrays.items() if array.name in gradients}
@@ -130,78 +145,55 @@ def run_layer(
 
 
 def direction_of(y: da.Array) -> np.ndarray:
-    """The gradient that arrives at the output: always the same random numbers."""
+    """Return the gradient that arrives at the output: always the same random numbers."""
     values: np.ndarray = np.random.default_rng(3).normal(size=y.shape).astype(y.dtype)
     return values
 
 
-def _gradients(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[Finding]:
-    random = np.random.default_rng(20)
-    values = random_arguments(layer, random, "float64", sizes)
-    _, gradients = run_layer(layer, values, sizes=sizes, options=options)
-    findings = []
-    for name, gradient in gradients.items():
-        if gradient.shape != values[name].shape:
-            shapes = f"shape {gradient.shape}, the argument's is {values[name].shape}"
-            findings.append(Finding(f"gradient of {name}", False, shapes))
+def _gradients(run: Run, values: Arrays, random: np.random.Generator) -> Iterator[Finding]:
+    """Compare each gradient with a central difference along a random direction."""
+    _, gradients = run(values)
+    for name in (name for name, value in values.items() if value.dtype.kind == "f"):
+        what, gradient = f"gradient of {name}", gradients.get(name)
+        if gradient is None or gradient.shape != values[name].shape:
+            shapes = f"shape {gradient.shape}, the argument's is {values[name].shape}" if gradient is not None else ""
+            yield Finding(what, False, shapes or "there is none")
             continue
         direction, ends = random.normal(size=values[name].shape), []
         for sign in (1, -1):
-            moved = values | {name: values[name] + sign * STEP * direction}
-            y, _ = run_layer(layer, moved, sizes=sizes, options=options)
+            y, _ = run(values | {name: values[name] + sign * STEP * direction})
             ends.append(float((y * direction_of(y)).sum()))
         numeric, exact = (ends[0] - ends[1]) / (2 * STEP), float((gradient * direction).sum())
         error = abs(exact - numeric) / max(abs(numeric), 0.1)
-        findings.append(Finding(f"gradient of {name}", error <= GRADIENT_ERROR, f"off by {error:.0e}"))
-    floats = [name for name, value in values.items() if value.dtype.kind == "f"]
-    findings += [Finding(f"gradient of {name}", False, "there is none") for name in floats if name not in gradients]
-    return findings
+        yield Finding(what, error <= GRADIENT_ERROR, f"off by {error:.0e}")
 
 
-def _chunkings(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[Finding]:
-    values = random_arguments(layer, np.random.default_rng(20), "float32", sizes)
+def _chunkings(run: Run, values: Arrays) -> Iterator[Finding]:
+    """Compare the results in several chunkings with those of the batch as a whole."""
     results = []
     for chunk in CHUNKS:
-        y, gradients = run_layer(layer, values, chunk, sizes, options)
+        y, gradients = run(values, chunk)
         results.append({"output": y} | {f"gradient of {name}": own for name, own in gradients.items()})
-    findings = []
     for what, whole in results[0].items():
         others = [other[what] for other in results[1:]]
         if any(np.shape(other) != np.shape(whole) for other in others):
-            findings.append(Finding(f"{what} in chunks", False, "of another shape"))
+            yield Finding(f"{what} in chunks", False, "of another shape")
             continue
         error = max(float(np.abs(other - whole).max()) for other in others) / max(float(np.abs(whole).max()), 1e-30)
         same = all(np.array_equal(other, whole) for other in others)
         found = "every bit" if same else f"off by {error:.0e}" + (" (rounding)" if error <= CHUNK_ERROR else "")
-        findings.append(Finding(f"{what} in chunks", error <= CHUNK_ERROR, found))
-    return findings
+        yield Finding(f"{what} in chunks", error <= CHUNK_ERROR, found)
 
 
-def _purity(layer: Layer, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[Finding]:
-    dtypes, changed = set(), dict[str, None]()
-    backward = {name: _watched(row, changed) if row else row for name, row in layer.backward.items()}
-    watched = replace(layer, forward=_watched(layer.forward, changed), backward=backward)
-    for dtype in ("float32", "float64"):
-        values = random_arguments(layer, np.random.default_rng(20), dtype, sizes)
-        y, gradients = run_layer(watched, values, sizes=sizes, options=options)
-        dtypes |= {(dtype, np.asarray(each).dtype.name) for each in (y, *gradients.values())}
-    wrong = sorted(f"{given} in, {made} out" for given, made in dtypes if given != made)
-    return [
-        Finding("dtype", not wrong, "; ".join(wrong) or "float32 stays float32, float64 float64"),
-        Finding("arguments", not changed, f"written over: {', '.join(changed)}" if changed else "stay as they are"),
-    ]
-
-
-def _watched(row: Row, changed: dict[str, None]) -> Row:
-    """A row whose kernel tells which of its arguments it writes to."""
+def _watched(row: Row, changed: set[str]) -> Row:
+    """Return a row whose kernel adds the names of the arguments that it writes to."""
 
     @wraps(row.kernel)
     def kernel(*arguments: Any, **options: Any) -> Any:
-        before = [np.copy(argument) if isinstance(argument, np.ndarray) else None for argument in arguments]
+        before = [np.copy(argument) if isinstance(argument, np.ndarray) else argument for argument in arguments]
         result = row.kernel(*arguments, **options)
-        for name, was, argument in zip(row.arguments.split(), before, arguments):
-            if was is not None and not np.array_equal(was, argument):
-                changed[name] = None
+        named = zip(row.arguments.split(), before, arguments)
+        changed.update(name for name, was, now in named if was is not now and not np.array_equal(was, now))
         return result
 
     return replace(row, kernel=kernel)

@@ -17,9 +17,8 @@ from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import CompiledStep
-from daskgpt.instruments.plan import in_place_of, known_chunks, known_grain, plan
-from daskgpt.instruments.timeline import color_of
-from daskgpt.training.job_steps import training_step
+from daskgpt.profiling.plan import assumed_step, job_from, predict
+from daskgpt.profiling.timeline import color_of
 from daskgpt.training.stand_ins import Trial
 
 DRAWN = 300  # tasks that a picture has at most
@@ -277,12 +276,11 @@ def dataflow(
     >>> len(graph.tasks), len(graph.chain())
     (20, 10)
     """
-    asked = plan(config, data, dataflow=dataflow)
-    job = asked.job
-    step = training_step(job, known_chunks(job)[0], known_grain(job)[0], in_place_of(job))
+    job = job_from(config, data=data, dataflow=dataflow)
+    step = assumed_step(job)
     tasks, needs = tasks_of(step.runnable, Trial(step).results)
     size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
-    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, asked.peak)
+    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, predict(job).peak)
 
 
 def tasks_of(

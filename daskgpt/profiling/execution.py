@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.rich import html_table
-from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
-from daskgpt.instruments import machine
-from daskgpt.instruments.measure import Steps
-from daskgpt.instruments.plan import plan
-from daskgpt.instruments.statistics import Spread
-from daskgpt.instruments.timeline import Summary, Timeline, summarise
-from daskgpt.instruments.timeline.strips import svg_legend, svg_strips
+from daskgpt.config.rich import html_table, text_table
+from daskgpt.config.run import DataConfig, DataflowConfig
+from daskgpt.profiling import machine
+from daskgpt.profiling.measure import Steps
+from daskgpt.profiling.plan import job_from
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.timeline import Summary, Timeline, summarise, svg_legend, svg_strips
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.job import compile_kernels
 
 WARMUP = 4  # steps before the first turn
-HEAD = ("", "ms a step", "speedup", "efficiency", "overlap", "idle")
-NARROW = ("", "ms", "speedup", "effic.", "overlap", "idle")  # of a phone
+HEAD = ("", "ms", "speedup", "effic.", "overlap", "idle")  # narrow enough for a phone
 
 
 @dataclass(frozen=True)
@@ -57,76 +55,60 @@ class Execution:
         return 1 - self.summary.kernel_share
 
 
-class Executions(Mapping[str, Execution]):
+class Executions(dict[str, Execution]):
     """Name -> execution. The first one is what the others' speedup is measured by.
 
-    others   cores that other programs kept busy before; None where the system does not say
+    others   cores that other programs kept busy before
     """
 
-    def __init__(self, found: Mapping[str, Execution], others: float | None = None) -> None:
-        self.found, self.others = dict(found), others
+    def __init__(self, found: Mapping[str, Execution], others: float = 0.0) -> None:
+        super().__init__(found)
+        self.others = others
 
-    def __getitem__(self, name: str) -> Execution:
-        return self.found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.found)
-
-    def __len__(self) -> int:
-        return len(self.found)
+    @property
+    def first(self) -> Execution:
+        return next(iter(self.values()))
 
     def speedup(self, name: str) -> float:
         """Return how many times as fast as the first, by medians."""
-        first = next(iter(self.found.values()))
-        return first.seconds.median / self[name].seconds.median
+        return self.first.seconds.median / self[name].seconds.median
 
     def efficiency(self, name: str) -> float:
         """Return the speedup by how many times as many threads it has."""
-        first = next(iter(self.found.values()))
-        return self.speedup(name) * first.threads / self[name].threads
+        return self.speedup(name) * self.first.threads / self[name].threads
 
     def rows(self) -> list[list[str]]:
         """Return a table of text, whose columns are those of HEAD."""
         return [
-            [name, _milliseconds(run.seconds), f"{self.speedup(name):.2f}"]
+            [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
             + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, run.idle)]
-            for name, run in self.found.items()
+            for name, run in self.items()
         ]
 
     def __repr__(self) -> str:
-        table = [HEAD, *self.rows()]
-        first, *others = (max(map(len, cells)) for cells in zip(*table))
-        lines = [
-            name.ljust(first) + "".join(f"  {cell:>{size}}" for cell, size in zip(cells, others))
-            for name, *cells in table
-        ]
-        return "\n".join([*lines, self.note] if self.note else lines)
+        return "\n".join(filter(None, (text_table([HEAD, *self.rows()]), self.note)))
 
     @property
     def note(self) -> str:
         """Say that the machine was busy, "" where it was not."""
-        if self.others is None or self.others <= machine.BUSY:
+        if self.others <= machine.BUSY:
             return ""
         return f"note: other programs kept {self.others:.1f} cores busy; these are times of a share of the machine"
 
     def _repr_html_(self) -> str:
-        """The table, and the timelines one below the other on one time scale: a strip a thread."""
-        runs = list(self.found.values())
+        """Return the table, and the timelines one below the other on one time scale: a strip a thread."""
+        runs = list(self.values())
         title = f"Turns: {runs[0].seconds.n}; medians a step (and middle halves), speedup over {next(iter(self))}"
         end = max(window.end for run in runs for window in run.timeline.windows)
         lanes = "".join(
-            f'<div style="margin-top: 8px">{escape(name)}: {_milliseconds(run.seconds)} ms a step</div>'
+            f'<div style="margin-top: 8px">{escape(name)}: {run.seconds.text("", 1, 1e3)} ms a step</div>'
             f"{svg_strips(run.timeline, end=end, named=False)}"
-            for name, run in self.found.items()
+            for name, run in self.items()
         )
         longest = max(runs, key=lambda run: len({event.layer for event in run.timeline.events}))
         legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(longest.timeline)}</div>'
         rows = [[row[0], row[1].partition(" ")[0], *row[2:]] for row in self.rows()]
-        return html_table(title, rows, head=NARROW, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
-
-
-def _milliseconds(seconds: Spread) -> str:
-    return Spread.of(1e3 * value for value in seconds.values).text(unit="", digits=1)
+        return html_table(title, rows, head=HEAD, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
 
 
 def measure(
@@ -158,8 +140,8 @@ def measure(
     known = dataflows or {"default": {}}
     require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
     require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
-    plans = {name: plan(config, data, {"schedule": "constant"}, own) for name, own in known.items()}
-    jobs = {name: replace(found.job, run=RunConfig(seed=seed)) for name, found in plans.items()}
+    shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
+    jobs = {name: job_from(config, dataflow=own, **shared) for name, own in known.items()}
     for job in jobs.values():
         compile_kernels(job.precision)
     others = machine.busy_cores()

@@ -12,11 +12,11 @@ from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.rich import html_table, html_text
+from daskgpt.config.rich import html_table, html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.graph.messages import Rank
-from daskgpt.instruments import machine
 from daskgpt.model.parameters import tensors, value_count
+from daskgpt.profiling import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.schedulers.machine import memory_limit
 from daskgpt.training.autotune import ChunkChoice, GrainChoice, described
@@ -29,6 +29,7 @@ from daskgpt.training.step import TrainingStep
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = ("totals", "weights", "rows")
 SHOWN = 8  # workers
+MEMORY = ("held or made", "at the peak")
 
 
 @dataclass
@@ -68,21 +69,19 @@ class Plan:
         """Bytes of all arrays when there are most of them."""
         return sum(self.at_peak.values())
 
+    def _rows(self) -> list[list[str]]:
+        """Return the table of memory."""
+        rows = [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
+        return [*rows, ["all, without scratch of kernels", "", _mb(self.peak)]]
+
     def __repr__(self) -> str:
         above, below = self._text()
-        table = [
-            f"{'':12} {'held or made':>14} {'at the peak':>14}",
-            *(f"{kind:12} {_mb(self.made[kind]):>14} {_mb(self.at_peak[kind]):>14}" for kind in CLASSES),
-            f"{'peak':12} {'':14} {_mb(self.peak):>14}   without scratch of kernels",
-        ]
-        return "\n".join([*above, *table, *below])
+        return "\n".join([*above, text_table([["", *MEMORY], *self._rows()]), *below])
 
     def _repr_html_(self) -> str:
-        rows = [[kind, *(f"{part[kind] / 1e6:,.1f}" for part in (self.made, self.at_peak))] for kind in CLASSES]
-        rows.append(["all together", "", f"{self.peak / 1e6:,.1f}"])
-        title = f"A step of {self.tasks:,} tasks, grain {self.grain}"
-        table = html_table(title, rows, head=["MB", "held or made", "at the peak"], numbers=True)
         above, below = self._text()
+        title = f"A step of {self.tasks:,} tasks, grain {self.grain}"
+        table = html_table(title, self._rows(), head=["", *MEMORY], numbers=True)
         return table + html_text("\n".join([*above, *below]))
 
     def _text(self) -> tuple[list[str], list[str]]:
@@ -104,11 +103,19 @@ class Plan:
             "memory": fits(job, self.peak * max(len(self.loads), 1)),
         }
         loads = [describe_loads(self.loads)] if self.loads else []
-        return [_line(*own) for own in above.items()], [
-            *(_line(*own) for own in below.items()),
-            *loads,
-            "nothing was run",
-        ]
+        above_lines, below_lines = ([_line(*own) for own in part.items()] for part in (above, below))
+        return above_lines, [*below_lines, *loads, "nothing was run"]
+
+
+def job_from(config: GPT2Config, **given: Any) -> Job:
+    """Return the job of some configurations (data, optimizer ...), each an object, its fields, or None."""
+    kinds: dict[str, Any] = {"data": DataConfig, "optimizer": OptimizerConfig, "dataflow": DataflowConfig}
+    kinds |= {"run": RunConfig, "local": LocalConfig}
+    made: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        own = given.get(name)
+        made[name] = kind(**own) if isinstance(own, Mapping) else own or kind()
+    return Job(config, **made)
 
 
 def plan(
@@ -131,14 +138,7 @@ def plan(
     >>> found.grain, found.peak > 3 * 834_432 * 4
     ('block', True)
     """
-    given = {DataConfig: data, OptimizerConfig: optimizer, DataflowConfig: dataflow, LocalConfig: local}
-    made: dict[Any, Any] = {
-        kind: kind(**own) if isinstance(own, Mapping) else own or kind() for kind, own in given.items()
-    }
-    job = Job(
-        config, made[DataConfig], made[OptimizerConfig], made[DataflowConfig], RunConfig(), local=made[LocalConfig]
-    )
-    return predict(job, workers)
+    return predict(job_from(config, data=data, optimizer=optimizer, dataflow=dataflow, local=local), workers)
 
 
 def predict(job: Job, workers: int = 0) -> Plan:
@@ -166,7 +166,7 @@ def predict(job: Job, workers: int = 0) -> Plan:
         step = JobSteps(job, local_scheduler("sync", 1), lambda line: None, rank).step
         step.set_grain(grain)
     else:
-        step = training_step(job, known_chunks(job)[0], grain, in_place_of(job))
+        step = assumed_step(job)
     trial = Trial(step)
     together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
@@ -180,6 +180,11 @@ def predict(job: Job, workers: int = 0) -> Plan:
         largest_bytes=trial.results[largest],
         loads=loads(step) if ranks > 1 else (),
     )
+
+
+def assumed_step(job: Job) -> TrainingStep:
+    """Return a step with the chunks and the grain that a plan counts with."""
+    return training_step(job, known_chunks(job)[0], known_grain(job)[0], in_place_of(job))
 
 
 def _predict_local(job: Job) -> Plan:
@@ -323,11 +328,12 @@ def loads(step: TrainingStep) -> list[Load]:
 
 def describe_loads(found: Sequence[Load]) -> str:
     """Return a table for people, of megabytes a step."""
-    lines = [f"{'worker':8} " + "".join(f"{kind:>9}" for kind in KINDS) + f"{'sent':>9}{'received':>10}"]
+
+    def cells(sent: Counter[str]) -> list[str]:
+        return [f"{size / 1e6:,.1f}" for size in (*(sent[kind] for kind in KINDS), sent.total())]
+
+    table = [["worker", *KINDS, "sent", "received"]]
     for number, own in enumerate(found[:SHOWN]):
-        cells = "".join(f"{own.sent[kind] / 1e6:9,.1f}" for kind in KINDS)
-        lines.append(f"{number:<8} {cells}{own.sent.total() / 1e6:9,.1f}{own.received.total() / 1e6:10,.1f}")
-    lines += [f"and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
-    whole = sum((own.sent for own in found), Counter[str]())
-    cells = "".join(f"{whole[kind] / 1e6:9,.1f}" for kind in KINDS)
-    return "\n".join([*lines, f"{'together':8} {cells}{whole.total() / 1e6:9,.1f}{'MB a step':>14}"])
+        table.append([str(number), *cells(own.sent), f"{own.received.total() / 1e6:,.1f}"])
+    table += [[f"and {len(found) - SHOWN} more", *[""] * (len(KINDS) + 2)]] * (len(found) > SHOWN)
+    return text_table([*table, ["together", *cells(sum((own.sent for own in found), Counter())), "MB a step"]])

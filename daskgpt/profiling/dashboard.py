@@ -1,4 +1,4 @@
-"""A page "daskgpt" on Dask's own dashboard: `dask scheduler --preload daskgpt.instruments.dashboard`.
+"""A page "daskgpt" on Dask's own dashboard: `dask scheduler --preload daskgpt.profiling.dashboard`.
 
 It shows loss and speed by step, who ran what in the last seconds, kernels by layer, and some numbers. Dask imports a
 preload before it opens the dashboard, whose pages are then those of its table.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from distributed.dashboard.scheduler import applications, template_variables
 from distributed.utils import key_split
 from tqdm import tqdm
 
-from daskgpt.instruments.timeline.events import OTHER_COLOR, color_of, different_at_once
+from daskgpt.profiling.timeline import OTHER_COLOR, color_of, different_at_once, seconds_of
 from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.events import TOPIC
 from daskgpt.schedulers.worker_metrics import METRIC
@@ -58,7 +58,7 @@ class Collected(SchedulerPlugin):
     """The latest tasks and steps.
 
     calls     as they end
-    steps     records of steps, see `schedulers.telling`, with `received_bytes`: of all workers until then
+    steps     records of steps, see `schedulers.events`, with `received_bytes`: of all workers until then
     runs      how many runs have sent steps: those of the latest one are kept
     recoveries  how many of them recovered from a loss
     """
@@ -127,9 +127,7 @@ def idle_share(calls: Sequence[Call], threads: int) -> float:
 def overlap_share(calls: Iterable[Call]) -> float:
     """Return the share of the time in which tasks run, in which tasks of different names do."""
     counts = different_at_once((call.start, call.end, call.name) for call in calls)
-    some, several = (
-        sum(after - time for (time, count), (after, _) in pairwise(counts) if count >= least) for least in (1, 2)
-    )
+    some, several = (seconds_of(counts, least) for least in (1, 2))
     return several / some if some else 0.0
 
 
@@ -190,7 +188,7 @@ class Page:
         """Show what has been collected."""
         found = self.scheduler.plugins.get(Collected.name)
         if found is None:
-            self.numbers.text = "The scheduler must be started with --preload daskgpt.instruments.dashboard."
+            self.numbers.text = "The scheduler must be started with --preload daskgpt.profiling.dashboard."
             return
         calls = found.latest
         self._show_steps(found)

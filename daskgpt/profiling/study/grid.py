@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.instruments.measure import BenchConfig, job_of
+from daskgpt.config.settings import documented, setting
+from daskgpt.profiling.measure import BatchConfig, job_of
 from daskgpt.schedulers.connect import check_address
 from daskgpt.training.job import Job
 
@@ -29,28 +28,25 @@ MOST_CHUNKS = 8
 
 @documented
 @dataclass(frozen=True)
-class StudyConfig(Checked):
+class StudyConfig(BatchConfig):
     """What all runs of a study share."""
 
-    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
-    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
-    groups: int = groups_setting()
     precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**20)
     steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1, most=2**20)
     seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds", least=0)
-    warmup: int = setting(2, "steps before them", unit="steps", least=1, most=2**20)
+    # What is auto settles in the first two steps.
+    warmup: int = setting(3, "steps before them", unit="steps", least=3, most=2**20)
     repetitions: int = setting(3, "how often every point is run", least=1)
     minutes: float = setting(
         28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
     )
-    seed: int = setting(0, "seed of initial values, tokens and of the order of the runs", least=0)
     out: str = setting("", "folder of the study, an earlier one to go on with; empty = studies/DATE-TIME")
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One setting of the dataflow. In a study's grid chunks are sizes, not 0 for auto."""
+    """One setting of the dataflow; a chunk of 0 is auto."""
 
     threads: int
     scheduler: str
@@ -69,7 +65,7 @@ class Point:
         return replace(point, grain="kernel") if self.barrier == "layer" else point
 
     def __str__(self) -> str:
-        chunks = f"chunks of {self.batch_chunk} x {self.sequence_chunk}"
+        chunks = f"chunks of {self.batch_chunk or 'auto'} x {self.sequence_chunk or 'auto'}"
         engine = ", engine tasks" * (self.engine == "tasks")
         return f"{self.threads} x {self.scheduler}, barrier {self.barrier}, {chunks}, grain {self.grain}{engine}"
 
@@ -146,6 +142,4 @@ def job_of_point(config: GPT2Config, study: StudyConfig, point: Point) -> Job:
     Errors   ValueError where the point does not fit the model or the batch
     """
     check_address(point.scheduler)
-    batch = {name: getattr(study, name) for name in ("batch_size", "sequence_length", "groups", "seed")}
-    dataflow = DataflowConfig(**asdict(point), precision=study.precision, window=study.window)
-    return job_of(config, BenchConfig(**batch), dataflow)
+    return job_of(config, study, DataflowConfig(**asdict(point), precision=study.precision, window=study.window))

@@ -1,10 +1,12 @@
-"""Timelines as a page that needs nothing but a browser: Bokeh's scripts are written into it."""
+"""The files of timelines: traces for Chrome and Perfetto, pages that need nothing but a browser, and pictures."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,20 @@ from bokeh.plotting import figure
 from bokeh.resources import INLINE
 from tqdm import tqdm
 
-from daskgpt.instruments.timeline.events import Event, Timeline, color_of
-from daskgpt.instruments.timeline.summary import Curve, describe_summary, layers_at_once, live_bytes, summarise
+from daskgpt.config.files import replacing
 from daskgpt.model.layers import LAYERS
+from daskgpt.profiling.recorder import timeline_paths
+from daskgpt.profiling.timeline import (
+    Curve,
+    Event,
+    Timeline,
+    color_of,
+    describe_summary,
+    layers_at_once,
+    live_bytes,
+    summarise,
+    svg_one_under_the_other,
+)
 
 STEP_COLORS = ("#c3ccd5", "#4f5a65")
 MEMORY_COLOR, LAYERS_COLOR, MEAN_COLOR = "#4269d0", "#3ca951", "#14451d"
@@ -36,6 +49,57 @@ step @step, chunk @chunk<br>
 returned @bytes, in task @task, @lane
 </div>
 """
+
+
+def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
+    """Write FILE.json, for Chrome's about:tracing and Perfetto, and FILE.html, for any browser; return both paths."""
+    trace, page = timeline_paths(path)
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    return _write(trace, json.dumps(trace_of(timeline))), _write(page, page_of(timeline))
+
+
+def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str) -> Path:
+    """Write one page of several timelines, by name, on one time scale; return its path."""
+    return _write(page, page_of_several(timelines, title))
+
+
+def write_picture(timelines: Mapping[str, Timeline], path: Path) -> Path:
+    """Write several timelines, by name, as one SVG, on one time scale; return its path."""
+    return _write(path, svg_one_under_the_other(timelines))
+
+
+def _write(path: Path, text: str) -> Path:
+    with replacing(path, "timeline") as file:
+        file.write(text.encode())
+    return path
+
+
+def trace_of(timeline: Timeline) -> dict[str, Any]:
+    """Return complete events, one thread a lane, with counters of memory and of layers at once; times in microseconds.
+
+    Source   the Trace Event Format: ph X is an event with a duration, C a counter, M a name
+    """
+    names = [("process_name", 0, timeline.title), *(("thread_name", *lane) for lane in enumerate(timeline.lanes))]
+    curves = {
+        ("memory of activations and gradients", "bytes"): live_bytes(timeline),
+        ("layers at once", "layers"): layers_at_once(timeline),
+    }
+    entries: list[dict[str, Any]] = [{"ph": "M", "tid": t, "name": kind, "args": {"name": n}} for kind, t, n in names]
+    for event in timeline.events:
+        shown = {name: getattr(event, name) for name in ("layer", "where", "block", "chunk", "step", "bytes")}
+        entry = {"ph": "X", "tid": event.lane, "name": event.kind, "cat": f"{event.phase},step {event.step}"}
+        times = {"ts": _microseconds(event.start), "dur": _microseconds(event.seconds)}
+        entries.append({**entry, **times, "args": {**shown, "pass": event.phase, "task": event.task_name}})
+    entries += [
+        {"ph": "C", "name": name, "ts": _microseconds(at), "args": {unit: value}}
+        for (name, unit), curve in curves.items()
+        for at, value in curve
+    ]
+    return {"traceEvents": [{"pid": 0} | entry for entry in entries], "displayTimeUnit": "ms"}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
 
 
 def page_of(timeline: Timeline) -> str:
@@ -148,13 +212,12 @@ def _bars(timeline: Timeline, events: Sequence[Event]) -> dict[str, list[Any]]:
         "right": [event.end * 1e3 for event in events],
         "bottom": [top - event.lane - 0.26 for event in events],
         "top": [top - event.lane + 0.42 for event in events],
-        "kind": [event.kind for event in events],
-        "where": [event.where for event in events],
-        "step": [event.step for event in events],
+        **{name: [getattr(event, name) for event in events] for name in ("kind", "where", "step")},
         "chunk": [_chunk(event) for event in events],
-        "from": [f"{event.start * 1e3:,.3f}" for event in events],
-        "to": [f"{event.end * 1e3:,.3f}" for event in events],
-        "ms": [f"{event.seconds * 1e3:,.3f}" for event in events],
+        **{
+            name: [f"{getattr(event, of) * 1e3:,.3f}" for event in events]
+            for name, of in {"from": "start", "to": "end", "ms": "seconds"}.items()
+        },
         "bytes": [tqdm.format_sizeof(event.bytes, "B") for event in events],
         "task": [event.task_name for event in events],
         "lane": [timeline.lanes[event.lane] for event in events],

@@ -1,21 +1,29 @@
-"""Recording: kernel calls of chosen steps, in this process or in the workers of a cluster, on one clock."""
+"""Record kernel calls of chosen steps, in this process or in the workers of a cluster, and write what they show."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
+
+from distributed import performance_report
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.graph.nodes import Key
-from daskgpt.instruments.timeline.events import Event, EventMaker, TaskGraph, Timeline, Window
-from daskgpt.instruments.timeline.files import check_timeline_path, is_bare, write_timeline
-from daskgpt.instruments.timeline.summary import describe_summary, summarise
+from daskgpt.profiling.timeline import (
+    Event,
+    EventMaker,
+    TaskGraph,
+    Timeline,
+    Window,
+    describe_summary,
+    summarise,
+)
+from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
@@ -24,8 +32,7 @@ from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.step import TrainingStep
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one process has recorded: its events, whose lanes are numbers of its threads."""
 
     name: str
@@ -70,7 +77,7 @@ class StepRecorder:
             f"barrier {self.step.barrier}, grain {self.step.grain}, {size} tokens in chunks of {chunk}, "
             f"{self.scheduler.description}"
         )
-        return joined(title, self.windows, parts, TaskGraph.of(self.step.runnable), maker.readers)
+        return joined(title, self.windows, parts, TaskGraph.of(self.step.runnable))
 
 
 class RankRecorder:
@@ -90,30 +97,22 @@ class RankRecorder:
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
-        """Return the timeline. It has not what the tasks of a rank wait for of each other."""
+        """Return the timeline. It has not what the tasks of a rank wait for of those of another one."""
         job, scheduler = self.steps.job, self.steps.scheduler
         client, start = scheduler.client, self.windows[0].start
         found = client.run(rank_events, self.steps.run_name, start, workers=self.steps.addresses)
         names = {address: f"worker {worker['name']}" for address, worker in members(client).items()}
         answers = {address: answer for address, answer in found.items() if answer is not None}
-        parts = [replace(part, name=names.get(address, address)) for address, (part, _, _) in answers.items()]
-        graphs = [graph for _, graph, _ in answers.values()]
-        tasks = TaskGraph(
-            order=tuple(chain.from_iterable(graph.order for graph in graphs)),
-            needs={key: needs for graph in graphs for key, needs in graph.needs.items()},
-            earlier={key: tasks for graph in graphs for key, tasks in graph.earlier.items()},
-            awaited=frozenset(chain.from_iterable(graph.awaited for graph in graphs)),
-        )
+        parts = [part._replace(name=names.get(address, address)) for address, (part, _) in answers.items()]
         size = " x ".join(map(str, job.batch_shape))
         title = (
             f"barrier {job.dataflow.barrier}, {size} tokens shared by {len(self.steps.addresses)} workers, "
             f"{scheduler.description}"
         )
-        readers = {key: own for _, _, readers in answers.values() for key, own in readers.items()}
-        return joined(title, self.windows, parts, tasks, readers)
+        return joined(title, self.windows, parts, TaskGraph.of_ranks([graph for _, graph in answers.values()]))
 
 
-def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph, dict[Key, list[Key]]] | None:
+def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph] | None:
     """Return what a worker has recorded of a run; start: of the timeline, as the time of day."""
     program = ranks_of(dask_worker).programs.get(run)
     if program is None:
@@ -121,12 +120,10 @@ def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGra
     runnable = program.steps.step.runnable
     maker, spans, program.kept = EventMaker(runnable), program.kept, []
     events = maker.events([(program.first + span.run, span) for span in spans], start - clock_offset())
-    return Part("", dask_worker.state.nthreads, events), TaskGraph.of(runnable), maker.readers
+    return Part("", dask_worker.state.nthreads, events), TaskGraph.of(runnable)
 
 
-def joined(
-    title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph, readers: dict[Key, list[Key]]
-) -> Timeline:
+def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph) -> Timeline:
     """Return one timeline of all processes; its clock begins with the first window, and its last window ends with the
     last event, which on a cluster comes after it.
     """
@@ -144,12 +141,38 @@ def joined(
     last = replace(last, end=max([last.end, *(event.end for event in events)]))
     ordered = tuple(sorted(events, key=lambda event: event.start))
     title = f"Steps {shown[0]} to {shown[-1]}: {title}"
-    return Timeline(title, tuple(lanes), ordered, (*own, last), tasks, readers)
+    return Timeline(title, tuple(lanes), ordered, (*own, last), tasks)
 
 
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:
     """Return what records a run's steps under this scheduler."""
     return RankRecorder(steps) if isinstance(steps, RankSteps) else StepRecorder(steps.step, scheduler)
+
+
+def timeline_paths(path: str | Path) -> tuple[Path, Path]:
+    """Return FILE.json and FILE.html, whether FILE is given with one of these endings or without."""
+    path = Path(path)
+    base = path.with_suffix("") if path.suffix in (".json", ".html") else path
+    return base.with_name(base.name + ".json"), base.with_name(base.name + ".html")
+
+
+def is_bare(path: str) -> bool:
+    """Return whether a path is a name alone, without a folder: such a file goes into the folder of its run."""
+    return path == Path(path).name and path != ".."
+
+
+def check_path(where: str, name: str, path: str, *files: Path) -> None:
+    """Refuse a path where nothing can be written before anything runs; a bare name is that of a file in the new folder
+    of a run.
+
+    files   that will be written there
+
+    Errors  ValueError where the path names a folder, a file stands where its folder should, or nothing can be written
+    """
+    folder = Path(path).absolute().parent
+    fine = os.access(folder, os.W_OK | os.X_OK) and not any(own.is_dir() for own in (Path(path), *files))
+    rule = "the path must be that of a file in a folder that exists and is writable"
+    require(is_bare(path) or fine, where, rule, {name: path}, f"Make {folder} first, or give another.")
 
 
 @documented
@@ -167,7 +190,7 @@ class TimelineConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.timeline:
-            check_timeline_path(self.timeline)
+            check_path("timeline", "timeline", self.timeline, *timeline_paths(self.timeline))
 
 
 def require_shared_steps(job: Job) -> None:
@@ -207,5 +230,56 @@ class TimelineCallback:
             return
         self.timeline = self.recorder.finish()
         if self.config.timeline:
+            from daskgpt.profiling.pages import write_timeline  # loads Bokeh
+
             trace, page = write_timeline(self.timeline, self.path)
             print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")
+
+
+@documented
+@dataclass(frozen=True)
+class DaskReportConfig(Checked):
+    """Dask's report of a run on a cluster."""
+
+    performance_report: str = setting(
+        "",
+        "write Dask's performance report of a run on a cluster to FILE.html, in the run's folder if FILE names none",
+        unit="file",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.performance_report:
+            rule, got = "a report must be a page", {"performance_report": self.performance_report}
+            fine = self.performance_report.endswith(".html")
+            require(fine, "train", rule, got, "Give a name that ends with .html.")
+            check_path("train", "performance_report", self.performance_report)
+
+
+class DaskReportCallback:
+    """A `training.trainer.Callback`: Dask's report of all steps.
+
+    Errors   ValueError where no cluster runs them
+    """
+
+    def __init__(self, config: DaskReportConfig, job: Job) -> None:
+        self.name = config.performance_report
+        rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
+        require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
+
+    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
+        assert isinstance(scheduler, ClusterScheduler), "all others were refused"
+        self.path = Path(job.run.out if is_bare(self.name) else "") / self.name
+        self.stack = ExitStack()
+        with scheduler.client.as_current():
+            self.stack.enter_context(performance_report(str(self.path), mode="inline"))
+        self.client = scheduler.client
+        return 0
+
+    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end(self) -> None:
+        with self.client.as_current():
+            self.stack.close()
+        print(f"report written to {self.path}")

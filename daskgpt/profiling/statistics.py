@@ -53,9 +53,9 @@ class Spread:
     def largest(self) -> float:
         return max(self.values)
 
-    def text(self, unit: str = "ms", digits: int | None = None) -> str:
-        """`30.1 ms (29.8 .. 30.5)`, the quartiles where there are several values."""
-        low, middle, high = (rounded(value, digits) for value in self.quartiles)
+    def text(self, unit: str = "ms", digits: int | None = None, factor: float = 1) -> str:
+        """Return `30.1 ms (29.8 .. 30.5)`, the quartiles where there are several values; factor: units of a value."""
+        low, middle, high = (rounded(factor * value, digits) for value in self.quartiles)
         return " ".join(filter(None, (middle, unit, f"({low} .. {high})" if self.n > 1 else "")))
 
 

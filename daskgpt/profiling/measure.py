@@ -1,0 +1,215 @@
+"""Time steps on random tokens: how long they take, and where the time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.groups import groups_setting
+from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.graph.calls import PHASES
+from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
+from daskgpt.profiling import machine
+from daskgpt.profiling.recorder import recorder_of
+from daskgpt.profiling.records import Figure, Measurement
+from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.timeline import Timeline, is_message, summarise
+from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.machine import product_rate
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.job import Job
+from daskgpt.training.job import facts as job_facts
+from daskgpt.training.trainer import steps_of
+
+RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
+
+
+@dataclass(frozen=True)
+class BatchConfig(Checked):
+    """The batches of random tokens that steps are timed with."""
+
+    batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
+    sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
+    groups: int = groups_setting()
+    seed: int = setting(0, "seed of initial values, tokens, and of the order of runs", least=0)
+
+
+@documented
+@dataclass(frozen=True)
+class BenchConfig(BatchConfig):
+    """What is timed."""
+
+    steps: int = setting(10, "timed steps", unit="steps", least=1, most=2**20)
+    warmup: int = setting(3, "steps before them", unit="steps", least=1, most=2**20)
+    recorded: int = setting(
+        3, "steps after them in which every kernel call is recorded", unit="steps", least=1, most=2**10
+    )
+
+
+def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -> Job:
+    """Return the checked job of a run on random tokens, with a constant learning rate."""
+    return Job(
+        config,
+        DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups),
+        OptimizerConfig(schedule="constant"),
+        dataflow,
+        RunConfig(seed=options.seed),
+    )
+
+
+def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and targets (B, T) int32, uniform over the vocabulary; the same for the same seed and step."""
+    size, length = job.batch_shape
+    tokens = np.random.default_rng([seed, step]).integers(0, job.config.vocabulary, (size, length + 1), np.int32)
+    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+
+class Steps:
+    """Training steps of a job on random tokens, ready to be run and timed."""
+
+    def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
+        self.job, self.scheduler, self.seed = job, scheduler, seed
+        self.steps = steps_of(job, scheduler, lambda line: None)
+        self.ranks = self.steps.recovers  # whether workers share a batch
+        self.state = self.steps.initial(RandomParameters(job.config, seed))
+        self.losses: list[float] = []
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what runs, for a record of measurements."""
+        (batch_size, length), (batch_chunk, sequence_chunk) = self.job.batch_shape, self.steps.chunk
+        return {
+            "batch_size": batch_size,
+            "sequence_length": length,
+            "groups": self.job.groups,
+            "batch_chunk": batch_chunk,
+            "sequence_chunk": sequence_chunk,
+            "scheduler": self.job.scheduler,
+            "precision": self.job.precision.name,
+        }
+
+    def run(self, count: int) -> list[float]:
+        """Return the seconds of each of some further steps, from a batch to its loss.
+
+        Steps that overlap (barrier none), and steps of workers that share a batch, are timed together, and always so
+        many: a value for each window is its mean. With --engine tasks a cluster has a step's loss before its backward
+        pass, so a step is timed from loss to loss; what it still does when the last loss is there counts to the first
+        step, whose time has no such part.
+        """
+        window = self.window
+        end, seconds = len(self.losses) + count, []
+        while (done := len(self.losses)) < end:
+            size = min(window, end - done) if self.ranks else window
+            batches = [random_batch(self.job, self.seed, done + number) for number in range(size)]
+            start = perf_counter()
+            outcomes, self.state = self.steps.run(self.state, batches)
+            seconds.append((perf_counter() - start) / len(outcomes))
+            self.losses += [outcome.loss for outcome in outcomes]
+        start = perf_counter()
+        self.settle()
+        if seconds and not self.scheduler.in_place and not self.ranks:
+            seconds[0] += (perf_counter() - start) / window
+        return seconds
+
+    def settle(self) -> None:
+        """Wait until a cluster has done what it goes on doing after a step's loss is there: the updates."""
+        if not self.ranks:
+            self.scheduler.settle(self.state.packs)
+
+    def timeline(self, count: int) -> Timeline:
+        """Return the timeline of so many further steps, or some more where the last window has more."""
+        recorder, size, done = recorder_of(self.steps, self.scheduler), self.window, len(self.losses)
+        for first in range(done, done + count, size):
+            with recorder.window(range(first, first + size)):
+                self.run(size)
+        return recorder.finish()
+
+    def reset_peak(self) -> None:
+        """Let `peak` count from now on."""
+        self.scheduler.everywhere(machine.reset_peak_memory, here=True)
+
+    def peak(self) -> int:
+        """Return the most bytes in memory since then, of this process and of the workers together."""
+        return sum(self.scheduler.everywhere(machine.peak_memory, here=True))
+
+    def cpu(self) -> dict[tuple[str, int], float]:
+        """Return seconds of processor time of this process, the workers and a cluster's scheduler, by process."""
+        found = self.scheduler.everywhere(machine.processor_time, here=True)
+        if isinstance(self.scheduler, ClusterScheduler):
+            found.append(self.scheduler.client.run_on_scheduler(machine.processor_time))
+        return {process: seconds for own in found for process, seconds in own.items()}
+
+    @property
+    def window(self) -> int:
+        """Return how many steps the scheduler gets at once."""
+        if self.ranks:
+            return RANKS_WINDOW
+        return self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
+
+    @property
+    def tasks(self) -> int:
+        """Return the number of tasks of a step."""
+        tasks: int = self.steps.tasks if self.ranks else self.steps.step.runnable.tasks
+        return tasks
+
+    @property
+    def grain(self) -> str:
+        """Return the grain of the steps so far."""
+        grain: str = self.steps.used_grain if self.ranks else self.steps.step.grain
+        return grain
+
+
+def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
+    """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
+    job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
+    steps.run(warmup)
+    steps.reset_peak()
+    step = Figure.of(Spread.of(steps.run(timed)), "ms", 1e3)
+    peak = steps.peak() / 1e9
+    found = summarise(steps.timeline(recorded))
+    busy = {
+        phase: sum(own[0] for (layer, of), own in found.kernels.items() if of == phase and not is_message(layer))
+        for phase in PHASES
+    }
+    idle = 1 - sum(busy.values()) / (threads * found.wall)
+    passes = {name: Figure.single(1e3 * seconds / (threads * found.steps), "ms") for name, seconds in busy.items()}
+    assert step.median is not None, "it was measured"
+    tokens = 1e3 * prod(job.batch_shape) / step.median
+    rate = step_operations(job.config, *job.batch_shape) / step.median / 1e6
+    products = sum(scheduler.everywhere(matmul_rate, threads)) / 1e9
+    settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
+    who = f"{job.scheduler}, {threads} thread{'s' * (threads != 1)}, {job.precision.name}"
+    facts = {
+        "model": f"{parameter_count(job.config):,} parameters",
+        "batch": job_facts(job)["batch"],
+        "chunks": steps.steps.described_chunks,
+        "tasks": f"{steps.tasks:,} a step (grain {steps.grain}), {who}",
+        "machine": machine.processor(),
+        "step": step.text(),
+        **{f"  {name}": figure.text() for name, figure in passes.items()},
+        "overhead": f"{idle:.1%} of the threads' time without a kernel",
+        "tokens": f"{tokens:,.0f} a second",
+        "arithmetic": f"{rate:,.1f} GFLOP/s, {rate / products:.0%} of the float32 matrix product's {products:,.1f}",
+        "memory": f"{peak:.3f} GB at most",
+    }
+    figures = {
+        "step": step,
+        **passes,
+        "overhead": Figure.single(idle, ""),
+        "tokens": Figure.single(tokens, "tokens/s"),
+        "rate": Figure.single(rate, "GFLOP/s"),
+        "matmul_rate": Figure.single(products, "GFLOP/s"),
+        "peak": Figure.single(peak, "GB"),
+    }
+    return Measurement(facts, settings, figures)
+
+
+def matmul_rate(threads: int, dask_worker: Any = None) -> float:
+    """Return the `product_rate` of this process; a worker, which Dask gives under this name, has its own threads."""
+    return product_rate(dask_worker.state.nthreads if dask_worker else threads)

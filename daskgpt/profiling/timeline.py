@@ -1,0 +1,532 @@
+"""What ran when: kernel calls in the words of the model, the numbers of a timeline, and strips of color to look at."""
+
+from __future__ import annotations
+
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from html import escape
+from itertools import accumulate, chain, groupby, pairwise
+from textwrap import fill
+
+from daskgpt.config.rich import html_text, text_table
+from daskgpt.graph.calls import PHASES, is_pick
+from daskgpt.graph.fuse import chunk_of
+from daskgpt.graph.nodes import Key, is_leaf
+from daskgpt.graph.program import Span, calls_of
+from daskgpt.graph.recording import CompiledStep
+
+Task = tuple[int, Key]
+Curve = list[tuple[float, int]]  # times, and the value from then on
+
+COLORS = {
+    "linear": "#4269d0",
+    "attention": "#ff725c",
+    "gelu": "#efb118",
+    "layernorm": "#3ca951",
+    "add": "#a463f2",
+    "crossentropy": "#ff8ab7",
+    "embedding": "#9c6b4e",
+    "adamw": "#7f8c99",
+    "muon": "#5b6770",
+    "gather": "#17becf",
+    "split": "#97bbf5",
+    "mean": "#303030",
+}
+MESSAGES = {"receive": "#d62728", "send": "#f4a3a3"}  # red, as on Dask's pages
+OTHER_COLOR = "#d0a842"
+DARKER = 0.62  # of a forward kernel's color: its backward kernels
+
+COLUMNS, LANE, GAP, LETTERS, LINE = 700, 22, 4, 110, 24  # pixels
+
+
+def is_message(layer: str) -> bool:
+    """Return whether an event of this name sends to another worker, or waits for one."""
+    return layer.partition(".")[0] in MESSAGES
+
+
+def color_of(layer: str, backward: bool) -> str:
+    """Return the color of a layer: bright forward, dark backward, red for messages."""
+    if is_message(layer):
+        return MESSAGES[layer.partition(".")[0]]
+    color = COLORS.get(layer, OTHER_COLOR)
+    parts = [int(color[at : at + 2], 16) * (DARKER if backward else 1) for at in (1, 3, 5)]
+    return "#" + "".join(f"{int(part):02x}" for part in parts)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One kernel call.
+
+    phase   forward, backward or update
+    where   in the model: `h.0.attn.c_attn`; of a backward call with the argument whose gradient it is
+    stage   its layer of the network and pass, by which different layers are told apart; all updates are one
+    chunk   (b, t), None in it for an axis that is whole; None for what belongs to no chunk
+    lane    number of the thread or worker
+    start   and end, in seconds since the timeline began
+    bytes   of the arrays that it returned; an update in place returns none
+    task    step and key of the task that it was a part of
+    task_name  what that task is called
+    """
+
+    step: int
+    layer: str
+    phase: str
+    where: str
+    stage: str
+    block: int | None
+    chunk: tuple[int | None, int | None] | None
+    lane: int
+    start: float
+    end: float
+    bytes: int
+    task: Task
+    task_name: str
+    key: Key
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def kind(self) -> str:
+        """Layer and pass, as keys begin."""
+        return self.layer if self.phase == "update" else f"{self.layer}.{self.phase}"
+
+    @property
+    def color(self) -> str:
+        return color_of(self.layer, self.phase == "backward")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps that were handed to the scheduler together, and when: seconds since the timeline began."""
+
+    steps: tuple[int, ...]
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """The tasks of a step and what they wait for.
+
+    order     every task after those that it needs
+    needs     task -> tasks of the same step
+    earlier   task -> tasks of the step before, where steps overlap
+    awaited   the tasks of a window that must be done before the next one starts
+    readers   of each kernel call's result, in the same step; through a pick, which takes one of several results
+    """
+
+    order: tuple[Key, ...]
+    needs: dict[Key, set[Key]]
+    earlier: dict[Key, set[Key]]
+    awaited: frozenset[Key]
+    readers: dict[Key, list[Key]]
+
+    @classmethod
+    def of(cls, runnable: CompiledStep) -> TaskGraph:
+        """Return the tasks of a step; a cluster goes on with the updates while the next step starts."""
+        tasks = {key for key, node in runnable.graph.items() if not is_leaf(node)}
+        needs = {key: set(runnable.graph[key].dependencies) & tasks for key in tasks}
+        order = tuple(TopologicalSorter(needs).static_order())
+        awaited = tasks if runnable.recorded.in_place else runnable.output_keys
+        graph, readers = runnable.recorded.unmerged, defaultdict[Key, list[Key]](list)
+        picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
+        for key, node in graph.items():
+            if key not in picked and not is_leaf(node):
+                for dependency in node.dependencies:
+                    readers[picked.get(dependency, dependency)].append(key)
+        return cls(order, needs, runnable.needs_of_last_run(), frozenset(awaited), dict(readers))
+
+    @classmethod
+    def of_ranks(cls, graphs: Sequence[TaskGraph]) -> TaskGraph:
+        """Return the tasks of all ranks; it has not what they wait for of each other."""
+        return cls(
+            tuple(chain.from_iterable(graph.order for graph in graphs)),
+            dict(ChainMap(*(graph.needs for graph in graphs))),
+            dict(ChainMap(*(graph.earlier for graph in graphs))),
+            frozenset(chain.from_iterable(graph.awaited for graph in graphs)),
+            dict(ChainMap(*(graph.readers for graph in graphs))),
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """Recorded steps: events by their start, lanes by name, and what waits for what."""
+
+    title: str
+    lanes: tuple[str, ...]
+    events: tuple[Event, ...]
+    windows: tuple[Window, ...]
+    tasks: TaskGraph
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for window in self.windows for step in window.steps]
+
+    def __repr__(self) -> str:
+        """Return its numbers, on one screen."""
+        text = describe_summary(summarise(self)) if self.events else "no events"
+        lines = [f"Timeline of {self.title}", *text.splitlines()]
+        return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
+
+    def _repr_html_(self) -> str:
+        """Return the same for notebooks, under the lanes as strips of color."""
+        lanes = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
+        return lanes + html_text(repr(self))
+
+
+class EventMaker:
+    """Turns the spans of a step's kernel calls into events."""
+
+    def __init__(self, runnable: CompiledStep) -> None:
+        self.runnable, graph = runnable, runnable.recorded.unmerged
+        self.home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
+        # A pick takes one of a kernel's results out of a tuple: no work of its own.
+        self.chunks = {key: chunk_of(graph, key, whole=False) for key in self.home if not is_pick(graph[key])}
+
+    def events(self, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
+        """Return the events of the kernel calls among (step, span) of one process, whose lanes are numbers of its
+        threads, from the first one that ran something; `start` is the timeline's, on the clock of the spans.
+        """
+        lanes: dict[int, int] = {}
+        found = []
+        for step, span in sorted(spans, key=lambda own: own[1].start):
+            lane = lanes.setdefault(span.thread, len(lanes))
+            if span.key not in self.chunks:
+                continue
+            origin, home = self.runnable.recorded.origin(span.key), self.home[span.key]
+            what = origin.layer, origin.phase, origin.place, origin.stage, origin.block, self.chunks[span.key]
+            when = lane, span.start - start, span.end - start
+            found.append(Event(step, *what, *when, span.bytes, (step, home), self.runnable.title(home), span.key))
+        return found
+
+
+def different_at_once(spans: Iterable[tuple[float, float, object]]) -> Curve:
+    """Return how many different names run at once: (time, number from then on), by time, from (start, end, name)."""
+    changes = [change for start, end, name in spans for change in ((start, 1, name), (end, -1, name))]
+    running: Counter[object] = Counter()
+    found = []
+    for time, own in groupby(sorted(changes, key=lambda change: change[0]), key=lambda change: change[0]):
+        for _, change, name in own:
+            running[name] += change
+        running = +running  # without names that have ended
+        found.append((time, len(running)))
+    return found
+
+
+# Numbers.
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Numbers of the recorded steps. Seconds are of all of them together, shares are of wall * lanes or of wall.
+
+    wall               from a window's start to its end, over all windows
+    busy               share of the wall time in which each lane ran kernels
+    inside_share       share of all lanes' time between the kernels of a task
+    scheduling_share   share of all lanes' time in which a task was ready and a lane had none
+    waiting_share      share of all lanes' time in which a lane had none, and no task was ready for it
+    overlap            share of the wall time in which two or more different layers ran at once
+    steps_overlap      share of the wall time in which two or more different steps ran at once
+    critical_path      the longest chain of tasks that had to wait for one another, by their measured times
+    critical           (layer, phase) -> seconds of it on the critical path
+    kernels            (layer, phase) -> seconds and calls, all lanes
+    phases             seconds of each phase, where no two of them ever ran at once; else empty
+    """
+
+    steps: int
+    wall: float
+    busy: dict[str, float]
+    inside_share: float
+    scheduling_share: float
+    waiting_share: float
+    overlap: float
+    steps_overlap: float
+    critical_path: float
+    critical: dict[tuple[str, str], float]
+    kernels: dict[tuple[str, str], tuple[float, int]]
+    phases: dict[str, float]
+    tasks: int
+
+    @property
+    def kernel_share(self) -> float:
+        """Share of all lanes' time in which kernels ran."""
+        return sum(self.busy.values()) / len(self.busy)
+
+
+def summarise(timeline: Timeline) -> Summary:
+    """Return the numbers of a timeline.
+
+    Errors   ValueError where it has no events
+    """
+    events = timeline.events
+    if not events:
+        raise ValueError("summarise: a timeline must have events; got events=0. Record at least one step.")
+    wall = sum(window.end - window.start for window in timeline.windows)
+    kernels: dict[tuple[str, str], tuple[float, int]] = {}
+    busy = [0.0] * len(timeline.lanes)
+    for event in events:
+        seconds, calls = kernels.get((event.layer, event.phase), (0.0, 0))
+        kernels[event.layer, event.phase] = seconds + event.seconds, calls + 1
+        busy[event.lane] += event.seconds
+    spans = task_spans(events)
+    all_time = wall * len(timeline.lanes)
+    in_tasks = sum(end - start for start, end in spans.values())
+    scheduling = _scheduling(timeline, spans)
+    path = critical_path(timeline, spans)
+    on_path, critical = set(path), defaultdict[tuple[str, str], float](float)
+    for event in events:
+        if event.task in on_path:
+            critical[event.layer, event.phase] += event.seconds
+    return Summary(
+        steps=len(timeline.steps),
+        wall=wall,
+        busy=dict(zip(timeline.lanes, (seconds / wall for seconds in busy))),
+        inside_share=max(in_tasks - sum(busy), 0.0) / all_time,
+        scheduling_share=scheduling / all_time,
+        waiting_share=max(1 - (in_tasks + scheduling) / all_time, 0.0),
+        overlap=seconds_of(layers_at_once(timeline), 2) / wall,
+        steps_overlap=seconds_of(different_at_once((e.start, e.end, e.step) for e in events), 2) / wall,
+        critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
+        critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
+        kernels=kernels,
+        phases=_phases(timeline),
+        tasks=len(spans),
+    )
+
+
+def task_spans(events: Iterable[Event]) -> dict[Task, tuple[float, float]]:
+    """Return from the first kernel's start to the last one's end of each task."""
+    spans: dict[Task, tuple[float, float]] = {}
+    for event in events:
+        start, end = spans.get(event.task, (event.start, event.end))
+        spans[event.task] = min(start, event.start), max(end, event.end)
+    return spans
+
+
+def _needs(timeline: Timeline) -> Iterator[tuple[Window, Task, list[Task]]]:
+    """Yield each task of each step, after those that it waits for, with its window and the tasks that it waits for."""
+    tasks = timeline.tasks
+    for window in timeline.windows:
+        for step in window.steps:
+            for key in tasks.order:
+                earlier = [(step - 1, other) for other in tasks.earlier.get(key, ())]
+                yield window, (step, key), [(step, other) for other in tasks.needs[key]] + earlier
+
+
+def critical_path(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> list[Task]:
+    """Return the longest chain of tasks, first one first, of which each had to wait for the one before.
+
+    A task waits for what it reads, for barriers, for tasks of the step before (a weight's update and its readers), and
+    for what had to be done before its window was handed to the scheduler.
+    """
+    length, before = dict[Task, float](), dict[Task, Task | None]()
+    current, gate = timeline.windows[0], list[Task]()
+    for window, task, needed in _needs(timeline):
+        if window is not current:
+            done = [(step, key) for step in current.steps for key in timeline.tasks.awaited]
+            current, gate = window, [max(done, key=length.__getitem__)] if done else gate
+        known = [*(need for need in needed if need in length), *gate]
+        longest = max(known, key=length.__getitem__, default=None)
+        start, end = spans.get(task, (0.0, 0.0))
+        length[task] = end - start + (0.0 if longest is None else length[longest])
+        before[task] = longest
+    path, at = list[Task](), max(length, key=length.__getitem__, default=None)
+    while at is not None:
+        path.append(at)
+        at = before[at]
+    return path[::-1]
+
+
+def ready_times(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> dict[Task, float]:
+    """Return when all was done that each task waits for; no later than the task began.
+
+    A barrier and a task without a kernel are ready as soon as what they wait for is done, and take no time.
+    """
+    done, found = dict[Task, float](), dict[Task, float]()
+    for window, task, needed in _needs(timeline):
+        ready = max([window.start, *(done[need] for need in needed if need in done)])
+        done[task] = spans[task][1] if task in spans else ready
+        if task in spans:
+            found[task] = min(ready, spans[task][0])
+    return found
+
+
+def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> float:
+    """Return seconds, of all lanes, in which a lane had no task although one was ready."""
+    changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
+    for task, ready in ready_times(timeline, spans).items():
+        start, end = spans[task]
+        changes += [(ready, 1, 0), (start, -1, 1), (end, 0, -1)]
+    seconds, ready_tasks, running = 0.0, 0, 0
+    changes.sort()
+    for (time, more_ready, more_running), (following, _, _) in pairwise(changes):
+        ready_tasks, running = ready_tasks + more_ready, running + more_running
+        seconds += (following - time) * max(min(ready_tasks, len(timeline.lanes) - running), 0)
+    return seconds
+
+
+def live_bytes(timeline: Timeline) -> Curve:
+    """Return bytes of activations and gradients that are still to be read.
+
+    A kernel's result counts from its end to the end of its last reader in the same step. Parameters and moments, which
+    are there all the time, do not count; nor what a kernel needs while it runs.
+    """
+    ends = {(event.step, event.key): event.end for event in timeline.events}
+    changes: Counter[float] = Counter()
+    for event in timeline.events:
+        readers = timeline.tasks.readers.get(event.key, ()) if event.phase != "update" else ()
+        last = max((ends.get((event.step, key), event.end) for key in readers), default=event.end)
+        if last > event.end and event.bytes:
+            changes[event.end] += event.bytes
+            changes[last] -= event.bytes
+    times = sorted(changes)
+    return list(zip(times, accumulate(changes[time] for time in times)))
+
+
+def layers_at_once(timeline: Timeline) -> Curve:
+    """Return how many different layers (of the network, forward and backward apart, all updates as one) run at once."""
+    return different_at_once((event.start, event.end, event.stage) for event in timeline.events)
+
+
+def seconds_of(counts: Curve, least: int) -> float:
+    """Return the time in which at least so many run at once."""
+    return sum(following - time for (time, count), (following, _) in pairwise(counts) if count >= least)
+
+
+def _phases(timeline: Timeline) -> dict[str, float]:
+    """Return seconds from the end of a phase (the first: from the window's start) to the end of the next."""
+    times: dict[int, dict[str, list[float]]] = defaultdict(dict)
+    for event in timeline.events:
+        span = times[event.step].setdefault(event.phase, [event.start, event.end])
+        span[:] = min(span[0], event.start), max(span[1], event.end)
+    found = dict.fromkeys(PHASES, 0.0)
+    for window in timeline.windows:
+        last = window.start
+        for step in window.steps:
+            for phase in PHASES:
+                start, end = times[step].get(phase, (last, last))
+                if start < last:
+                    return {}
+                found[phase] += end - last
+                last = end
+    return found
+
+
+def describe_summary(found: Summary) -> str:
+    """Return the numbers for a person to read, a step on average."""
+    per_step = 1e3 / found.steps
+    path = ", ".join(
+        f"{layer}.{phase} {seconds / found.critical_path:.0%}"
+        for (layer, phase), seconds in list(found.critical.items())[:5]
+    )
+    lines = [
+        f"wall          {found.wall * per_step:9.2f} ms a step, {found.steps} step{'s' if found.steps > 1 else ''}",
+        *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in found.busy.items()),
+        f"overlap       {found.overlap:9.1%} of the time two or more layers at once, "
+        f"{found.steps_overlap:.1%} two or more steps",
+        f"critical path {found.critical_path * per_step:9.2f} ms a step, "
+        f"{found.critical_path / found.wall:.0%} of the wall time: {path}",
+        f"threads' time {found.kernel_share:9.1%} kernels, {found.inside_share:.1%} between the kernels of a task, "
+        f"{found.scheduling_share:.1%} scheduling (a task was ready), {found.waiting_share:.1%} waiting (none was)",
+        f"tasks         {found.tasks / found.steps:9,.0f} a step",
+        "",
+        _table(found),
+    ]
+    return "\n".join(lines)
+
+
+def _table(found: Summary) -> str:
+    """Return milliseconds a step of all lanes together, and calls a step, by layer and pass."""
+    layers = {layer for layer, _ in found.kernels}
+    of_layer = {layer: [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES] for layer in sorted(layers)}
+    rows = sorted(of_layer.items(), key=lambda row: -sum(seconds for seconds, _ in row[1]))
+    columns = zip(*of_layer.values())
+    rows.append(("all", [(sum(seconds for seconds, _ in own), sum(calls for _, calls in own)) for own in columns]))
+    table = [["ms a step", *PHASES, "all", "calls"]]
+    for name, own in rows:
+        seconds, calls = map(sum, zip(*own))
+        shown = [f"{1e3 * each / found.steps:.3f}" if each or name == "all" else "" for each, _ in own]
+        table.append([name, *shown, f"{1e3 * seconds / found.steps:.3f}", f"{calls / found.steps:,.0f}"])
+    return text_table(table)
+
+
+# Strips of color: small enough for a notebook, whatever the number of kernel calls.
+
+
+def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> str:
+    """Return each lane's time, cut into columns: the color of the layer and pass that took most of a column, or none.
+
+    end     seconds that the whole width stands for, 0 = what the timeline has
+    named   whether the names of the lanes stand at the left
+    """
+    own = max(window.end for window in timeline.windows)
+    end, left = end or own, LETTERS if named else 0
+    height = len(timeline.lanes) * (LANE + GAP)
+    parts = []
+    for number, name in enumerate(timeline.lanes):
+        top = number * (LANE + GAP)
+        parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(name)}</text>' if named else "")
+        width = COLUMNS * own / end
+        parts.append(f'<rect x="{left}" y="{top}" width="{width:.0f}" height="{LANE}" fill="#eef0f3"/>')
+        for color, first, count in _runs(_columns(timeline, number, end)):
+            place = f'x="{left + first}" y="{top}" width="{count}" height="{LANE}"'
+            parts.append(f'<rect {place} fill="{color}"/>')
+    size = f'viewBox="0 0 {left + COLUMNS} {height}" width="{left + COLUMNS}" height="{height}"'
+    style = 'style="max-width: 100%; height: auto"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+
+
+def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
+    """Return several timelines by name as one picture on one time scale, with a legend: what is longer looks
+    longer.
+    """
+    end = max(window.end for timeline in timelines.values() for window in timeline.windows)
+    parts, top = ['<rect width="100%" height="100%" fill="white"/>'], LINE
+    for name, timeline in timelines.items():
+        seconds = sum(window.end - window.start for window in timeline.windows) / len(timeline.steps)
+        text = escape(f"{name}: {seconds * 1e3:,.1f} ms a step")
+        parts.append(f'<text x="0" y="{top}" font-size="14" font-weight="bold">{text}</text>')
+        parts.append(f'<g transform="translate(0, {top + 2 * GAP})">{svg_strips(timeline, end=end)}</g>')
+        top += len(timeline.lanes) * (LANE + GAP) + 3 * GAP + LINE
+    x = 0
+    for layer in sorted({event.layer for timeline in timelines.values() for event in timeline.events}):
+        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{color_of(layer, False)}"/>')
+        parts.append(f'<text x="{x + 15}" y="{top}" font-size="12">{escape(layer)}</text>')
+        x += 30 + 7 * len(layer)
+    parts.append(f'<text x="{x}" y="{top}" font-size="12">dark: backward</text>')
+    width, height = LETTERS + COLUMNS, top + 2 * GAP
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
+
+
+def svg_legend(timeline: Timeline) -> str:
+    """Return the colors of the layers, as HTML."""
+    layers = sorted({event.layer for event in timeline.events})
+    square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
+    return " &nbsp; ".join(square.format(color_of(layer, False), escape(layer)) for layer in layers)
+
+
+def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
+    """Return the color of each column, "" where the lane ran no kernel for most of it."""
+    taken = [defaultdict[str, float](float) for _ in range(COLUMNS)]
+    wide = end / COLUMNS
+    for event in timeline.events:
+        if event.lane != lane:
+            continue
+        for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
+            taken[column][event.color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
+    return [max(own, key=own.__getitem__) if sum(own.values()) > wide / 2 else "" for own in taken]
+
+
+def _runs(colors: list[str]) -> list[tuple[str, int, int]]:
+    """Return color, first column and how many, of columns that follow one another."""
+    found, at = [], 0
+    for color, group in groupby(colors):
+        count = len(list(group))
+        found += [(color, at, count)] if color else []
+        at += count
+    return found
