@@ -1,6 +1,6 @@
 """What the tests of one number share: models, a few steps under any dials, and the bits they end with.
 
-    python tests/one_number.py [PRECISION]
+    python benchmarks/one_number.py [PRECISION]
 
 prints the bits that every model ends with after 20 steps, as `golden/bits.json` has them; `campaign.py` tries
 combinations of dials at random.

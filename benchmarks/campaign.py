@@ -1,4 +1,4 @@
-"""Random models under random dials: `python tests/campaign.py --seed 0 --cases 500`.
+"""Random models under random dials: `python benchmarks/campaign.py --seed 0 --cases 500`.
 
 Every case is one of two kinds, in turn:
 
@@ -16,11 +16,10 @@ import sys
 from argparse import ArgumentParser
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from one_number import Dials, Model, bits_after_steps, divisions, own_product, random_dials
-from reference_gpt2 import Arrays, expected
-from tolerances import TOLERANCES
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.model.parameters import parameter_shapes
@@ -28,6 +27,10 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from reference_gpt2 import Arrays, expected
+from tolerances import TOLERANCES
 
 TRAINED = ("float32", "bfloat16")
 PRECISIONS = ("float64", "float32", "bfloat16")
@@ -132,7 +135,7 @@ def main() -> int:
         counts[kind] += 1
         if problem:
             failed += 1
-            repeat = f"python tests/campaign.py --seed {given.seed} --first {number} --cases 1"
+            repeat = f"python benchmarks/campaign.py --seed {given.seed} --first {number} --cases 1"
             print(f"case {number}, {kind}: {problem}\n    {repeat}", flush=True)
         if sys.stderr.isatty():
             print(f"\r{number - given.first + 1} of {given.cases}, {failed} failed", end="\r", file=sys.stderr)
