@@ -101,7 +101,7 @@ class Campaign:
             self._note(said=line)
 
     def _until(self, holds: Callable[[], Any]) -> None:
-        """Wait, and meanwhile start again and let go on whoever's time has come."""
+        """Wait, and meanwhile start again and let continue whoever's time has come."""
         reached, since = self.training.step, time.monotonic()
         while not holds():
             self._do_later()
@@ -180,7 +180,7 @@ class Campaign:
 
 def throughput(entries: list[dict[str, Any]]) -> float | None:
     """Steps that were made, as a share of those that the workers alive at each moment would have made undisturbed;
-    None where nothing was ever quiet.
+    None if nothing was ever quiet.
 
     Undisturbed is the mean rate over all seconds of the same run before which nothing had happened for some, by how
     many workers were alive. A worker is alive when the scheduler knows it and nothing is being done to it.

@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-MARKS = {  # marker and colour, which tell kinds apart without each other
+MARKS = {  # marker and color, which tell kinds apart without each other
     "kill": ("X", "#d55e00", "killed"),
     "terminate": ("v", "#e69f00", "terminated"),
     "stop": ("s", "#0072b2", "stopped"),

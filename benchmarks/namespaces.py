@@ -27,7 +27,7 @@ WAITING = "50ms"  # that a packet may wait for a limit; then it is dropped
 
 
 def missing() -> str:
-    """What of this machine prevents hosts, empty where nothing does."""
+    """What of this machine prevents hosts, empty if nothing does."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [tool for tool in ("ip", "tc", "bridge") if not shutil.which(tool)]
@@ -42,7 +42,7 @@ class Hosts:
     """
 
     def __init__(self, count: int) -> None:
-        """Errors   RuntimeError where the machine does not let us"""
+        """Errors   RuntimeError if the machine does not let us"""
         if reason := missing():
             raise RuntimeError(f"Hosts: this machine must have network namespaces; got none: {reason}.")
         self.count, self.network = count, self._interface()

@@ -4,7 +4,7 @@ In turns, each in a process of its own: README's first command, in a terminal, a
 shown, logged, saved or sampled, and the only validation is the last one, which does not count. Of the first a table
 says what each part took, as `Result.timers` has it, and as a share of the time from the first step to the last. What
 parts take beside the steps (a checkpoint's writer) or inside of them (kernels recorded now and then) no clock tells:
-that is the ratio of what is left of both, turn by turn, 1 where there is nothing.
+that is the ratio of what is left of both, turn by turn, 1 if there is nothing.
 
 Flags of `daskgpt.train` may follow, for both.
 """

@@ -77,7 +77,7 @@ def _command(script: str, *arguments: object) -> list[str]:
 def gather(folders: list[Path], size: int, out: Path) -> int:
     """Write so many bytes of different documents, or as many as there are; how many documents.
 
-    Errors   ValueError where less than half is found
+    Errors   ValueError if less than half is found
     """
     seen: set[bytes] = set()
     part = out.with_name(f"{out.name}.part")
@@ -145,7 +145,7 @@ def killed(out: Path, whole: int, flags: list[str]) -> int:
 def check(text: Path, encoding: str, expected: Path, folder: Path) -> Iterator[str]:
     """What was compared with the files of a first preparation, in words.
 
-    Errors   AssertionError where bytes differ
+    Errors   AssertionError if bytes differ
     """
     known, size = digests(expected), written(expected)
     for scheduler, workers in (("threads", 1), ("local", 2)):
@@ -158,7 +158,7 @@ def check(text: Path, encoding: str, expected: Path, folder: Path) -> Iterator[s
     flags = [str(text), "--encoding", encoding, "--scheduler", "threads", "--threads", "2"]
     kills = killed(folder / "killed", size, flags)
     assert digests(folder / "killed") == known, "other bytes after kills"
-    yield f"killed {kills} times and gone on with: the same bytes"
+    yield f"killed {kills} times and continued: the same bytes"
 
 
 def main(arguments: list[str]) -> None:

@@ -104,7 +104,7 @@ def off_by_one(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def unwaited(node: ast.AST) -> Iterator[ast.AST]:
-    """Leave out a statement that waits, or that lets somebody else go on."""
+    """Leave out a statement that waits, or that lets somebody else continue."""
     if isinstance(node, ast.Expr):
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
@@ -191,7 +191,7 @@ class Copy:
         }
 
     def run_tests(self, *files: str) -> tuple[str, float]:
-        """Run tests, all quick ones by default, until one fails: which, empty where none did, and the seconds."""
+        """Run tests, all quick ones by default, until one fails: which, empty if none did, and the seconds."""
         begin = time.monotonic()
         flags = ["-x", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={self.hang}"]
         flags += [f"--basetemp={self.folder / 'temporary'}"]

@@ -84,14 +84,14 @@ class WatchedRun:
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
 
     def require_going(self) -> None:
-        """Errors   AssertionError where it has ended"""
+        """Errors   AssertionError if it has ended"""
         ended = self.process.poll()
         assert ended is None, f"it ended with {ended}: {self.errors.read_text()}"
 
     def stop(self) -> int:
         """Let it end after its step; how many were made.
 
-        Errors   AssertionError where it does not end well
+        Errors   AssertionError if it does not end well
         """
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(PATIENCE)

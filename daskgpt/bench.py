@@ -3,24 +3,24 @@
 step        milliseconds from a batch to its loss with everything updated: median, least and largest of the timed steps
 forward, backward, update
             milliseconds a step in which kernels of that pass ran, divided by the number of threads. They come from
-            steps of their own, in which the start and end of each kernel call is recorded. The sums that make a weight
-            gradient count as backward where they are tasks, and as update where they are one task with AdamW (the
-            schedulers sync and threads, which update in place)
+            separate steps, in which the start and end of each kernel call is recorded. The sums of a weight gradient
+            count as backward if they are tasks, and as update if they are one task with AdamW (the schedulers sync and
+            threads, which update in place)
 overhead    1 - busy / (threads * wall): the share of the threads' time in the recorded steps in which no kernel ran
-arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices
-            of products, each multiplied and added in the forward pass and twice in the backward one; causal attention
-            meets (T + 1) / 2 tokens on average), and their share of the rate that NumPy's BLAS reaches in this run on
+arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices of
+            products, each multiplied and added in the forward pass and twice in the backward pass; causal attention
+            reads (T + 1) / 2 tokens on average), and their share of the rate that NumPy's BLAS reaches in this run on
             large float32 matrices and as many threads
-memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
+memory      peak memory during the timed steps: this process, and the worker processes of a cluster
 
 --scaling times 1, 2, 4 ... threads (up to --threads, or to the cores), each in a process of its own on as many cores:
-speedup is the time on one thread over the time on so many, efficiency speedup over threads. Chunks and grain are
-chosen anew for each number of threads unless they are given.
---generation times how the model writes, a token at a time, in float32 and bfloat16: one text after 10 and after 900
-tokens, and eight at once; how many bytes of weights, keys and values a step reads, and which share of the rate of a
-copy on as many threads (bytes read and written) that is; in --steps turns of 16 tokens.
---record FILE adds what was measured to a file, a line of JSON with command, date, machine, versions, and every turn.
-Beside other programs it runs with `python benchmarks/against.py`, in a checkout of the repository.
+speedup is the time on one thread over the time on p threads, efficiency is speedup over p. Chunks and grain are chosen
+for each number of threads unless they are given. --generation times text generation, a token at a time, in float32 and
+bfloat16: one text after 10 and after 900 tokens, and eight texts at once. It also prints the bytes of weights, keys and
+values that a step reads, and their rate as a share of the rate of a copy on as many threads (bytes read and written).
+--steps counts turns of 16 tokens. --record FILE appends the measurement to a file, as a line of JSON with command,
+date, machine, versions and every turn. To compare with other programs, run `python benchmarks/against.py` in a checkout
+of the repository.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def parser() -> Parser:
     """All flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
-    flags.add_argument("--json", action="store_true", help="print the line of JSON instead that --record writes")
-    flags.add_argument("--record", metavar="FILE", help="add the measurement to a file, a line of JSON each")
+    flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
+    flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")
     add_plan_flags(flags)
     flags.add_argument("--scaling", action="store_true", help="time 1, 2, 4 ... threads: speedup and efficiency")
-    flags.add_argument("--generation", action="store_true", help="time how the model writes, a token at a time")
+    flags.add_argument("--generation", action="store_true", help="time text generation, a token at a time")
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (BenchConfig, DataflowConfig):
         add_flags(flags, config)
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     rule = "at most one of --plan, --scaling and --generation must be given"
     require(sum(kinds.values()) <= 1, "bench", rule, kinds, "Leave the others out.")
     rule, got = "--record must come without --plan", {"plan": values.plan, "record": values.record}
-    require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave one out.")
+    require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave out one of them.")
     check_workers(values.workers, plan=values.plan)
     if values.plan:
         print(predict(job_of(config, options, dataflow), values.workers or 0))
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
         others = machine.busy_cores() or 0.0
         if others > machine.BUSY:
-            print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
+            print(f"note: other programs keep {others:.1f} cores busy; the figures show a share of the machine only")
         found: Measurement | Generation | Scaling = run(config, options, dataflow)
     facts = {"preset": values.preset, "others_cores": others} | found.settings
     record = measured("daskgpt.bench", arguments, found.figures(), facts)
@@ -96,8 +96,8 @@ def steps(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) ->
 
 
 def generation(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Generation:
-    """Time how the model writes."""
-    rule, least = "a model that writes must have enough positions", EARLY + TOKENS
+    """Time text generation."""
+    rule, least = "a model that generates text must have enough positions", EARLY + TOKENS
     require(config.positions >= least, "bench", rule, {"positions": config.positions}, f"Give {least} or more.")
     compile_kernels()
     return measure_generation(config, options, dataflow.threads)

@@ -81,7 +81,7 @@ def raw_numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def start_values(config: GPT2Config) -> dict[str, np.ndarray]:
-    """Parameters between -1/8 and 1/8, around 1 where they scale: no C library had a hand in them."""
+    """Parameters between -1/8 and 1/8, around 1 if they scale: no C library had a hand in them."""
     values = {}
     for number, (name, shape) in enumerate(parameter_shapes(config).items()):
         uniform = (raw_numbers(100 + number, shape).astype(np.float32) - np.float32(2**23)) * np.float32(2.0**-26)

@@ -121,7 +121,7 @@ ACTIVATION_BYTES = 4 * (48 * (16 * (5 + 2 * 42) + 2 * 2 + 2 + 32) + 1)
 @pytest.mark.parametrize("grain", ["kernel", "block", "chunk"])
 def test_bytes_of_a_step_are_those_counted_by_hand(grain):
     found = predict(job_of(grain=grain))
-    first_gradient = 4 * 32 * 16  # the sum of the unembedding's chunks, which the embedding's goes on from
+    first_gradient = 4 * 32 * 16  # the sum of the unembedding's chunks, which the embedding's continues from
     expected = {"parameters": PARAMETER_BYTES, "gradients": PARAMETER_BYTES + first_gradient}
     assert dict(found.made) == expected | {"optimizer": 2 * PARAMETER_BYTES, "activations": ACTIVATION_BYTES}
     assert found.grain == grain

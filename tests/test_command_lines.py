@@ -34,7 +34,7 @@ def test_the_end_of_a_training_names_a_next_command_that_works(small_text, tmp_p
     lines = written(train, "--data", small_text, *SMALL, "--steps", 2, "--sample-tokens", 5, "--out", out).splitlines()
     assert f"run written to {out}" in lines
     assert sum(line.startswith("--- sample after 2 steps") for line in lines) == 1
-    begins = "go on with: python -m daskgpt."
+    begins = "continue with: python -m daskgpt."
     (line,) = [line for line in lines if line.startswith(begins)]
     command, *arguments = shlex.split(line.removeprefix(begins))
     assert (command, arguments[0]) == ("generate", str(out))

@@ -40,7 +40,7 @@ def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
     text = "".join(lines)
     training, validation = split_text([text], 0.1)
     assert "".join(sorted(training + validation, key=text.index)) == text
-    # A piece goes on as long as its part does: training pieces are nine spans long.
+    # A piece continues as long as its part does: training pieces are nine spans long.
     assert max(map(len, training)) > 8 * SPAN_CHARACTERS
     assert len(training) == len(validation) + 1
 

@@ -152,7 +152,7 @@ DAMAGED = {
     "the file must hold questions": [changed(8, 0), lambda data: data + b"x"],
     "nothing must follow the last question": [lambda data: data + b"xx"],
     "the file must begin with a header": [lambda data: data[:1000]],
-    "every question must be whole": [
+    "every question must be complete": [
         lambda data: data[:-2],
         *[changed(at, to) for at, to in ((8, 4), (1024, 0), (1026, 12), (1030, 9), (1032, 3), (1032, 1))],
     ],

@@ -1,4 +1,4 @@
-"""Tests of a layer and an optimizer from outside of the package, whose kernel and row are all that they give.
+"""Tests of a layer and an optimizer from outside the package, whose kernel and row are all that they give.
 
 The examples of CONTRIBUTING.md: a squared ReLU in the place of GELU, and an optimizer that goes by the gradient's sign.
 """

@@ -205,7 +205,7 @@ def test_sizes_that_are_none(tmp_path, name):
 
 TENSORS_THAT_ARE_NOT_GPT2S = [
     ("score.weight", np.zeros((2, 16), np.float32), "unknown=score.weight"),
-    ("transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "there once"),
+    ("transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "occur once"),
     ("ln_f.bias", np.zeros(16), "F64"),
     ("h.0.mlp.c_fc.weight", PARAMETERS["h.0.mlp.c_fc.weight"], r"must have shape \(16, 64\)"),
     ("lm_head.weight", PARAMETERS["wte.weight"][::-1].copy(), "value for value"),

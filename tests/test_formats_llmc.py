@@ -126,7 +126,7 @@ MOST = 2**31 - 1
 REFUSED = [
     ("model", {0: 20240327}, None, "It is an llm.c debug state"),
     ("model", {0: 20240520}, None, "token file"),
-    ("model", {0: 7}, None, "no llm.c file"),
+    ("model", {0: 7}, None, "not an llm.c file"),
     ("state", {0: 20240326}, None, "It is an llm.c model"),
     *[(kind, {}, size, "header of 1024 bytes") for kind in READERS for size in (0, 3, 1023)],
     *[("model", {1: version}, None, "version must be 3") for version in (0, 2, 4, 6, -3)],

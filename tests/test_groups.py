@@ -100,7 +100,7 @@ def test_chunks_are_cut_where_a_group_ends():
     assert order.cuts(1) == [Cut(0, 0, 2), Cut(1, 2, 4)]
     assert [order.totals_before(piece) for piece in range(4)] == [0, 1, 2, 1]
     assert order.chains([(0, "a"), (1, "b")], after=2) == [Chain(0, ["a"], True), Chain(1, ["b"], False)]
-    # Tokens of one sequence in several chunks: a group that is begun is gone on with.
+    # Tokens of one sequence in several chunks: a group that is begun is continued.
     order = SumOrder.of((1, 1, 1, 1), (8, 8), 1, Groups(4))
     assert [order.totals_before(piece) for piece in range(9)] == [0, 1, 1, 2, 1, 2, 2, 3, 1]
     # Sequences of several chunks are taken one by one.

@@ -17,7 +17,7 @@ TOKENS = 4 * 16  # of a step of the smallest run
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory, small_text):
-    """A run that went on from its step 6, what it had done until step 9 once more."""
+    """A run that continued from its step 6, what it had done until step 9 once more."""
     out = tmp_path_factory.mktemp("run") / "run"
     fit(small_text, out, save_every=3, keep=9, validate_every=4, log="tensorboard", steps=9)
     shutil.rmtree(out / "step-00000009")
@@ -37,7 +37,7 @@ def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
     assert [record["step"] for record in records] == list(range(STEPS))
     assert [record["tokens"] for record in records] == [TOKENS * (step + 1) for step in range(STEPS)]
     seconds = [record["seconds"] for record in records]
-    assert seconds == sorted(seconds), "a run that is gone on with has trained as long as all its processes"
+    assert seconds == sorted(seconds), "a run that is continued has trained as long as all its processes"
     operations = step_operations(MODEL, 4, 16)
     for record in records:
         took = TOKENS / record["tokens_per_s"]

@@ -169,7 +169,7 @@ def test_the_bytes_are_the_same_of_a_cluster_and_what_is_done_is_not_done_again(
     cluster.have(2)
     for _ in range(2):
         assert files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", cluster.address)) == files_of(expected)
-    assert "was there already" in capsys.readouterr().out
+    assert "already existed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("between", [1, 2, 32])
@@ -192,7 +192,7 @@ def test_a_preparation_that_is_stopped_goes_on_to_the_same_bytes(between, corpus
         with pytest.raises(RuntimeError, match="stopped"):
             prepared(tmp_path, corpus, *SHARDS, "--scheduler", "sync")
         assert not (out / MANIFEST).exists()
-        with pytest.raises((FileNotFoundError, ValueError), match="must hold prepared tokens, to the end"):
+        with pytest.raises((FileNotFoundError, ValueError), match="must be complete"):
             load_prepared(out)
     monkeypatch.setattr(FolderWriter, "take", take)
     assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
@@ -257,9 +257,9 @@ REFUSED = [
     ("c.jsonl", ValueError, "fields=list"),
     ("a.jsonl --field body", ValueError, "must be text.*byte=0"),
     ("b.jsonl", ValueError, "must be JSON"),
-    ("cut.gz", ValueError, "compressed file must be whole"),
-    ("wrong.zst", ValueError, "compressed file must be whole"),
-    ("wrong.parquet", ValueError, "whole Parquet"),
+    ("cut.gz", ValueError, "compressed file must be complete"),
+    ("wrong.zst", ValueError, "compressed file must be complete"),
+    ("wrong.parquet", ValueError, "complete Parquet"),
     ("a.jsonl --encoding wrong.tiktoken", ValueError, "vocabulary's lines"),
     ("a.jsonl --encoding gpt2 --learn-vocabulary 300", ValueError, "learned or given"),
     ("a.jsonl --shard-tokens 3G", ValueError, "shard_tokens"),
@@ -315,7 +315,7 @@ def test_two_at_once_do_not_write_one_folder(corpus, tmp_path):
 
 
 DAMAGES = [
-    (MANIFEST, lambda content: content.replace(b'"ids": 257', b'"ids": 258'), "manifest must be as it was written"),
+    (MANIFEST, lambda content: content.replace(b'"ids": 257', b'"ids": 258'), "manifest must be unchanged"),
     ("train_000000.bin", lambda content: content[:-2], "by its header"),
     ("val_000000.bin", None, "file must exist"),
 ]
@@ -334,7 +334,10 @@ def test_a_damaged_folder_is_refused(name, damage, keyword, expected, tmp_path):
 
 
 def test_training_refuses_what_does_not_fit(expected, tmp_path):
-    for flags, keyword in (("--encoding gpt2", "must be the one"), ("--vocabulary 100", "must know every token id")):
+    for flags, keyword in (
+        ("--encoding gpt2", "must be that of the tokens"),
+        ("--vocabulary 100", "must know every token id"),
+    ):
         with pytest.raises(ValueError, match=keyword):
             train.main(["--data", str(expected), *flags.split(), "--out", str(tmp_path / "run")])
 

@@ -1,4 +1,4 @@
-"""Tests of runs that are gone on with: the same bits as without a stop, what may change, and what is refused."""
+"""Tests of runs that are continued: the same bits as without a stop, what may change, and what is refused."""
 
 import math
 import os
@@ -82,7 +82,7 @@ def test_on_step_ends_a_run_that_is_gone_on_with_again_and_again(small_text, who
 def test_a_cluster_goes_on_with_a_run_of_threads_and_threads_with_that_of_a_cluster(
     small_text, tmp_path, whole, cluster, monkeypatch
 ):
-    """The cluster's checkpoints are fetched while it goes on."""
+    """The cluster's checkpoints are fetched while it continues."""
     cluster.have(2)
     monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # it ends after one
     out = tmp_path / "run"

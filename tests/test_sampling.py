@@ -69,7 +69,7 @@ def test_neither_threads_nor_other_texts_change_a_text(parameters, random, preci
     prompts = [random.integers(0, SMALL.vocabulary, length).tolist() for length in (1, 40, 7, 16, 17, 3, 9, 2, 5)]
     texts, again = (Texts(weights, prompts, threads=threads) for threads in (3, 1))
     assert len(list(texts.write(30, Choice(top_p=0.9), seed=7))) == 30
-    for count in (11, 19):  # gone on with where it was
+    for count in (11, 19):  # continued where it was
         assert len(list(again.write(count, Choice(top_p=0.9), seed=7))) == count
     assert again.tokens == texts.tokens
     first = daskgpt.sample(SMALL, parameters, prompts[0], 30, top_p=0.9, seed=7, precision=precision)
@@ -121,7 +121,10 @@ def test_an_interrupted_answer_leaves_a_text_that_goes_on(parameters):
     assert texts.tokens[0][1:] == list(daskgpt.sample(SMALL, parameters, [1], 20, seed=2))
 
 
-NO_ARGUMENTS = [({"prompt": []}, "prompt must have a token"), ({"prompt": [1, 29]}, "largest=29, vocabulary=29")]
+NO_ARGUMENTS = [
+    ({"prompt": []}, "prompt must have at least one token"),
+    ({"prompt": [1, 29]}, "largest=29, vocabulary=29"),
+]
 NO_ARGUMENTS += [({"prompt": [-1]}, "least=-1"), ({"top_p": 0}, "top_p=0"), ({"top_p": 1.1}, "top_p=1.1")]
 NO_ARGUMENTS += [({"precision": "bfloat"}, "bfloat16?"), ({"threads": -1}, "threads=-1")]
 NO_ARGUMENTS += [({"temperature": -1}, "temperature=-1"), ({"count": -1}, "count=-1")]

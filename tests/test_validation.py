@@ -1,4 +1,4 @@
-"""Tests of what a validation tells, and of samples of text while a run goes on."""
+"""Tests of what a validation tells, and of samples of text while a run continues."""
 
 import math
 

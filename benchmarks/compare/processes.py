@@ -27,7 +27,7 @@ PATIENCE_MINUTES = 10.0
 
 
 def require_installed(program: str, *packages: str) -> None:
-    """Errors   RuntimeError where a package is not installed"""
+    """Errors   RuntimeError if a package is not installed"""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         advice = "Install it: pip install 'daskgpt[test-peers]'."
@@ -79,7 +79,7 @@ class TorchSide(OtherProcesses):
     ) -> None:
         """threads   of each process
 
-        Errors    ValueError where the processes cannot have equal parts of a batch
+        Errors    ValueError if the processes cannot have equal parts of a batch
         """
         super().__init__()
         size, count = job.batch_shape[0], len(places)

@@ -1,11 +1,11 @@
 """Accumulation: a batch as micro-batches that are worked on one after the other, in one graph.
 
-Each sum over the batch becomes a chain of sums, one for each micro-batch, which goes on from the totals of the one
+Each sum over the batch becomes a chain of sums, one for each micro-batch, which continues from the totals of the one
 before: so it adds in the order of the whole batch (`graph.sum_order`), and no bit depends on how many there are. A
 gradient is an array here, and what the layers of a micro-batch keep for it is dropped when its sums are made. Only then
 the next one begins: its first tasks wait for a task that reads all of these sums.
 
-A sum that goes on from another one (the tied table's) can only be made when that is done, at the end of the last
+A sum that continues from another one (the tied table's) can only be made when that is done, at the end of the last
 micro-batch: what it reads, the gradient of the embedding's output, is kept that long.
 """
 
@@ -47,8 +47,8 @@ def accumulate(graph: Graph, micro_batches: MicroBatches, token: str, *, over: b
     """Return the graph of a batch with its micro-batches one after the other.
 
     token    tells the keys of this graph's own tasks from others'
-    over     whether a sum writes over the totals that it goes on from: where no task runs twice
-    ranked   whether sums that go on from another one stay as they are: other ranks' sequences belong to them
+    over     whether a sum writes over the totals that it continues from: where no task runs twice
+    ranked   whether sums that continue from another one stay as they are: other ranks' sequences belong to them
     """
     new, links = dict(graph), defaultdict[int, list[Key]](list)
     sums = {key for key, node in graph.items() if isinstance(getattr(node, "func", None), ChunkSum)}
@@ -81,7 +81,7 @@ def _is_split(call: ChunkSum) -> bool:
 def _chain(graph: Graph, key: Key, micro_batches: MicroBatches, *, begun: bool, over: bool) -> Graph:
     """Return a sum as a chain of sums; the last one has its key.
 
-    begun   whether another sum goes on from it: then each chunk is added, and let go, on its own
+    begun   whether another sum continues from it: then each chunk is added, and let go, on its own
     """
     call: ChunkSum = graph[key].func
     pieces, *before = call.arrange(key_trees(graph[key]))

@@ -43,7 +43,7 @@ class Origin:
     layer      name of the layer's row, or of the optimizer
     phase      one of PHASES
     where      in the model, by GPT-2's published names: `h.0.attn.c_attn`
-    block      number of the transformer block, None outside of them
+    block      number of the transformer block, None outside them
     argument   in backward: the argument whose gradient it is
     parameter  the tensor that an update writes
     again      whether forward's result is computed again in backward
@@ -78,7 +78,7 @@ class Origin:
         return f"{self.kind} {self.where}{' again' if self.again else ''}"
 
     def name(self, token: str) -> str:
-        """The first part of the keys: Dask's dashboard colours and groups by what stands before the first dash.
+        """The first part of the keys: Dask's dashboard colors and groups by what stands before the first dash.
 
         It takes a part of letters alone after a dash for more of the name; hence the underscore.
         """
@@ -286,7 +286,7 @@ class ChunkSum(KernelCall):
         """Sum rows first .. last over chains, which follow one another.
 
         totals    the same rows (of a vector: all of it) of the totals so far, and room for those that are to be kept
-        started   whether the first chain goes on from its total; else what that holds does not matter
+        started   whether the first chain continues from its total; else what that holds does not matter
         """
         options = {**self.options, "first_row": first} if len(self.shape) > 1 else self.options
         # Other totals of the tree are added again at once: they stay in the cache.
@@ -304,10 +304,10 @@ class ChunkSum(KernelCall):
 class RowSum(TaskCall):
     """Some rows of a sum over some pieces of the batch, in a task of their own.
 
-    It takes the chunks as they follow in the pieces and the totals that it goes on from, and returns those of every
+    It takes the chunks as they follow in the pieces and the totals that it continues from, and returns those of every
     total that waits for others in the tree of groups: an array where there is one, else a tuple.
 
-    given   how many totals it goes on from
+    given   how many totals it continues from
     left    how many it returns
     whole   whether it sums all rows, of a micro-batch (`micro`, or None after all of them)
     """
@@ -320,8 +320,8 @@ class RowSum(TaskCall):
     ) -> None:
         """bands     of rows, which follow one another
         pieces    of the sum's order
-        started   whether the whole sum goes on from another one
-        over      whether it writes over the totals that it goes on from: where no task runs twice
+        started   whether the whole sum continues from another one
+        over      whether it writes over the totals that it continues from: where no task runs twice
         """
         self.call, self.bands, self.pieces, self.over = call, tuple(bands), pieces, over
         self.origin = call.origin
@@ -434,7 +434,7 @@ def parse(signature: str) -> tuple[list[str], list[str]]:
 def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the chunks of every axis, from the arrays.
 
-    Errors   ValueError where arrays disagree on an axis (blockwise would pair wrong chunks), or a whole axis is cut
+    Errors   ValueError if arrays disagree on an axis (blockwise would pair wrong chunks), or a whole axis is cut
     """
     chunks: dict[str, tuple[int, ...]] = {}
     for array, axes in zip(arrays, inputs, strict=True):
@@ -484,7 +484,7 @@ def apply(
     options    of the kernel
     origin     what the call is made for
 
-    Errors     ValueError where chunks do not fit the signature, or groups the batch
+    Errors     ValueError if chunks do not fit the signature, or groups the batch
     """
     inputs, outputs = parse(signature)
     chunks = axis_chunks(name, arrays, inputs)

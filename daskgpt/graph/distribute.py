@@ -10,9 +10,9 @@ for some rows of a tensor, a *shard*, whose owner is one of the ranks, by
     sum over own chunks -> add the totals of all ranks -> update in place      where this rank does
     new rows -> send to all others; rows of others -> into the own weight      afterwards
 
-(a reduce-scatter and an all-gather). So moments are needed on the owner alone, weights on every rank. A sum that goes
-on from another one (the tied table's) is made by the owner from the chunks of all ranks, which are smaller than a
-table.
+(a reduce-scatter and an all-gather). So moments are needed on the owner alone, weights on every rank. A sum that
+continues from another one (the tied table's) is made by the owner from the chunks of all ranks, which are smaller than
+a table.
 
 What is sent lies in *buckets*, in the order in which the backward pass makes it: there is one message for each bucket
 and pair of ranks. A task that receives waits in its thread. It runs when this rank has sent the bucket after it, which
@@ -51,7 +51,7 @@ AHEAD = 1  # buckets that are sent before the totals of one are waited for
 class _Totals(NamedTuple):
     """Where the gradient of a shard comes from.
 
-    tree   adds the totals of all ranks, which are the results of `keys`; None where the first of these is the gradient
+    tree   adds the totals of all ranks, which are the results of `keys`; None if the first of these is the gradient
     bucket of the messages
     """
 
@@ -87,7 +87,7 @@ class Distribution:
     def rewritten(self) -> Rewritten:
         """Return the graph of this rank."""
         first = {update: _first_sum(self.graph, last) for update, last in self.last.items()}
-        # What is summed for another sum to go on from is there long before the rest.
+        # What is summed for another sum to continue from is there long before the rest.
         early = [update for update in self.updates if first[update] != self.last[update]]
         order = early + [update for update in self.updates if update not in early]
         self._exchange_totals([(first[shard.update], shard) for update in order for shard in self.shards[update]])
@@ -163,14 +163,15 @@ class Distribution:
         return own
 
     def _sum_gathered(self, update: Key, first: Key) -> None:
-        """Sum what goes on from another sum where that is, from the chunks of all ranks."""
+        """Sum what continues from another sum where that is, from the chunks of all ranks."""
         chain = [self.last[update]]
         while (before := start_of(self.graph, chain[0])) != first:
             assert before is not None
             chain.insert(0, before)
         for number, (before, key) in enumerate(zip([first, *chain], chain)):
             pieces = self._gathered(update, key, len(self.updates) * number + self.updates.index(update))
-            # Each rank's sequences are a chunk. The start goes on in each sequence, in whatever pieces the tokens come.
+            # Each rank's sequences are a chunk. The start continues in each sequence, in whatever pieces the tokens
+            # come.
             sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
@@ -395,7 +396,7 @@ def _buckets(places: Sequence[Place], bytes_of: Callable[[Place], int]) -> list[
 
 
 def _first_sum(graph: Graph, key: Key) -> Key:
-    """The sum that another one, and those in between, go on from; itself where it goes on from none."""
+    """The sum that another one, and those in between, continue from; itself where it continues from none."""
     while not isinstance(graph[key].func, RowSum) and (before := start_of(graph, key)) is not None:
         key = before
     return key

@@ -11,10 +11,10 @@ A fused task calls the same kernels in the same order on the same arrays, so the
 Sums over the batch and updates belong to no chunk. A gradient, its update and others like it are a task.
 
 Why a fused graph is free of circles. Let the *depth* of a task be how often the longest path to it has changed its
-chunk. (1) An edge never leads to a smaller depth: a path to its start goes on to its end. (2) An edge that stays at its
-depth stays in its chunk: if it changed the chunk, the depth of its end would be one more. So a path that leaves a group
-(chunk, depth) has either grown in depth, and never comes back, or is in the same group. Blocks split such a group into
-parts that follow one another, forward and backward, so that a path that has left a part does not come back either.
+chunk. (1) An edge never leads to a smaller depth: a path to its start continues to its end. (2) An edge that stays at
+its depth stays in its chunk: if it changed the chunk, the depth of its end would be one more. So a path that leaves a
+group (chunk, depth) has either grown in depth, and never comes back, or is in the same group. Blocks split such a group
+into parts that follow one another, forward and backward, so that a path that has left a part does not come back either.
 Groups of sums and updates come with no such proof: `fuse` looks for a circle at its end.
 """
 
@@ -249,7 +249,7 @@ def fuse(
     drop       whether a value is dropped when its last reader has taken it, even though other results of its task are
                still needed: only where no task runs twice
 
-    Errors     RuntimeError where groups depend on each other in a circle, naming it
+    Errors     RuntimeError if groups depend on each other in a circle, naming it
     """
     wanted, carried, after = around.wanted, around.carried, around.after
     members: dict[Hashable, list[Key]] = defaultdict(list)

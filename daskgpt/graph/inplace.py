@@ -122,7 +122,7 @@ class RowUpdate(TaskCall):
     ) -> None:
         """call   the update out of place
         base   the row with which the given gradient, or the totals, begin
-        sums   that are made here, each going on from the total of the one before
+        sums   that are made here, each continuing from the total of the one before
         tree   adds the totals of all ranks, see `distribute.Rank.add`
         """
         self.rule, self.bands, self.base, self.sums, self.tree = rule, tuple(bands), base, tuple(sums), tree
@@ -138,7 +138,7 @@ class RowUpdate(TaskCall):
         return slice(self.bands[0][0], self.bands[-1][1])
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Return each sum's pieces; what the first one goes on from, the gradient, or totals; weight, moments, hyper.
+        """Return each sum's pieces; what the first one continues from, the gradient, or totals; weight, moments, hyper.
 
         Dask hands over the last ones first, then the arguments of the sums, then the rest.
         """
@@ -224,7 +224,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
 
 
 def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Band], summed: int) -> Key:
-    """Add the tasks that sum some rows of a gradient, and the ones they go on from; return the last one's key.
+    """Add the tasks that sum some rows of a gradient, and the ones they continue from; return the last one's key.
 
     Where the parts of all pieces are larger than the total, each piece has a task of its own, that adds its parts and
     lets go of them.
@@ -242,12 +242,12 @@ def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ban
 
 
 def _starts(graph: Graph, key: Key | None) -> list[Key]:
-    """Return a sum and those it goes on from."""
+    """Return a sum and those it continues from."""
     return [] if key is None else [key, *_starts(graph, start_of(graph, key))]
 
 
 def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int) -> list[Key]:
-    """Return the sums that one task makes in their order: the last, and those it goes on from while their parts are
+    """Return the sums that one task makes in their order: the last, and those it continues from while their parts are
     small.
 
     Where the parts of a sum (summed, rows) are larger than its total (rows, columns), it is better made on its own as
@@ -262,7 +262,7 @@ def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int
 
 
 def start_of(graph: Graph, key: Key) -> Key | None:
-    """Return the sum that a sum over chunks goes on from."""
+    """Return the sum that a sum over chunks continues from."""
     extra = graph[key].args[len(graph[key].func.inputs) :]
     return only_key(extra[0]) if extra else None
 

@@ -150,7 +150,7 @@ def send(
 ) -> Exchange:
     """Return what a task runs that sends the results of others to a rank.
 
-    pick   makes what is sent of the results; None where they are sent as they are, in a list
+    pick   makes what is sent of the results; None if they are sent as they are, in a list
     """
 
     def run(*values: Any) -> None:

@@ -42,7 +42,7 @@ def slices_of(array: da.Array) -> dict[Key, tuple[slice, ...]]:
 def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
     """Return a dask array without data: a leaf of a recorded graph, given its chunks at each run by `with_leaves`.
 
-    Errors   RuntimeError where Dask makes array expressions, which have no graph to record
+    Errors   RuntimeError if Dask makes array expressions, which have no graph to record
     """
     rule, advice = "Dask's array expressions must be off", "Unset DASK_ARRAY__QUERY_PLANNING before Python starts."
     require(not da.array_expr_enabled(), "daskgpt", rule, {"array.query-planning": True}, advice, RuntimeError)

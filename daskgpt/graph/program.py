@@ -198,7 +198,7 @@ def program_of(
     """Return the program of some tasks in the given order, and the keys whose results it is called with.
 
     places   where values that come from outside are found; a key that is missing is a task of its own
-    readers  how many other tasks read each value, None where all are kept until the last of them is read
+    readers  how many other tasks read each value, None if all are kept until the last of them is read
     packed   whether it returns a tuple even of one value
     """
     slots: dict[Key, int] = {}

@@ -77,10 +77,10 @@ class StepGraph:
 
     token    tells this graph's keys from others' on a cluster
     leaves   state name -> its leaf
-    results  state name -> the task whose value replaces it; empty where a run writes the state over or leaves it
+    results  state name -> the task whose value replaces it; empty if a run writes the state over or leaves it
     written  the tasks that make the new state
     after    task -> tasks that must have run before although it does not read them
-    layout   of the state; None where the tasks that update it decide
+    layout   of the state; None if the tasks that update it decide
     """
 
     token: str
@@ -108,7 +108,7 @@ class StepGraph:
         rewrite: Callable[[Graph], Rewritten] = Rewritten,
     ) -> StepGraph:
         """inputs    may be more than the graph reads
-        updated   state name -> its new value; empty where a run leaves the state as it is
+        updated   state name -> its new value; empty if a run leaves the state as it is
         rewrite   of the graph, which may have the state's arrays written over
         """
         rewritten = rewrite(graph_of([*outputs.values(), *updated.values()]))

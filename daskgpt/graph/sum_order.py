@@ -1,9 +1,9 @@
 """The order of a sum over the batch, which no chunk changes: chains within groups of sequences, a tree over the groups.
 
     a group       some consecutive sequences, whose rows are summed in one chain: sequence by sequence, in each token by
-                  token, a kernel going on from the total of the one before, wherever a chunk ends
+                  token, a kernel continuing from the total of the one before, wherever a chunk ends
     the groups    a binary tree, see `kernels.totals`
-    a start       of a sum that goes on from another one: what the first group's chain starts from
+    a start       of a sum that continues from another one: what the first group's chain starts from
 
 Groups are summed one after the other. A sum over some groups of a batch ends with the totals of subtrees, which are
 added to those of the other groups elsewhere.
@@ -67,7 +67,7 @@ class SumOrder:
 
         at_once   how many tokens of a sequence the kernel takes in one step, which a chunk's end must not divide
 
-        Errors   ValueError where the number of groups does not divide that of sequences
+        Errors   ValueError if the number of groups does not divide that of sequences
         """
         check_groups("SumOrder", groups.count, "sequences", sum(sequences))
         together = any(count % at_once for count in tokens[:-1])
@@ -111,7 +111,7 @@ class SumOrder:
     def chains(self, calls: Iterable[tuple[int, Sequence[Any]]], after: int) -> list[Chain]:
         """Return calls in order, each with its group, as chains.
 
-        after   the piece that comes next, which may go on with the last group
+        after   the piece that comes next, which may continue with the last group
         """
         by_group: dict[int, list[Sequence[Any]]] = {}
         for group, arguments in calls:

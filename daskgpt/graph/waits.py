@@ -23,7 +23,7 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
     tokens     whether a barrier waits for a token of each task instead of its result: on a cluster, where a task's
                arguments travel to where it runs
 
-    Errors     RuntimeError where stages depend on each other in a circle
+    Errors     RuntimeError if stages depend on each other in a circle
     """
     members: dict[str, list[Key]] = defaultdict(list)
     for key, node in graph.items():

@@ -46,7 +46,7 @@ def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None
 
 @kernel("i1 n")
 def _first_outside(indices, count):
-    """Position of the first index outside of range(count); -1 where there is none."""
+    """Position of the first index outside of range(count); -1 if there is none."""
     for i in range(indices.size):
         if indices[i] < 0 or indices[i] >= count:
             return i

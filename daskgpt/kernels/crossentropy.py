@@ -62,7 +62,7 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
     Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
     Dtype    int32 targets; float32 or float64, one for x and wte
     Cost     2 b t C V operations in BLAS, 1 exp a logit
-    Errors   ValueError for a target outside of the vocabulary, or shapes that do not fit
+    Errors   ValueError for a target outside the vocabulary, or shapes that do not fit
     """
     where = "crossentropy.forward"
     check_shape(where, "wte", wte, (len(wte), x.shape[-1]))
@@ -80,7 +80,7 @@ def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> 
     Shapes   logits (b, t, V padded), targets (b, t) -> losses (b, t)
     Dtype    int32 targets; float32 or float64
     Cost     1 exp a logit
-    Errors   ValueError for a target outside of the vocabulary, or shapes that do not fit
+    Errors   ValueError for a target outside the vocabulary, or shapes that do not fit
     """
     where = "crossentropy.forward"
     check_shape(where, "targets", targets, logits.shape[:-1])

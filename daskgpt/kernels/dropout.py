@@ -51,7 +51,7 @@ def philox(a, b, c, d, key, other):
 
 @helper
 def factors_of_row(stream, place, part, row, threshold, kept, factors, count):
-    """factors[j] = 0 where word j of a row is below the threshold, else `kept`, for j below count and up to 3 more.
+    """factors[j] = 0 if word j of a row is below the threshold, else `kept`, for j below count and up to 3 more.
 
     stream   of the sequence
     place    number of the place in the model

@@ -1,4 +1,4 @@
-"""Layer normalisation over the channels, and its gradients."""
+"""Layer normalization over the channels, and its gradients."""
 
 import math
 
@@ -62,7 +62,7 @@ def _backward_weight(dy, x, total, accumulate):
 
 
 def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Normalise every row, then scale and shift its channels.
+    """Normalize every row, then scale and shift its channels.
 
     y = (x - mean) * rstd * weight + bias;  rstd = 1 / sqrt(variance + 1e-5)
 

@@ -410,7 +410,7 @@ def guard(
     limits   whether updates are left out where loss or norm is above its limit
 
     Shapes   (S + 2,) -> (S + 3,) float64: hyper of the optimizer; the norm; what gradients are multiplied by,
-             1 where they are not clipped; 1 where the update is made, else 0
+             1 if they are not clipped; 1 if the update is made, else 0
     Source   Pascanu et al. 2013, arXiv:1211.5063, as `torch.nn.utils.clip_grad_norm_` has it
     """
     total = 0.0

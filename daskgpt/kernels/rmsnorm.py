@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the channels, and its gradients: layernorm without mean and without bias."""
+"""Root-mean-square normalization over the channels, and its gradients: layernorm without mean and without bias."""
 
 import math
 

@@ -101,7 +101,7 @@ class ClusterScheduler:
     def _look(self) -> None:
         """Look at the workers while waiting for results: Dask itself would wait forever.
 
-        Errors   WorkerLost where a needed worker, or the last one, is gone
+        Errors   WorkerLost if a needed worker, or the last one, is gone
         """
         self.silence.look()
         if self.client.status == "running":

@@ -62,7 +62,7 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     threads   threads (threads) or worker processes of one thread (local); 0 = one a core
     client    a `distributed.Client` of any cluster, in place of an address: it stays open
 
-    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError where no scheduler
+    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError if no scheduler
               answers or no worker comes
 
     >>> import daskgpt
@@ -175,7 +175,7 @@ def connected_cluster(address: str, named: str = "") -> Iterator[ClusterSchedule
 def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
     """Use a client that stays open; nothing of a run stays on its cluster.
 
-    Errors   those of `client_address`; RuntimeError where no worker comes
+    Errors   those of `client_address`; RuntimeError if no worker comes
     """
     address = client_address(client)
     kind = type(client.cluster).__name__ if client.cluster else "cluster"

@@ -28,7 +28,7 @@ def scheduler_identity(client: Any) -> dict[str, Any]:
     `Client.scheduler_info` returns the latest answer that the client has received: it asks every two seconds for one
     without workers, so that the workers seem to be gone for a moment.
 
-    Errors   ClosedClientError, and OSError where the scheduler does not answer
+    Errors   ClosedClientError, and OSError if the scheduler does not answer
     """
     if client.scheduler is None:
         raise ClosedClientError
@@ -42,7 +42,7 @@ def holders(client: Any, keys: Sequence[Any]) -> Mapping[Any, Collection[str]]:
 
 
 def sizes(client: Any, keys: Sequence[Any]) -> Mapping[Any, int]:
-    """Return the bytes of each result. Errors   KeyError where the scheduler has forgotten one"""
+    """Return the bytes of each result. Errors   KeyError if the scheduler has forgotten one"""
     found: Mapping[Any, int] = client.sync(client.scheduler.nbytes, keys=keys, summary=False)
     return found
 

@@ -37,7 +37,7 @@ class WorkerLost(RuntimeError):
     """
 
     def __init__(self, where: str, rule: str, got: str) -> None:
-        advice = "Start again, or go on from a checkpoint with --resume."
+        advice = "Start again, or continue from a checkpoint with --resume."
         super().__init__(str(refusal(RuntimeError, where, rule, got, advice)))
         self.where, self.rule, self.got = where, rule, got
 
@@ -50,7 +50,7 @@ class ClusterLost(WorkerLost):
 def losses_as_errors(client: Any) -> Iterator[None]:
     """Raise the different errors of Dask's client for lost results as one.
 
-    Errors   WorkerLost, ClusterLost where the scheduler is gone
+    Errors   WorkerLost, ClusterLost if the scheduler is gone
     """
     try:
         yield
@@ -85,7 +85,7 @@ def present(client: Any, handles: Sequence[Any]) -> list[bool]:
 def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[list[Future]]:
     """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
 
-    Empty where there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
+    Empty if there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
     such as those of `Client.replicate`. A copy may be made elsewhere where its worker dies meanwhile.
 
     ready   as of `running`; workers without it are used only where there are no others

@@ -23,7 +23,7 @@ MEMORY_INFO = Path("/proc/meminfo")
 
 def memory_limit() -> tuple[int, str]:
     """Return the bytes that this process and its children can use, and whose limit that is: the machine's or a
-    container's (the least of the control groups that this process is in). 0 where the system does not say.
+    container's (the least of the control groups that this process is in). 0 if the system does not say.
     """
     known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
@@ -32,7 +32,7 @@ def memory_limit() -> tuple[int, str]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that are available without swapping; None where the system does not say.
+    """Return the bytes that are available without swapping; None if the system does not say.
 
     The system's own estimate, or what a control group leaves where that is less: its limit less what it holds.
     """
@@ -64,7 +64,7 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _held(group: Path, usage: str) -> int:
-    """Bytes that a control group holds, less the files that it only caches and would drop; 0 where it does not say."""
+    """Bytes that a control group holds, less the files that it only caches and would drop; 0 if it does not say."""
     with suppress(OSError, ValueError):
         cached = 0
         with suppress(OSError):

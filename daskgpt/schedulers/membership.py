@@ -36,7 +36,7 @@ def plugin_name(client: Any, name: str) -> str:
 def register(client: Any, plugin: Any) -> None:
     """Register a plugin with the scheduler or with all workers; retry when a worker leaves meanwhile.
 
-    Errors   OSError where all tries fail, or the scheduler is gone
+    Errors   OSError if all tries fail, or the scheduler is gone
     """
     for more in reversed(range(TRIES)):
         try:

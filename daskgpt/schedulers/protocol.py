@@ -51,7 +51,7 @@ class Scheduler(Protocol):
     def fetch(self, handles: list[Any]) -> list[Any]:
         """Wait for results and return them.
 
-        Errors   WorkerLost where one was lost with the process that held it
+        Errors   WorkerLost if one was lost with the process that held it
         """
         ...
 
@@ -69,7 +69,7 @@ class Scheduler(Protocol):
 
     def copies(self, handles: list[Any]) -> list[list[Any]]:
         """Begin to copy results to other processes, so that one copy of each outlives the loss of any process.
-        Empty where there is one process only.
+        Empty if there is one process only.
         """
         ...
 
@@ -100,9 +100,9 @@ class Scheduler(Protocol):
 
     def told(self, name: str) -> dict[str, Any]:
         """Return a metric of the latest heartbeats by the names of the processes, without waiting for any of them.
-        Empty where there is this process only.
+        Empty if there is this process only.
 
-        Errors   WorkerLost where the scheduler is gone
+        Errors   WorkerLost if the scheduler is gone
         """
         ...
 

@@ -131,7 +131,7 @@ class ChunkChoice:
     """The choice of a run's chunks.
 
     first   the chunks of the first step
-    reason  of the choice, for people; empty where chunks were given
+    reason  of the choice, for people; empty if chunks were given
     open    whether kernel times of the first step may change it; no step overlaps with that one
     """
 
@@ -164,7 +164,7 @@ class ChunkChoice:
         """Change the chunks of a recorded step that needs more memory than there is; return a warning if that fails.
 
         window      how many steps overlap
-        available   bytes, None where the system does not say
+        available   bytes, None if the system does not say
         """
         if available is None or window * most_bytes(step) <= available:
             return ""  # fits in any order of its tasks

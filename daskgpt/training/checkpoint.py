@@ -196,11 +196,11 @@ def newest_good(
 
 
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint that a path means, with its checked state; None where the path is something else.
+    """Return the checkpoint that a path means, with its checked state; None if the path is something else.
 
     path     a run folder (its newest good checkpoint), a checkpoint, or the model file in a checkpoint
 
-    Errors   ValueError where the checkpoint is damaged, FileNotFoundError where all of a run are
+    Errors   ValueError if the checkpoint is damaged, FileNotFoundError if all of a run are
     """
     folder = path if path.is_dir() else path.parent
     if is_checkpoint(folder):
@@ -262,7 +262,7 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
     moments   the moments that the run has: "MOMENT.NAME" -> tensor of the model
 
     Dtype     float32, in memory of its own
-    Errors    ValueError where the optimizer's file does not hold these moments
+    Errors    ValueError if the optimizer's file does not hold these moments
     """
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
     rule, advice = "the moments must be those of the model's tensors", "Another program wrote the file."
@@ -286,7 +286,7 @@ def _tensor_path(folder: Path, name: str) -> Path:
 class Best:
     """The best checkpoint of a run.
 
-    step   its step; -1 where there is none
+    step   its step; -1 if there is none
     loss   its validation loss [nats a token]
     """
 

@@ -29,7 +29,7 @@ class Horizon:
         one_horizon({"tokens": run.tokens, "minutes": run.minutes})
         steps = -(-run.tokens // tokens_a_step) if run.tokens else run.steps
         self.changes = [(0, steps)]
-        self.seconds = 60 * run.minutes  # of the run; 0 where it is not limited by time
+        self.seconds = 60 * run.minutes  # of the run; 0 if it is not limited by time
         self.known: list[tuple[int, float]] = []  # steps and seconds at each estimate of this process
 
     @property
@@ -79,7 +79,7 @@ class Horizon:
     def resume(self, facts: Mapping[str, Any], done: int) -> None:
         """Continue from the entry of a checkpoint after some steps.
 
-        Errors   ValueError where no time is left
+        Errors   ValueError if no time is left
         """
         if not self.seconds:
             return

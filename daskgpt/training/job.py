@@ -40,11 +40,11 @@ OUTER = "outer"  # the momentum of the outer step
 class Job:
     """All settings of a run, checked against each other.
 
-    dataset   what it trains on; None where tokens come from elsewhere, as in a benchmark
+    dataset   what it trains on; None if tokens come from elsewhere, as in a benchmark
     horizon   its number of steps, which is estimated again and again where the run's length is given in minutes
     replaced  the layers that are not GPT-2's own in the process that made the job
 
-    Errors    ValueError where settings do not fit each other
+    Errors    ValueError if settings do not fit each other
     """
 
     config: GPT2Config

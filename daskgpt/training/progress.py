@@ -87,7 +87,7 @@ class Progress:
         if self.line is not None:
             try:
                 self.line.update()
-            except OSError:  # the terminal was closed: the run goes on without it
+            except OSError:  # the terminal was closed: the run continues without it
                 self.closed.add(self.stream)
                 self.line = None
 
@@ -143,7 +143,7 @@ class Progress:
         try:
             tqdm.write(text, file=stream)
             stream.flush()
-        except OSError:  # its reader has ended, or its disk is full: the run goes on without it
+        except OSError:  # its reader has ended, or its disk is full: the run continues without it
             self.closed.add(stream)
 
 

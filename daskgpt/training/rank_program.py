@@ -148,7 +148,7 @@ def _program(run: str, epoch: str) -> RankProgram:
 def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> Owned:
     """Make this worker a rank, which records its step; return the rows that it owns.
 
-    Errors   ValueError where the worker would train another model than the client wants
+    Errors   ValueError if the worker would train another model than the client wants
     """
     rule, advice = "a worker must have the client's layers", "Replace them on the workers too (dask worker --preload)."
     got = {"client": job.replaced or "GPT-2's own", "worker": replaced_rows() or "GPT-2's own"}

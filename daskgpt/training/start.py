@@ -128,7 +128,7 @@ class WarmStart:
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
         """Return the data settings of this model's run, with those that are given in their place.
 
-        Errors   ValueError where the given encoding is not the model's
+        Errors   ValueError if the given encoding is not the model's
         """
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
         kept = {name: self.data[name] for name in ("data", "validation_fraction", "held_out") if name in self.data}
@@ -138,7 +138,7 @@ class WarmStart:
     def encoding(self, wanted: str) -> str:
         """Return the model's encoding; where its file has none, the wanted one, or the one that its vocabulary means.
 
-        Errors   ValueError where another one is wanted
+        Errors   ValueError if another one is wanted
         """
         rule, got = "a model to start from has its own encoding", {"encoding": wanted, "init": self.init}
         require(not is_to_be_learned(wanted), "train", rule, got, "Leave --encoding out.")
@@ -160,7 +160,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     vocabulary   of the model: where the encoding is auto, the size of GPT-2's vocabulary means GPT-2's encoding
     start        the model that training starts from, whose encoding `auto` means
 
-    Errors       ValueError where the encoding is not that model's; as of load_dataset
+    Errors       ValueError if the encoding is not that model's; as of load_dataset
     """
     encoding = start.encoding(data.encoding) if start else data.encoding
     if is_token_folder(data.data):
@@ -182,7 +182,7 @@ def start_values(
 ) -> Mapping[str, np.ndarray]:
     """Return the initial parameters: those given, those of a model, or random ones.
 
-    Errors   ValueError where those given are not of the job's model, TypeError unless float32
+    Errors   ValueError if those given are not of the job's model, TypeError unless float32
     """
     if parameters is not None:
         check_parameters(job.config, parameters)
@@ -238,8 +238,8 @@ class Resumed:
         """path     the run folder
         changes  settings by section and name; each must be one of MAY_CHANGE, or have the run's own value
 
-        Errors   FileNotFoundError where there is no run or no good checkpoint; RuntimeError where another process
-                 trains it; ValueError for a change that is refused, other data than the run's, and no step left
+        Errors   FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
+                 ValueError for a change that is refused, other data than the run's, and no step left
         """
         rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
         require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)

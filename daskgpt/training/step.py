@@ -44,17 +44,17 @@ from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, wr
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 
-EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # belong to the first block, where they are outside of the blocks
+EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # belong to the first block, where they are outside the blocks
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """One step, of which its inputs are made.
 
-    tokens, targets   (B, T) int32; targets are None where nothing needs them
+    tokens, targets   (B, T) int32; targets are None if nothing needs them
     hyper             what changes from step to step in updates, float64 (S,)
-    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None where there
-                      are none
+    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None if there are
+                      none
     """
 
     tokens: np.ndarray
@@ -73,7 +73,7 @@ class Input:
     """One row.
 
     axes    a letter an axis: b and t are cut into the chunks of the batch, others are whole
-    value   the whole array of a step, None where that step has none (nothing must read it then)
+    value   the whole array of a step, None if that step has none (nothing must read it then)
     """
 
     name: str
@@ -121,7 +121,7 @@ class Outcome(NamedTuple):
     """What a step tells.
 
     loss  before the update [nats a token]
-    norm  of all gradients, before they are clipped; None where nothing needs it
+    norm  of all gradients, before they are clipped; None if nothing needs it
     made  whether the update was made
     """
 
@@ -202,7 +202,7 @@ class StepOptions:
 class TrainingStep:
     """Forward, backward and update of one batch, recorded once.
 
-    distribution   how ranks share it; None where there is one
+    distribution   how ranks share it; None if there is one
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class TrainingStep:
         options: StepOptions = StepOptions(),
         rank: Rank | None = None,
     ) -> None:
-        """rank   which of several processes this one is, that share the batch in place; None where it is alone"""
+        """rank   which of several processes this one is, that share the batch in place; None if it is alone"""
         first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
         self.rank, self.sequences, self.whole_shape = rank, (first, last), batch_shape
         self.distribution: Distribution | None = None
@@ -334,7 +334,7 @@ class TrainingStep:
     def submit(
         self, scheduler: Scheduler, state: State, batch: Batch, steps: int, limits: Limits = NO_LIMITS
     ) -> tuple[list[Any], State]:
-        """Start a step: handles of its loss, and the state after it. A cluster goes on by itself."""
+        """Start a step: handles of its loss, and the state after it. A cluster continues by itself."""
         results = scheduler.run(self.runnable.submission(self._values(batch, state.step, steps, limits), state.packs))
         handles, packs = self.runnable.split(results, state.packs)
         return handles, State(state.layout, packs, state.step + 1)
@@ -366,7 +366,7 @@ class TrainingStep:
 
 
 def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:
-    """The keys of the random numbers of each sequence of a step, int64 (sequences,); None where it needs none."""
+    """The keys of the random numbers of each sequence of a step, int64 (sequences,); None if it needs none."""
     return streams(seed, step, sequences) if optimizer.dropout else None
 
 

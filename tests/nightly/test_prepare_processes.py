@@ -55,7 +55,7 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(corpus, tmp_path
             kills += 1
         process.wait()
         assert not (out / MANIFEST).exists()
-        assert "must hold prepared tokens, to the end" in refused(run("train", "--data", out, *SMALL))
+        assert "must be complete" in refused(run("train", "--data", out, *SMALL))
     assert kills == 4
     result = run("prepare", *many, "--out", out)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Tests of workers that come, go, die, hang or differ while a run goes on: its model is that of threads."""
+"""Tests of workers that come, go, die, hang or differ while a run continues: its model is that of threads."""
 
 import json
 import random

@@ -11,7 +11,7 @@ share of what comes next into the second cache; later tiles pack it, or read it 
 
 A sum starts at beta times what is there and runs over all steps in order, with one rounding a step. Nothing else
 decides its bits: not the tile, the other rows and columns, the transposes, alignment or thread, nor how the summed axis
-is cut into products that go on from one another (beta 1).
+is cut into products that continue from one another (beta 1).
 """
 
 import functools

@@ -120,7 +120,7 @@ def function(module: Any, name: str, kinds: list[Any], body: Callable[..., None]
 
 
 class _Tile:
-    """Code of rows x (LANES width) sums, which go on from beta * what was there: + left @ right, step by step.
+    """Code of rows x (LANES width) sums, which continue from beta * what was there: + left @ right, step by step.
 
     A left operand by rows has its summed axis contiguous, one by columns its rows; left_step is the distance along the
     other axis. A tile that packs also leaves the right operand's vectors behind, one after the other.
@@ -161,7 +161,8 @@ class _Tile:
         return {(row, part): builder.add(rows[row], lanes.whole(VECTOR * part)) for row, part in self.places}
 
     def _start(self, sums: dict[tuple[int, int], Any], total: Any, beta: Any) -> None:
-        """The sums' first values: that a sum goes on where it was is what makes its bits the same however it is cut."""
+        """The sums' first values: that a sum continues where it was is what makes its bits the same however it is
+        cut."""
         builder, zero = self.builder, lanes.constant(REALS, 0.0)
         self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
         scale = lanes.splat(builder, beta, LANES)
