@@ -14,7 +14,7 @@ from daskgpt.model.parameters import initial_parameters, parameter_count
 FLAGS = "--generation --blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
 
 
-def test_the_record_of_a_measurement(capsys, monkeypatch):
+def test_measurement_record(capsys, monkeypatch):
     monkeypatch.setattr("daskgpt.instruments.generating.copy_rate", lambda threads: 1e9)
     monkeypatch.setattr("daskgpt.instruments.measure.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--json"]) == 0
@@ -32,7 +32,7 @@ def test_the_record_of_a_measurement(capsys, monkeypatch):
     assert record.settings["threads"] == 2
 
 
-def test_a_measurement_in_words_and_figures():
+def test_printed_measurement():
     row = Row("float32", 8, 10, Spread((0.5, 0.25, 1.0)), 3_000_000, Spread((0.25,)))
     ratios = {name: Spread((2.0,)) for name in ("flat_float32", "batch_float32")}
     turns = [Turn(((1,),), others) for others in (0.0, 0.0, 1.0)]
@@ -45,7 +45,7 @@ def test_a_measurement_in_words_and_figures():
     assert {name: figure.median for name, figure in found.figures().items()} == expected
 
 
-def test_bytes_of_a_token_are_those_of_the_arrays():
+def test_bytes_of_a_token_match_the_arrays():
     config = GPT2Config(blocks=2, heads=2, channels=32, vocabulary=100, padded_vocabulary=128, positions=64)
     parameters = initial_parameters(config, 0)
     read = parameter_count(config) - 64 * 32  # no positions; padding is not counted

@@ -123,7 +123,7 @@ def test_singular_values_go_through_the_polynomial(dtype, shape, random):
 
 @pytest.mark.skipif(not one_order(np.dtype("float32")), reason="a library's sums have orders of their own")
 @pytest.mark.parametrize("shape", [*SHAPES, (128, 128), (130, 515)])
-def test_half_of_a_symmetric_product_is_all_of_it(shape, random):
+def test_symmetric_product_from_its_half(shape, random):
     x = (random.normal(size=shape) / np.sqrt(np.prod(shape))).astype(np.float32)
     gram, square = (np.empty((len(x), len(x)), np.float32) for _ in range(2))
     matmul(x, x, gram, transpose_b=True)

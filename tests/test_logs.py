@@ -32,7 +32,7 @@ def events(out):
     return {tag: values for tag, values in scalars.items() if values}  # of some all were dropped as told twice
 
 
-def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
+def test_metrics_of_a_step(logged):
     records = metrics_of(logged)
     assert [record["step"] for record in records] == list(range(STEPS))
     assert [record["tokens"] for record in records] == [TOKENS * (step + 1) for step in range(STEPS)]
@@ -48,7 +48,7 @@ def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
     assert [record["step"] for record in records if "validation_s" in record] == [3, 7, 11]
 
 
-def test_the_times_of_the_passes_are_told_now_and_then(logged):
+def test_pass_times_are_logged_periodically(logged):
     """Of a step that chooses neither chunks nor grain."""
     told = [record for record in metrics_of(logged) if "forward_s" in record]
     assert told
@@ -59,7 +59,7 @@ def test_the_times_of_the_passes_are_told_now_and_then(logged):
         assert busy < TOKENS / record["tokens_per_s"]
 
 
-def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
+def test_tensorboard_events_match_the_metrics(logged):
     expected = {}
     for record in metrics_of(logged):
         for tag, value in tagged(record):
@@ -69,13 +69,13 @@ def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
     assert events(logged) == expected
 
 
-def test_what_workers_do_has_a_name_each():
+def test_worker_metrics_have_names():
     record = {"step": 3, "workers": {"0": {"idle": 0.5}, "1": {"idle": 0.25}}, "loss": None, "imbalance": 0.1}
     assert dict(tagged(record)) == {"workers/0/idle": 0.5, "workers/1/idle": 0.25, "run/imbalance": 0.1}
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path):
+def test_records_wait_for_disk_space(name, tmp_path):
     found = Logs()
     found.open(name, tmp_path, {"run": {"steps": 50}}, None)
     errors = []
@@ -99,7 +99,7 @@ def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path
         assert events(tmp_path)["loss/loss"] == [(step, 1.5 * step) for step in range(51)]
 
 
-def test_logs_that_cannot_be_are_refused_before_anything_runs(small_text, tmp_path, monkeypatch):
+def test_impossible_logs_are_refused_at_once(small_text, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="log=tensorbord. Did you mean tensorboard"):
         fit(small_text, tmp_path / "out", log="tensorbord")
     assert not (tmp_path / "out").exists()
@@ -113,7 +113,7 @@ def test_logs_that_cannot_be_are_refused_before_anything_runs(small_text, tmp_pa
     assert chosen_sinks("metrics, tensorboard,", "out") == ("metrics", "tensorboard")
 
 
-def test_lines_that_are_no_records_are_passed_over(tmp_path):
+def test_invalid_metric_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = b'{"step": 0}\n', b'{"step": 1}\n', b'{"step": 3}\n'
     wrong = b'{"step": 1, "again": 1}\n', b"[1]\n", b'{"loss": 1}\n', b'{"step": "2"}\n', b"x\n", b'{"step": 4}\n'

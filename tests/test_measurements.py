@@ -5,7 +5,7 @@ from measurements import DATA, main
 from daskgpt.instruments.records import read_records
 
 
-def test_pages_are_those_of_the_data():
+def test_pages_match_the_data():
     assert main([]) == 0, "write them anew with: python benchmarks/measurements.py --write"
 
 

@@ -17,7 +17,7 @@ ROW = {"step_ms_q1": 1, "step_ms_q3": 9, "tokens_per_s": 7, "tasks": 5, "peak_gb
 ROW |= {"batch_chunk_used": 2, "sequence_chunk_used": 32, "grain_used": "block"}
 
 
-def test_a_run_for_each_number_of_threads(capsys, monkeypatch, tmp_path):
+def test_scaling_runs_each_number_of_threads(capsys, monkeypatch, tmp_path):
     times = {1: 8.0, 2: 5.0, 3: 4.0}
     monkeypatch.setattr(scaling, "run_one", lambda order: ROW | {"step_ms": times[order.point.threads]})
     path = str(tmp_path / "records")
@@ -35,14 +35,14 @@ def test_a_run_for_each_number_of_threads(capsys, monkeypatch, tmp_path):
     assert "same loss" in lines[-1]
 
 
-def test_the_dials_that_are_given_stay():
+def test_given_dials_stay():
     found = scaling.orders(GPT2Config(), BenchConfig(), DataflowConfig(threads=4, batch_chunk=3, grain="block"))
     assert [order.point.threads for order in found] == [1, 2, 4]
     assert {(order.point.batch_chunk, order.point.grain) for order in found} == {(3, "block")}
     assert all(order.study.warmup >= 3 for order in found), "chunks and grain are settled before anything is timed"
 
 
-def test_a_result_tells_what_was_no_step(small_text, tmp_path):
+def test_result_has_timers(small_text, tmp_path):
     result = fit(small_text, tmp_path / "run", validate_every=4)
     assert list(result.timers) == list(PARTS)
     assert min(result.timers[part] for part in ("validation", "logs", "checkpoints")) > 0

@@ -23,6 +23,6 @@ def heaps():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other heaps")
-def test_a_worker_of_a_local_cluster_has_one_heap():
+def test_local_worker_has_one_heap():
     with daskgpt.open_scheduler("local", 2) as scheduler:
         assert scheduler.everywhere(heaps) == [1, 1]
