@@ -100,7 +100,7 @@ def test_damaged_best_is_replaced_by_a_later_one(harm, copy):
         content = bytearray((old / "model.safetensors").read_bytes())
         content[-1] ^= 1
         (old / "model.safetensors").write_bytes(content)
-        with pytest.raises(ValueError, match="must be as it was written"):
+        with pytest.raises(ValueError, match="must be unchanged"):
             daskgpt.load(copy / "best")
     daskgpt.fit(resume=copy, quiet=True, **GOES_ON)
     losses, _ = validated(copy)

@@ -128,7 +128,7 @@ def test_load_takes_the_newest_good_checkpoint(saved, tmp_path, capfd):
     capfd.readouterr()
     assert loaded(copy) == loaded(out / "step-00000010")
     (line,) = capfd.readouterr().err.splitlines()
-    assert "step-00000012 is damaged and passed over" in line
+    assert "step-00000012 is damaged and skipped" in line
     with pytest.raises(ValueError, match="model.safetensors has "):
         daskgpt.load(copy / "step-00000012")
     for step in (5, 10):

@@ -109,7 +109,7 @@ def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer,
         ("optimizer.safetensors", lambda content: content[:-9] + b"x" + content[-8:], "SHA-256"),
         ("optimizer.safetensors", None, "cannot be read"),
         ("state.json", lambda content: content[:300], "no JSON"),
-        ("state.json", lambda content: content.replace(b'"step": 7', b'"step": 8'), "not what was written"),
+        ("state.json", lambda content: content.replace(b'"step": 7', b'"step": 8'), "has changed"),
         ("state.json", None, "missing"),
     ],
 )

@@ -93,7 +93,7 @@ def test_unusable_clients_are_refused(threads, small_text, monkeypatch):
     ("said", "reason", "advice"),
     [
         ("no ssl_context given", "no certificate", "DASK_CONFIG"),
-        ("bad TLS certificate", "another cluster's", "DASK_CONFIG"),
+        ("bad TLS certificate", "certificate differs", "DASK_CONFIG"),
         ("encryption required", "asks for TLS", "begins with tls://"),
         ("in <TCP (closed)>", "closed the connection", "tls:// where"),
         ("refused\nand more", "refused", "dask scheduler"),
@@ -167,7 +167,7 @@ def test_worker_changes_are_reported():
     found, said, told = recovering(["a", "ab", "ab", "ac"])
     for _ in range(4):
         found._look()
-    assert said == ["workers    new: b", "workers    gone: b, which said nothing; new: c"]
+    assert said == ["workers    new: b", "workers    gone: b, which sent no heartbeat; new: c"]
     assert told == [1, 2, 2, 2]
     assert (found.gone, found.known) == (["b"], {"a", "c"})
 
@@ -260,7 +260,7 @@ def test_open_cluster_warns_once(host, monkeypatch, capsys):
     monkeypatch.setattr(connect, "_said", set())
     for _ in range(2):
         connect.warn_of_open(["tcp://127.0.0.1:1", host])
-    assert capsys.readouterr().err.count(f"no TLS: whoever reaches {host} ") == (host in REACHED)
+    assert capsys.readouterr().err.count(f"no TLS: anyone who reaches {host} ") == (host in REACHED)
 
 
 def test_identity_covers_every_source_file(tmp_path, monkeypatch):

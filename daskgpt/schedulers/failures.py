@@ -70,7 +70,7 @@ def loss(client: Any, sign: str) -> WorkerLost:
     if client.status == "running":
         lost, who, what = WorkerLost, "every worker", "a worker lost with its part of the parameters"
     else:
-        lost, who, what = ClusterLost, "the scheduler", "nobody who knows where the parameters are"
+        lost, who, what = ClusterLost, "the scheduler", "no record of where the parameters are"
     rule = f"{who} must live until the end of a run"
     return lost("ClusterScheduler", rule, f"{sign}, {what}")
 
@@ -155,12 +155,12 @@ class HeartbeatMonitor:
         for address, worker in workers.items():
             last, silence = before.get(address, (0.0, 0.0))
             self.heard[address] = worker["last_seen"], silence + passed if worker["last_seen"] == last else 0.0
-            prepared = self.ready in worker["metrics"]  # before, compiling holds it up
+            prepared = self.ready in worker["metrics"]  # before that, compilation delays heartbeats
             if prepared and self.heard[address][1] >= patience:
                 self._end(address)
 
     def _end(self, address: str) -> None:
-        logging.getLogger("distributed.scheduler").warning("%s said nothing for %g s", address, self.seconds)
+        logging.getLogger("distributed.scheduler").warning("%s sent no heartbeat for %g s", address, self.seconds)
         self.left.add(address)
         end_worker(self.client, address)
 

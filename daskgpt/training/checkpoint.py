@@ -191,7 +191,7 @@ def newest_good(
             return folder, checked_state(folder, model_only=model_only)
         except DamagedCheckpoint as error:
             if folder.exists():  # otherwise the run, which is training, has deleted it in the meantime
-                say(f"checkpoint {folder} is damaged and passed over: {error}")
+                say(f"checkpoint {folder} is damaged and skipped: {error}")
     return None
 
 
@@ -207,7 +207,7 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
         try:
             return folder, checked_state(folder, model_only=True)
         except DamagedCheckpoint as error:
-            rule, advice = "the checkpoint must be as it was written", "Give its run: the newest good one is taken."
+            rule, advice = "the checkpoint must be unchanged", "Give its run: the newest good one is taken."
             raise refusal(ValueError, "load", rule, f"path={path} ({error})", advice) from error
     if not path.is_dir() or not checkpoints(path):
         return None
@@ -231,7 +231,7 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{STATE} {'is missing' if isinstance(error, OSError) else 'is no JSON'}") from error
     if state.pop(DIGEST, None) != _digest_of(state):
-        raise DamagedCheckpoint(f"{STATE} is not what was written")
+        raise DamagedCheckpoint(f"{STATE} has changed")
     rule, got = f"the version of {STATE} must be {VERSION}", {"path": folder, "version": short(state.get("version"))}
     advice = "Read it with the daskgpt that wrote it, or a newer one."
     require(state.get("version") == VERSION, "read_checkpoint", rule, got, advice)

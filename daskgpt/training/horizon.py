@@ -1,8 +1,9 @@
 """The length of a run: a number of steps or of tokens, or the steps that fit into a number of minutes.
 
 How many steps fit into some minutes depends on the machine, and the learning rate on the number of all steps.
-So that number is estimated again whenever a hundredth of the time has passed, and each estimate is kept with the step
-from which on it counts: a step that is repeated after a loss has the same learning rate. Checkpoints have them too.
+So that number is estimated again whenever a hundredth of the time has passed, and each estimate is recorded with the
+step from which it counts: a step that is repeated after a loss has the same learning rate. Checkpoints have the
+estimates, too.
 """
 
 from __future__ import annotations

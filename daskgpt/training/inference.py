@@ -1,4 +1,4 @@
-"""Inference with the state of a run, where its parameters are: losses, gradients, validation, and any function."""
+"""Inference with the state of a run on the machine of its parameters: losses, gradients, validation, any function."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Answer = TypeVar("Answer")
 
 
 def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
-    """Return what a function makes of a state's parameters.
+    """Return the result of a function of a state's parameters.
 
     On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
 
@@ -184,7 +184,7 @@ class Validation:
             try:
                 sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
                 self.bytes = sum(int(np.sum(sizes[targets])) for _, targets in self._batches())
-            except FileNotFoundError:  # the vocabulary, which training needs not
+            except FileNotFoundError:  # the vocabulary, which training does not need
                 self.bytes = 0
         if self.bytes:
             tokens = self.job.run.validation_batches * math.prod(self.job.batch_shape)

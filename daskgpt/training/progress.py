@@ -40,7 +40,7 @@ class Progress:
         self.stream = stream or (sys.stdout if notebook else sys.stderr)
         self.quiet = quiet or self.stream is None
         self.live = not self.quiet and (notebook or self.stream.isatty())
-        self.closed: set[TextIO] = set()  # streams that nobody reads any longer
+        self.closed: set[TextIO] = set()  # streams whose reader has ended
         self.last_line = -float("inf")
         self.first = self.done = done
         self.validation = ""

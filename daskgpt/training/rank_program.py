@@ -171,7 +171,7 @@ def load_rank(run: str, epoch: str, step: int, names: Sequence[Sequence[str]] | 
 
 
 class Window(NamedTuple):
-    """What a rank returns of a window of steps.
+    """The result of a window of steps on a rank.
 
     told      outcomes of its steps
     seconds   that they took

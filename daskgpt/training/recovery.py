@@ -1,4 +1,4 @@
-"""Recovery of a run on a cluster: copies of its state on different workers, and the way back to one after a loss."""
+"""Recovery of a run on a cluster: copies of its state on different workers, and the return to one after a loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Point:
 
 
 class RecoveryPoints:
-    """Keeps the newest recovery point of a run, and makes the next one while steps continue.
+    """Holds the newest recovery point of a run, and makes the next one while steps continue.
 
     The first point, and the first one after a loss, are waited for and timed, which decides when the next one is due.
 
@@ -151,7 +151,7 @@ class RecoveryPoints:
         often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
         text = f"the state is kept {where} {often}, which takes {self.cost:.2f} s"
         if not where:
-            text = "none: with one worker, which may be lost, a run goes back to its last checkpoint"
+            text = "none: if the only worker is lost, the run goes back to its last checkpoint"
         if where not in self.reported:
             self.say(f"recovery   {text}")
         self.reported.add(where)
@@ -270,7 +270,7 @@ class Recovery:
     def _named(self, gone: list[str]) -> list[str]:
         """Return the addresses of workers that are gone, and which of them had sent no heartbeats."""
         silent = self.scheduler.silent() if gone else set()
-        return [f"{address}{', which said nothing' * (address in silent)}" for address in gone]
+        return [f"{address}{', which sent no heartbeat' * (address in silent)}" for address in gone]
 
     def _look(self) -> None:
         """Print which workers have come and gone; with a second one there is a place to copy the state to."""

@@ -134,7 +134,7 @@ class RunFolder:
         require(self.is_held(), "RunFolder", rule, {"out": self.path}, advice, FolderLost)
 
     def leave(self) -> tuple[Path, Path]:
-        """Continue in a new folder beside the former one, which is lost and not touched; return both."""
+        """Continue in a new folder beside the lost one, which is not touched; return both."""
         former, lock = self.path, self.lock
         numbered = (former.with_name(f"{former.name}.kept-{number}") for number in count(1))
         self.path = next(path for path in numbered if not path.exists())
@@ -202,7 +202,7 @@ def open_model_of(path: str | Path) -> StoredModel:
 def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     """Open a model; return it with the state of its checkpoint, which is empty for a model file alone.
 
-    A damaged checkpoint that is passed over is a line on stderr.
+    Each damaged checkpoint that is skipped is reported on stderr.
 
     Errors   as of `load`
     """

@@ -59,7 +59,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
         *("worker_seconds", "log"),
     ),
 }
-# Values that leave a setting to the run: the same command with --resume asks for no change.
+# Values that leave a setting to the run: with --resume, they change nothing.
 OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
@@ -211,14 +211,14 @@ def checkpoint_facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], gra
 
 
 def arithmetic(job: Job) -> dict[str, str]:
-    """Return what decides the bits of a matrix product: the precision, and the unit that multiplies."""
+    """Return the settings that decide the bits of a matrix product: the precision, and the unit that multiplies."""
     if job.precision.packed:
         return {"precision": job.precision.name, "unit": unit().name.lower()}
     return {"precision": job.precision.name, "unit": "fused" if one_order(job.precision.dtype) else "library"}
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
-    """Return numbers that tell these tokens from others: their counts, and a digest of all of them."""
+    """Return numbers that identify these tokens: their counts, and a digest of all of them."""
     return {
         "training_tokens": int(dataset.training.size),
         "validation_tokens": int(dataset.validation.size),
@@ -268,7 +268,7 @@ class Resumed:
         other = [f"{name}={value} (was {then[name]})" for name, value in now.items() if value != then[name]]
         rule = "the data must be those that the run was trained on"
         got = f"data={c['data'].data}, {short(''.join(other[:1]), 100)}"
-        require(not other, "train", rule, got, "Bring them back, or start a new run with --init.")
+        require(not other, "train", rule, got, "Restore them, or start a new run with --init.")
         self.job = Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
         horizon, done = state.get("horizon", {}), state["step"]
         self.job.horizon.resume(horizon, done)

@@ -133,7 +133,7 @@ def test_client_without_certificate_is_refused(tls, certified, small_text, tmp_p
     plain = tls.replace("tls://", "tcp://")
     for scheduler, own, keyword in (
         (tls, {}, "no certificate"),
-        (tls, certified[1], "another cluster's"),
+        (tls, certified[1], "certificate differs"),
         (plain, {}, "closed the connection"),
         (plain, certified[0], "asks for TLS"),
     ):

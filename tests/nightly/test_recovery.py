@@ -162,7 +162,7 @@ def test_stopped_worker_changes_no_bit(way, cluster, small_text, whole, tmp_path
         small_text, tmp_path / "run", cluster.address, acting({AT: stop}), worker_seconds=2 if way == "silent" else 60
     )
     assert same(tmp_path / "run", whole)
-    assert (", which said nothing" in capsys.readouterr().out) == (way == "silent")
+    assert (", which sent no heartbeat" in capsys.readouterr().out) == (way == "silent")
     if way == "silent":
         worker.resume()
         wait_until(lambda: name in cluster.ended(), "the end of a worker that comes back too late")
