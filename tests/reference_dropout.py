@@ -1,4 +1,4 @@
-"""Which numbers dropout drops, in plain NumPy after the papers: shares nothing with the package.
+"""The masks of dropout in plain NumPy, written after the papers and independent of the package.
 
 Sources  Salmon et al. 2011 (Philox4x32-10); Srivastava et al. 2014 (dropout)
 """

@@ -1,4 +1,4 @@
-"""Tests of programs in turns, and of `benchmarks/against.py`, which compares with other programs so."""
+"""Tests of programs in turns, and of `benchmarks/against.py`, which compares them."""
 
 import sys
 from contextlib import contextmanager

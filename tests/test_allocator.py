@@ -1,4 +1,4 @@
-"""Tests of what glibc is told: to keep memory, in one heap."""
+"""Tests of the settings of glibc: it keeps memory in one heap."""
 
 from types import SimpleNamespace
 

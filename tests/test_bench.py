@@ -1,4 +1,4 @@
-"""Tests of `bench`: what is printed and recorded, and what a step will take."""
+"""Tests of `bench`: its output and records, and predictions of a step."""
 
 import os
 import re

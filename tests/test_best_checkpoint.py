@@ -1,4 +1,4 @@
-"""Tests of the checkpoint of the lowest validation loss: when it is written and kept, and what `best` means."""
+"""Tests of the checkpoint with the lowest validation loss: when it is written and kept, and the link `best`."""
 
 import json
 import os

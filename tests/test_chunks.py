@@ -1,4 +1,4 @@
-"""Tests of chunks that nobody gave: everybody has something to do, the bits stay, the choice is told and recorded."""
+"""Tests of automatic chunks: all threads have work, the bits stay, the choice is printed and recorded."""
 
 import tomllib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests of runs on a cluster of processes: the bits of threads whoever comes or dies, and nothing is left behind."""
+"""Tests of runs on a cluster of processes: the bits are those of threads, and nothing is left behind."""
 
 import os
 import re

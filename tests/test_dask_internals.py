@@ -1,4 +1,4 @@
-"""Tests of what is used of Dask beyond its documented interface, as seen in distributed 2026.8.0."""
+"""Tests of every use of Dask beyond its documented interface, as seen in distributed 2026.8.0."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Tests of what is held out: the right share, evenly spread, and nothing twice."""
+"""Tests of held-out text: the right share, evenly spread, and nothing twice."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Tests of the graph of a step as an object to ask and to look at, and of steps under several dataflows in turns."""
+"""Tests of `daskgpt.dataflow`, the graph of a step, and of `daskgpt.measure`, which runs dataflows in turns."""
 
 import re
 from itertools import pairwise

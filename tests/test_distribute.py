@@ -1,4 +1,4 @@
-"""Tests of rank programs: ranks train to the bits of one process, whatever they exchange and whoever owns what."""
+"""Tests of rank programs: ranks train to the bits of one process with any messages and owners."""
 
 import hashlib
 import random

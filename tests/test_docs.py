@@ -1,4 +1,4 @@
-"""Tests of the documentation's links, drawings and parameters: they lead somewhere, and are what the code makes."""
+"""Tests of the documentation: links have targets, and drawings and parameters match the code."""
 
 import pytest
 from documents import PAGES, ROOT, anchors, links, tables

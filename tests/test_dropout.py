@@ -91,7 +91,7 @@ def test_loss_and_gradients_match_an_independent_program(random, chunk):
 
 
 def test_masks_follow_from_step_and_seed(random):
-    """So a step that is made again, after a loss or a resume, is the same step."""
+    """A step that is repeated, after a loss or a resume, must be the same step."""
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
 
     def loss_of(seed, number):

@@ -1,4 +1,4 @@
-"""Tests of the loss of texts and token files, and of multiple choice, beside what training's layers compute."""
+"""Tests of the loss of texts and token files, and of multiple choice, against the layers of training."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Tests of flags that other programs have, and of what answers to them here."""
+"""Tests of the advice for flags of other programs, and of errors and exit codes."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from daskgpt.train import parser as train_parser
 
 
 def answer(parser, capsys, *words):
-    """The one line that a parser says before it ends with exit code 2."""
+    """Return the one line that a parser prints before exit code 2."""
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(list(words))
     assert ended.value.code == 2

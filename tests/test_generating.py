@@ -1,4 +1,4 @@
-"""Tests of `bench --generation`: what it measures and says."""
+"""Tests of `bench --generation`: its measurements and output."""
 
 import pytest
 

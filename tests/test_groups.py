@@ -1,4 +1,4 @@
-"""Tests of groups of sequences: sums of their own that meet in a binary tree, the same however the batch is cut."""
+"""Tests of groups of sequences: their separate sums are added in a binary tree, with any chunks."""
 
 import tomllib
 from dataclasses import replace
@@ -27,7 +27,7 @@ SIZE = ["--blocks", "1", "--heads", "1", "--channels", "16", "--sequence-length"
 
 
 def tree(terms, groups, start):
-    """The canonical order as DESIGN.md says it, by recursion; in a group one number after the other."""
+    """Sum in the canonical order of DESIGN.md, by recursion; within a group one number after the other."""
     size = len(terms) // groups
 
     def total(low, high):

@@ -1,4 +1,4 @@
-"""Refusals of the kernels: arrays that do not fit are told before compiled code reads past their ends."""
+"""Tests of the kernels' errors: bad arrays are refused before compiled code reads past their ends."""
 
 from functools import partial
 

@@ -30,7 +30,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 def hyper(step, moments):
-    """What an update is told of a step: the learning rate, and AdamW its corrections as well."""
+    """Return the input of an update for a step: the learning rate, and for AdamW its corrections."""
     return np.array([3e-3, 1 - 0.9**step, 1 - 0.95**step]) if moments == 2 else np.array([step * 1e-2])
 
 

@@ -1,4 +1,4 @@
-"""Tests of what kernels stand on: exp, log, sigmoid, maximum, sums over a row, flush-to-zero, memory to work in."""
+"""Tests of the parts of kernels: exp, log, sigmoid, maximum, sums over a row, flush-to-zero, scratch memory."""
 
 import platform
 import threading
@@ -171,7 +171,7 @@ def test_scratch_pieces_are_page_aligned_and_disjoint():
 
 
 def test_scratch_is_per_thread():
-    """A thread asks for the tile registers there: one that was never asked would die of its first product."""
+    """A thread requests the tile registers there: without the request, its first product would crash."""
     asked: list[int] = []
     scratch = Scratch(lambda: asked.append(threading.get_ident()))
     assert asked == [], "nothing is asked for by whoever only imports"

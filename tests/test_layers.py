@@ -1,4 +1,4 @@
-"""Tests of every row of LAYERS, and of the check that everybody can run: what it finds in layers with faults."""
+"""Tests of every row of LAYERS with `check_layer`, and of the faults that it detects."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Tests of a model and an optimizer from outside the package, a row each, through everything that a run does.
+"""Tests of a model and an optimizer from outside the package through all stages of a run.
 
 Rotary positions, SwiGLU, grouped-query attention, and an optimizer whose second moment has one number a row of the
 weight (Adam-mini).

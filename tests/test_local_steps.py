@@ -1,4 +1,4 @@
-"""Tests of local steps: the bits of a plain program of replicas and Nesterov steps, whoever runs them."""
+"""Tests of local steps: they have the bits of a plain program of replicas and Nesterov steps on any scheduler."""
 
 import json
 
@@ -29,7 +29,7 @@ SHAPE = {"batch_size": 4, "sequence_length": 16}
 
 @pytest.fixture(scope="module")
 def whole(small_text, tmp_path_factory):
-    """The folder of a run that nobody disturbs."""
+    """Return the folder of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(small_text, out)
     return out

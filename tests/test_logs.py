@@ -1,4 +1,4 @@
-"""Tests of a run's metrics, as lines of JSON and as TensorBoard's events, which must say the same."""
+"""Tests of a run's metrics, as lines of JSON and as equal TensorBoard events."""
 
 import shutil
 
@@ -29,7 +29,7 @@ def events(out):
     """The scalars that TensorBoard itself reads: (step, value) by tag."""
     found = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
     scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-    return {tag: values for tag, values in scalars.items() if values}  # of some all were dropped as told twice
+    return {tag: values for tag, values in scalars.items() if values}  # some steps were dropped as duplicates
 
 
 def test_metrics_of_a_step(logged):

@@ -1,4 +1,4 @@
-"""Test that pages say what the data of measurements say, and that these are records."""
+"""Tests that the tables of pages match the recorded measurements, and that these are valid records."""
 
 from measurements import DATA, main
 

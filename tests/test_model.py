@@ -1,4 +1,4 @@
-"""Tests of the whole model: golden values, gradients in a random direction, schedulers, chunks, what building does."""
+"""Tests of the whole model: golden values, gradients in a random direction, schedulers and chunks."""
 
 import json
 

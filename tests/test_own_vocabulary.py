@@ -1,4 +1,4 @@
-"""Tests of a vocabulary that is learned from the text that is trained on."""
+"""Tests of a vocabulary that is learned from the training text."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Tests of curves of runs: what is read from their metrics, what is drawn, and what is refused."""
+"""Tests of `daskgpt.plot`: reading of metrics, pictures, and errors."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Tests of preparing tokens: the same bytes whoever encodes and however often it was stopped, and refusals."""
+"""Tests of preparing tokens: the same bytes with any scheduler and any number of stops, and errors."""
 
 import fcntl
 import gzip

@@ -1,4 +1,4 @@
-"""Tests of what a person sees of a run: in a terminal, in a file, from Python."""
+"""Tests of the output of a run: in a terminal, in a file, from Python."""
 
 import fcntl
 import io
@@ -30,7 +30,7 @@ def fitted(tmp_path_factory):
 
 
 def shown_in_terminal(columns, steps):
-    """What a terminal with so many columns is sent in a run of so many steps with a validation each 20."""
+    """Return the output to a terminal of some width for a run of some steps with a validation every 20."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     read = []

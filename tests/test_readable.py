@@ -1,4 +1,4 @@
-"""Tests of a model's output as it is shown: text as it is, and nothing else that a terminal would act on."""
+"""Tests of a model's output as shown: text is unchanged, and no control sequence reaches a terminal."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tests of records of measurements: what a line holds, what is refused, and that a file has whole lines."""
+"""Tests of records of measurements: their content, errors, and complete lines."""
 
 import json
 import os

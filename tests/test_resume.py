@@ -1,4 +1,4 @@
-"""Tests of runs that are continued: the same bits as without a stop, what may change, and what is refused."""
+"""Tests of resumed runs: the bits of an uninterrupted run, settings that may change, and errors."""
 
 import math
 import os
@@ -39,7 +39,7 @@ def copy(stopped, tmp_path):
 
 
 def assert_whole(out, whole):
-    """It is as if it had never been stopped."""
+    """Check that a run equals an uninterrupted one."""
     assert losses_of(out) == losses_of(whole)
     assert tensors_of(out) == tensors_of(whole)
 

@@ -1,4 +1,4 @@
-"""Tests of objects as people look at them: a screen in a terminal, and HTML in a notebook."""
+"""Tests of the display of objects: text in a terminal, and HTML in a notebook."""
 
 from dataclasses import replace
 from html.parser import HTMLParser

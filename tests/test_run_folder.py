@@ -1,4 +1,4 @@
-"""Tests of a run's folder: when it is written, what its files say, and what is refused."""
+"""Tests of a run's folder: when it is written, the content of its files, and errors."""
 
 import os
 from pathlib import Path

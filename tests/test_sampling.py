@@ -1,4 +1,4 @@
-"""Tests of tokens from a model: those of training's layers, whoever writes others; and the command that writes."""
+"""Tests of sampling: it matches the layers of training, texts of a batch are independent; and the command."""
 
 import io
 import re

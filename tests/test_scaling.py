@@ -1,4 +1,4 @@
-"""Tests of `bench --scaling`, in process, and of what a run takes besides its steps."""
+"""Tests of `bench --scaling`, in process, and of a run's timers."""
 
 import json
 

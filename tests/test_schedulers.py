@@ -1,4 +1,4 @@
-"""Tests of schedulers in this process: addresses, refusals, what is counted, looked after and said of a cluster."""
+"""Tests of schedulers in this process: addresses, errors, recovery, membership and metrics of a cluster."""
 
 import asyncio
 import socket
@@ -23,7 +23,7 @@ OPTIONS = {"threads_per_worker": 1, "processes": False, "dashboard_address": "12
 
 @pytest.fixture(scope="module")
 def threads():
-    """A cluster of two workers in this process, and a client of somebody else, who stays."""
+    """Return a cluster of two workers in this process, and a borrowed client, which stays open."""
     with LocalCluster(n_workers=2, **OPTIONS) as found, Client(found):
         yield found
 
@@ -155,7 +155,7 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
 
 
 def recovering(who, *, asked=False, minutes=10.0):
-    """A recovery whose workers are, look by look, those given; what it says, and how many were told of."""
+    """Return a recovery that finds the given workers at each look, its output, and the number of reports."""
     there, said, told = iter(who), [], []
     scheduler = SimpleNamespace(in_place=False, addresses=lambda: set(next(there)), silent=lambda: {"b"})
     job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))

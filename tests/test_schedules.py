@@ -1,4 +1,4 @@
-"""Tests of learning rates beside PyTorch's, and of how long a run is: steps, tokens, minutes."""
+"""Tests of learning rates against PyTorch's, and of the length of a run: steps, tokens, minutes."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_minutes_end_a_run_and_its_schedule(small_text, tmp_path, barrier):
 
 
 def test_resume_keeps_the_estimated_horizon(small_text, tmp_path):
-    """A checkpoint knows the estimates: steps that are made again have the learning rates that they had."""
+    """A checkpoint holds the estimates, so repeated steps have the same learning rates."""
     out, changes = tmp_path / "run", {"save_every": 1, "keep": 100, "minutes": 0.05, "steps": 100}
     fit(small_text, out, **changes)
     early, *_, late = (json.loads((folder / "state.json").read_text()) for folder in sorted(out.glob("step-*")))

@@ -1,4 +1,4 @@
-"""Tests of configurations: what their fields refuse and hold, and that `help` lists them."""
+"""Tests of configurations: the checks and values of their fields, and their `help`."""
 
 import math
 import re

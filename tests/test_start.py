@@ -1,4 +1,4 @@
-"""Tests of where a run starts: what --init takes from a run or a model file, and which encoding a model means."""
+"""Tests of the start of a run: settings that --init takes from a run or a model file, and the encoding of a model."""
 
 import shutil
 

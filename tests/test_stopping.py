@@ -1,4 +1,4 @@
-"""Tests of Ctrl-C and SIGTERM: a run ends after a step, with its model, and no interrupt is overheard."""
+"""Tests of Ctrl-C and SIGTERM: a run ends after a step, with its model, and no interrupt is missed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests of what `--plan --workers` says of a step that workers share."""
+"""Tests of `--plan --workers`, the plan of a step that workers share."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a run does in folders that are not, or no longer, its own, and what a folder from elsewhere can make it do."""
+"""Tests of runs in folders that are not, or no longer, their own, and of folders from untrusted sources."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of what a validation tells, and of samples of text while a run continues."""
+"""Tests of validations, and of samples of text during a run."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What Python's interface and the flags answer to values of wrong kinds, shapes and sizes."""
+"""Tests of errors of the Python interface and the flags for values of wrong kinds, shapes and sizes."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Tests of cluster/: clusters that start.sh starts, certificates, and the containers' commands."""
+"""Tests of cluster/: start.sh, certificates, and the commands of the containers."""
 
 import json
 import os

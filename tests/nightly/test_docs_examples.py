@@ -1,4 +1,4 @@
-"""Tests of the documentation that take long: its examples are true, its metrics those of a run, its site is built."""
+"""Slow tests of the documentation: its examples, its table of metrics, and its site."""
 
 import doctest
 import re

@@ -1,4 +1,4 @@
-"""Tests of what the system refuses: a full disk, output that nobody takes, two runs at once, a user's own settings."""
+"""Tests of runs under difficult conditions: a full disk, closed output, two runs at once, a user's own settings."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""Tests of kills: a process that is killed at any moment leaves a run that is continued to the same bits."""
+"""Tests of kills: a run whose process was killed at any moment continues to the same bits."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Tests of workers that we start: each has one heap, whatever threads it has had before it was told."""
+"""Tests of local workers: each has one heap, also if it had threads before."""
 
 import ctypes
 import platform

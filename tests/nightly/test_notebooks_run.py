@@ -1,4 +1,4 @@
-"""Tests of the notebooks as they run: whole, with answers to their puzzles, and on a cluster that is there already."""
+"""Tests that run the notebooks completely, with answers to their puzzles, and on a running cluster."""
 
 import nbformat
 import pytest

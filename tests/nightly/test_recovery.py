@@ -1,4 +1,4 @@
-"""Tests of workers that come, go, die, hang or differ while a run continues: its model is that of threads."""
+"""Tests of a run whose workers join, leave, die, hang or differ: its model is that of threads."""
 
 import json
 import random
@@ -28,7 +28,7 @@ MATTERS = 0.6  # seconds that steps take around a change, so that it is seen bef
 
 @pytest.fixture(scope="module")
 def whole(small_text, tmp_path_factory):
-    """The folder of a run that nobody disturbs, with threads."""
+    """Return the folder of an undisturbed run with threads."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(small_text, out, "threads")
     return out
