@@ -1,4 +1,4 @@
-"""A run of `daskgpt.train` as a process: how far it is, what it says, and whether it is that which nobody disturbs."""
+"""A run of `daskgpt.train` as a process: its progress and output, and a comparison with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_END = 1_000_000  # steps, more than there will be
 class WatchedRun:
     """A run on a cluster, with the text that it reads; it ends with this at the latest.
 
-    flags   of the model and its batches, which the run that nobody disturbs has as well
+    flags   of the model and its batches, which the undisturbed run also has
     """
 
     def __init__(self, folder: Path, flags: str) -> None:

@@ -1,4 +1,4 @@
-"""llm.c's side of a comparison: its compiled `train_gpt2` for processors, which prints how long each step took.
+"""llm.c's side of a comparison: its compiled CPU program `train_gpt2`, which prints the time of each step.
 
 It cannot be stopped between two steps, so it runs once, between two halves of ours. Its batch is fixed when it is
 compiled (4 sequences of 64 tokens in the published source); it reads its model and tokens from where it is started.

@@ -1,9 +1,9 @@
 """Programs of other processes that take turns with ours: PyTorch, one or several, and Hugging Face's transformers.
 
-They are processes of their own so that neither side's threads and memory are in the other's way. OpenMP threads spin
-for some milliseconds after their last work, which is over before our turn begins; forbidding it (in the environment,
-OMP_WAIT_POLICY=passive) makes PyTorch's steps slower where they are short, so it is left as it is. The price: a thread
-that spins for one which another program keeps from running makes PyTorch many times slower, see `take_turns`.
+They are separate processes so that threads and memory do not interfere. OpenMP threads spin for some milliseconds after
+their last work, which is over before our turn begins; disabling this (OMP_WAIT_POLICY=passive in the environment) makes
+short steps of PyTorch slower, so it stays enabled. The price: if another program delays a thread for which others spin,
+PyTorch becomes many times slower, see `take_turns`.
 """
 
 from __future__ import annotations

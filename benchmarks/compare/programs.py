@@ -1,4 +1,4 @@
-"""Programs that take turns with the same steps: what they took, and in which proportion."""
+"""Programs that take turns with the same steps: their times and ratios."""
 
 from __future__ import annotations
 
