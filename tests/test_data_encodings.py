@@ -30,7 +30,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 def test_vocabulary_sizes():
     assert (vocabulary_size("bytes"), vocabulary_size("gpt2")) == (257, 50257)
-    for unknown, keyword in (("gpt3", "Did you mean gpt2"), ("learned-300-0123456789ab", "must be at hand")):
+    for unknown, keyword in (("gpt3", "Did you mean gpt2"), ("learned-300-0123456789ab", "must be available")):
         with pytest.raises(ValueError, match=keyword):
             get_encoding(unknown)
 

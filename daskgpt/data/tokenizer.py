@@ -208,7 +208,7 @@ def size_to_learn(encoding: str) -> int:
 
 
 def check_learnable(size: int, where: str) -> None:
-    """Check that a vocabulary of so many ids can be learned.
+    """Check that a vocabulary of this many ids can be learned.
 
     Errors   ValueError for a size that cannot be, or where the library is not installed
     """

@@ -44,7 +44,7 @@ def additions(part: int, first: int = 0, parts: int = 0) -> int:
 
 
 def tree_add(totals: list[np.ndarray], last: int, count: int) -> None:
-    """Add the last of some totals to the one before it, so many times.
+    """Add the last of some totals to the one before it, repeatedly.
 
     last   its place
     """

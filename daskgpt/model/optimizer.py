@@ -118,8 +118,7 @@ class Optimizer:
         return self if self.others is None or self.updates(tensor) else self.others.of(tensor)
 
     def state(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a state besides the weights: "MOMENT.NAME" -> the weight's tensor with the moment's
-        shape."""
+        """Return the moments of a state: "MOMENT.NAME" -> the weight's tensor with the moment's shape."""
         kinds = dict.fromkeys(kind for tensor in known.values() for kind in self.of(tensor).moments)
         return {
             f"{kind}.{name}": replace(tensor, shape=tensor.shape[:1]) if kind in row.per_row else tensor

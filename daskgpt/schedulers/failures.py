@@ -23,7 +23,7 @@ from daskgpt.schedulers.membership import members, running
 
 COPY = "recovery.copy"  # the names of tasks that copy begin so
 EVERY = 0.5  # seconds between two looks at heartbeats
-HEARTBEATS = 3  # at least so many must be missing; each of many workers sends fewer
+HEARTBEATS = 3  # least number of missing heartbeats; with many workers, each sends fewer
 # Errors of Dask's client for lost results: that cannot be computed again; of a task that was on several workers when
 # they died; of a connection that broke meanwhile, or timed out; of a scheduler that is gone.
 SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)

@@ -17,7 +17,7 @@ from daskgpt.config.run import RunConfig
 
 HORIZONS = ("steps", "tokens", "minutes")
 ESTIMATES = 100  # in the time of a run
-RECENT = 10  # estimates: the time of a step is the mean since so many of them
+RECENT = 10  # number of estimates over which the time of a step is averaged
 
 
 class Horizon:

@@ -87,7 +87,7 @@ class RankProgram:
         return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
 
     def state_after(self, step: int) -> State:
-        """Return the state, which must be the one after so many steps."""
+        """Return the state, which must be the one after this number of steps."""
         if self.state is None or self.state.step != step or self.link.lost:
             raise LostRank(self.link.lost or f"the state after {step} steps is gone")
         return self.state

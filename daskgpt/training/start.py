@@ -348,7 +348,7 @@ class Resumed:
     def _scheduler(self, known: str, given: Mapping[str, Any]) -> str:
         """Return the scheduler to use where none is given: never an address from the folder.
 
-        A run folder from somebody else could name a scheduler of theirs, and what a scheduler sends is unpickled.
+        A run folder from another person could name their scheduler, and data from a scheduler are unpickled.
 
         Errors   ValueError for an address that neither a flag nor the environment gives
         """

@@ -71,7 +71,7 @@ class StepMetrics:
             yield
 
     def of_step(self, step: int, seconds: float) -> dict[str, Any]:
-        """Return the metrics of a step that took so many seconds."""
+        """Return the metrics of a step of this duration."""
         rate = self.operations / seconds
         found: dict[str, Any] = {
             "tokens": (step + 1) * self.tokens,

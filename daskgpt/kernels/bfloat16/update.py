@@ -133,7 +133,7 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
 
 @functools.lru_cache(1024)
 def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
-    """Rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and so many totals."""
+    """Return rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and a number of totals."""
     rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4 * totals) // 32 * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
 

@@ -8,7 +8,7 @@ function is loaded. The environment variable DASKGPT_BLAS chooses the function:
     portable   a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
 
 They differ in the last bits: all processes of one run need the same one. The number of threads of NumPy's BLAS is not
-set here: whoever runs kernels in several threads limits it to one.
+set here: callers that run kernels in several threads limit it to one.
 """
 
 import ctypes

@@ -22,7 +22,7 @@ VECTOR = 4 * LANES
 REALS, MASK = ir.VectorType(lanes.F32, LANES), ir.VectorType(lanes.I1, LANES)
 # Rows and vectors of the largest tile.
 ROWS, WIDTH = LANES // 2, 3
-# Numbers in a cache line: so many steps are between two looks ahead.
+# Numbers in a cache line: the number of steps between two prefetches.
 LINE = 16
 
 
@@ -214,7 +214,7 @@ _TRANSPOSE, _COPY_HALVES = 0, 4
 
 
 def _number(kind: Any, rows: Any, width: Any) -> Any:
-    """Of a tile; 1, 2 and 3 copy rows of so many vectors."""
+    """Return the number of a tile; 1, 2 and 3 copy rows of one, two and three vectors."""
     return kind * 64 + rows * 4 + width
 
 
@@ -230,7 +230,7 @@ def _functions(module: Any) -> Iterator[tuple[int, Any]]:
 
 @lanes.instruction("", "n")
 def code(builder):
-    """Address of the table of all functions; only what asks for it is compiled together with them."""
+    """Return the address of the table of all functions; only callers of this function are compiled with them."""
     if not lanes.has_fma():
         return lanes.whole(0)
     functions = dict(_functions(builder.module))
