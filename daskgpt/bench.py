@@ -15,12 +15,12 @@ memory      peak memory during the timed steps: this process, and the worker pro
 
 --scaling times 1, 2, 4 ... threads (up to --threads, or to the cores), each in a process of its own on as many cores:
 speedup is the time on one thread over the time on p threads, efficiency is speedup over p. Chunks and grain are chosen
-for each number of threads unless they are given. --generation times text generation, a token at a time, in float32 and
-bfloat16: one text after 10 and after 900 tokens, and eight texts at once. It also prints the bytes of weights, keys and
-values that a step reads, and their rate as a share of the rate of a copy on as many threads (bytes read and written).
---steps counts turns of 16 tokens. --record FILE appends the measurement to a file, as a line of JSON with command,
-date, machine, versions and every turn. To compare with other programs, run `python benchmarks/against.py` in a checkout
-of the repository.
+for each number of threads unless they are given.
+--generation times text generation, a token at a time, in float32 and bfloat16: one text after 10 and after 900 tokens,
+and eight texts at once. It also prints the bytes of weights, keys and values that a step reads, and their rate as a
+share of the rate of a copy on as many threads (bytes read and written). --steps counts turns of 16 tokens.
+--record FILE appends the measurement to a file, as a line of JSON with command, date, machine, versions and every turn.
+To compare with other programs, run `python benchmarks/against.py` in a checkout of the repository.
 """
 
 from __future__ import annotations

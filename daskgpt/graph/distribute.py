@@ -7,8 +7,8 @@ A rank records a step of its own sequences, which are whole groups of the batch 
 for some rows of a tensor, a *shard*, whose owner is one of the ranks, by
 
     sum over own chunks -> send to the owner                                   where another rank owns the shard
-    sum over own chunks -> add the totals of all ranks -> update in place      where this rank owns it new rows -> send
-    to all others; rows of others -> into the own weight      afterwards
+    sum over own chunks -> add the totals of all ranks -> update in place      where this rank owns it
+    new rows -> send to all others; rows of others -> into the own weight      afterwards
 
 (a reduce-scatter and an all-gather). So moments are needed only on the owner, weights on every rank. The owner makes a
 sum that continues from another one (the tied table's) from the chunks of all ranks, which are smaller than a table.

@@ -10,12 +10,12 @@ may update a part of the rows, so that several threads share a large tensor.
 
 The results equal those of updates into new arrays, bit for bit:
 - A sum is made row by row in the same order of chunks in any task, and an update reads one number of each array at a
-time. An update that reads more (Muon's) declares it, and gets all rows at once. - No task sees a half-written tensor.
-Tasks that read the old value run before the update: these edges are returned
-  beside the graph (`after`). No task of the same run reads the new value; the next run starts when this one is done, or
-  waits for the update where runs overlap (`recording.CompiledStep.window`).
+  time. An update that reads more (Muon's) declares it, and gets all rows at once.
+- No task sees a half-written tensor. Tasks that read the old value run before the update: these edges are returned
+  beside the graph (`after`). No task of the same run reads the new value; the next run starts when this one is done,
+  or waits for the update where runs overlap (`recording.CompiledStep.window`).
 - No other task needs a gradient that is not written. A gradient with other readers than its update (such as its norm)
-is summed by separate tasks, from which the update takes its rows: all of them, or only some if no reader needs all.
+  is summed by separate tasks, from which the update takes its rows: all of them, or only some if no reader needs all.
 """
 
 from __future__ import annotations
