@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def checked(values: Namespace) -> None:
-    """Errors   ValueError for flags that do not fit the program, RuntimeError where it is not installed"""
+    """Errors   ValueError for flags that do not fit the program, RuntimeError if it is not installed"""
     name = values.program
     for flag, programs in {"apart": ("torch-ddp",), "torch_compile": ("torch", "torch-ddp")}.items():
         used = values.torch_compile or values.torch_bf16 if flag == "torch_compile" else values.apart
@@ -123,7 +123,7 @@ def compare_steps(values: Namespace, job: Job, timing: BenchConfig) -> Found:
 def compare_torch(steps: Steps, options: TorchOptions, timing: BenchConfig) -> Programs:
     """Compare our steps and PyTorch's in turns, once their first losses have been found to agree.
 
-    Errors   RuntimeError where its process fails, or the losses differ
+    Errors   RuntimeError if its process fails, or the losses differ
     """
     require_published_model(steps.job)
     with TorchSide(steps.job, steps.seed, steps.scheduler.threads, options) as torch:
@@ -142,7 +142,7 @@ def compare_ddp(job: Job, scheduler: Scheduler, timing: BenchConfig, options: To
 
     scheduler   of workers with one thread each
 
-    Errors   RuntimeError where a process fails, or the losses differ; ValueError for a batch without equal parts, or
+    Errors   RuntimeError if a process fails, or the losses differ; ValueError for a batch without equal parts, or
              workers with more threads than one
     """
     workers = checked_workers(job, scheduler)
@@ -223,14 +223,14 @@ def checked_workers(job: Job, scheduler: Scheduler) -> int:
 
 
 def check_first(sides: tuple[Any, ...], job: Job, options: TorchOptions) -> None:
-    """Errors   RuntimeError where the first losses on the cluster and of PyTorch differ"""
+    """Errors   RuntimeError if the first losses on the cluster and of PyTorch differ"""
     check_losses((sides[0].losses[0], sides[-1].losses[0]), "bfloat16" if options.bf16 else job.precision.name)
 
 
 def compare_generation(config: GPT2Config, timing: BenchConfig, threads: int) -> Found:
     """Return figures, the other program, settings and text of a comparison of how models write.
 
-    Errors   RuntimeError where transformers writes another text
+    Errors   RuntimeError if transformers writes another text
     """
     threads = threads or usable_cores()
     compile_kernels()

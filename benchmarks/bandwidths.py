@@ -1,9 +1,9 @@
 """Training steps over slow networks: `python benchmarks/bandwidths.py --out bandwidths` (root on Linux, with PyTorch).
 
-A scheduler and three workers of one thread have hosts of their own (network namespaces, `namespaces.py`). At each limit
-of every host's link steps on the cluster, rounds of local steps there (three replicas), and steps of three processes of
-PyTorch's DistributedDataParallel (gloo) on the same hosts take turns. The log (JSON lines) has a line a limit and
-model; from all its lines come a table and a figure, in the folder that is named. --record adds them to a file.
+A scheduler and three workers of one thread each have their own host (network namespaces, `namespaces.py`). At each
+limit of the hosts' links, three programs take turns: synchronous steps on the cluster, rounds of local steps (three
+replicas), and steps of three processes of PyTorch's DistributedDataParallel (gloo). The log (JSON lines) has a line per
+limit and model, from which a table and a figure are made in the given folder. --record adds them to a file.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ STANDARD_DEVIATIONS = {"float64": (0.02, 0.1, 0.3), "float32": (0.02, 0.1, 0.3),
 
 
 def check(seed: int, number: int, clusters: bool = True) -> tuple[str, str]:
-    """One case: what it was, and what was wrong, empty where nothing was.
+    """One case: what it was, and what was wrong, empty if nothing was.
 
     clusters   whether some cases may start a local cluster
     """

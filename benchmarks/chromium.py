@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a page and tells what happened: requests, console messages, a picture."""
+"""A headless Chromium that opens a page and returns its requests, console messages, and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tests start a command line, as a person does, and the size of what they train."""
+"""Start of command lines in tests, and the size of the models that they train."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What the page "daskgpt" costs while somebody looks at it: `python benchmarks/dashboard_cost.py --pairs 20`.
+"""Measure the cost of an open dashboard page "daskgpt": `python benchmarks/dashboard_cost.py --pairs 20`.
 
-A run on a cluster of this machine, as `--scheduler local` starts it, in windows of some steps: in every second one a
-process of its own has the page open, as a browser does (its HTML, then its WebSocket, by which the server sends what
-has changed), but draws nothing: a browser may be anywhere. Two figures a pair of windows, of which each comes first in
-turn: the time of a step with the page over that without, and by how much more the processor works for this process, in
-which the scheduler and the page's server are, as a share of all cores. The latter is what the former would be if
-nothing else ran here, and far less noisy.
+A run on a local cluster (`--scheduler local`) makes windows of some steps. In every second window a separate process
+opens the page as a browser does (its HTML, then its WebSocket, by which the server sends changes), but draws nothing,
+since a browser may run elsewhere. Each pair of windows, whose order alternates, gives two figures: the time of a step
+with the page over that without, and the additional processor time of this process, which has the scheduler and the
+page's server, as a share of all cores. The latter equals the former if nothing else runs here, and is far less noisy.
 
 Flags of `daskgpt.train` may follow.
 """

@@ -1,5 +1,5 @@
-"""The commands that README, `docs/` and `cluster/README.md` show, and how a test runs each: as it stands, but on a
-model of a few numbers and for a few steps.
+"""The commands in README, `docs/` and `cluster/README.md`, and how a test runs each: unchanged, but with a tiny model
+and for a few steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MODULE = re.compile(r"python -m daskgpt\.(\w+)\b")
 NOT_RUN = {
     r"(python -m venv|\. \.venv/|pip install)": "needs the network: `.ci/run` sets up a fresh environment so",
     r"python -m pytest": "runs the tests: `.ci/run` does",
-    r"tail -f ": "goes on for ever: tests of command lines read what it reads",
-    r"jupyter ": "goes on for ever: tests/nightly/test_notebooks_run.py runs the notebooks",
+    r"tail -f ": "runs forever: tests of command lines read the same file",
+    r"jupyter ": "runs forever: tests/nightly/test_notebooks_run.py runs the notebooks",
     r"sphinx-build ": "tests/nightly/test_docs_examples.py builds the site",
-    r"dask (scheduler|worker) ": "goes on until it is stopped: tests of clusters start them",
-    r"cluster/start\.sh": "goes on until it is stopped, or needs several hosts: tests of clusters run it on this one",
+    r"dask (scheduler|worker) ": "runs until it is stopped: tests of clusters start them",
+    r"cluster/start\.sh": "runs until it is stopped, or needs several hosts: tests of clusters run it on this one",
     r"cluster/certificates\.sh": "tests of security run it",
     r"export DASK_CONFIG=": "tests of security set it",
     r"python -m daskgpt\.\w+ .*--scheduler (tcp|tls|file):": "needs that cluster: tests of clusters have one",

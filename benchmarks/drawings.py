@@ -1,4 +1,4 @@
-"""The drawings of the documentation, made from the code: `python benchmarks/drawings.py` writes them anew."""
+"""The drawings of the documentation, made from the code: `python benchmarks/drawings.py` writes them."""
 
 from __future__ import annotations
 

@@ -1,24 +1,24 @@
-"""Disturb a run on a cluster again and again and compare what it ends with: `python benchmarks/faults.py --faults 60`.
+"""Disturb a run on a cluster repeatedly and compare its result: `python benchmarks/faults.py --faults 60`.
 
-A scheduler and some workers of one thread run on this machine, as processes of their own. In each equal part of the
-time there is a fault, at a random moment, of one of these kinds:
+A scheduler and some workers of one thread run on this machine, as separate processes. Each equal part of the time has a
+fault at a random moment, of one of these kinds:
 
     kill        SIGKILL of a worker, which is started again after some seconds
-    terminate   SIGTERM, at which a worker says goodbye and ends; started again likewise
+    terminate   SIGTERM, on which a worker closes its connections and ends; started again likewise
     stop        SIGSTOP of a worker for some seconds, then SIGCONT
 
-With --namespaces (root on Linux) the scheduler, with the run beside it, and each worker have a host of their own, a
-network namespace with an address of its own (`namespaces.py`), and two kinds more are possible:
+With --namespaces (root on Linux) the scheduler (with the run beside it) and each worker have their own host, a network
+namespace with an address (`namespaces.py`), and two more kinds are possible:
 
     partition   nothing reaches a host or leaves it for 5 to 25 seconds; its connections stay open
-    restart     a host goes silent and all its processes die, without a word to anybody; it is started again
+    restart     a host is cut off and all its processes die silently; it is started again
 
-Whoever has ended by itself meanwhile, as a worker does whom the scheduler has left, is started again.
+A process that ends by itself meanwhile, such as a worker that the scheduler has removed, is started again.
 
-The log (JSON lines) has a line a fault: seconds since the start, kind, worker, the step that the run was at, likewise
-what it said of losses, and each second the step, its loss and the workers that were alive. At the end the model, the
-moments and the losses must be those of a run with threads that nobody has disturbed, each step once in the metrics.
-The run has as many steps as it needs: it is stopped after the last fault, and the undisturbed one makes as many.
+The log (JSON lines) has a line per fault with seconds since the start, kind, worker and the step of the run, lines for
+the losses that the run reported, and a line per second with the step, its loss and the workers alive. At the end the
+model, the moments and the losses must be those of an undisturbed run with threads, each step once in the metrics. The
+run has as many steps as it needs: it is stopped after the last fault, and the undisturbed one makes as many.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Campaign:
             self._note(said=line)
 
     def _until(self, holds: Callable[[], Any]) -> None:
-        """Wait, and meanwhile start again and let go on whoever's time has come."""
+        """Wait, and meanwhile restart or continue processes that are due."""
         reached, since = self.training.step, time.monotonic()
         while not holds():
             self._do_later()
@@ -123,7 +123,7 @@ class Campaign:
         self._note(step=self.training.step, loss=self.training.loss, alive=alive, hosts=hosts)
 
     def _do_later(self) -> None:
-        """What is due, and a start for whoever has ended."""
+        """Do what is due, and restart processes that have ended."""
         for worker in self.machines.ended():
             self.later = [entry for entry in self.later if entry[2] != worker or entry[1] == "heal"]
             self.later.append((time.monotonic(), "start", worker))
@@ -180,7 +180,7 @@ class Campaign:
 
 def throughput(entries: list[dict[str, Any]]) -> float | None:
     """Steps that were made, as a share of those that the workers alive at each moment would have made undisturbed;
-    None where nothing was ever quiet.
+    None if nothing was ever quiet.
 
     Undisturbed is the mean rate over all seconds of the same run before which nothing had happened for some, by how
     many workers were alive. A worker is alive when the scheduler knows it and nothing is being done to it.
@@ -222,7 +222,7 @@ def disturb(
     return (
         f"{faults} faults in {seconds / 60:g} minutes on {workers} workers (seed {seed}): {steps} steps, {again} of "
         f"them made again after {len(lost)} losses, {waited:.1f} s until the run was there again; {rate}no batch "
-        "skipped or repeated; model, moments and losses are those of a run that nobody has disturbed"
+        "skipped or repeated; model, moments and losses are those of an undisturbed run"
     )
 
 

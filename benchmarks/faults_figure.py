@@ -1,7 +1,8 @@
-"""Draw what `benchmarks/faults.py` did to a run: `python benchmarks/faults_figure.py faults.jsonl --out faults.png`.
+"""Draw the faults of a run by `benchmarks/faults.py`: `python benchmarks/faults_figure.py faults.jsonl --out
+faults.png`.
 
-Hosts are lanes, drawn while a worker there is alive: the scheduler knows it, and nothing is being done to it. Each
-fault is a mark. Below is the loss of the newest step, second by second.
+Hosts are lanes, drawn while a worker there is alive: it is registered with the scheduler and undisturbed. Each fault is
+a mark. Below is the loss of the newest step, second by second.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-MARKS = {  # marker and colour, which tell kinds apart without each other
+MARKS = {  # marker and color, which tell kinds apart without each other
     "kill": ("X", "#d55e00", "killed"),
     "terminate": ("v", "#e69f00", "terminated"),
     "stop": ("s", "#0072b2", "stopped"),

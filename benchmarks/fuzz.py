@@ -1,7 +1,7 @@
 """Read damaged model and token files of every format: `python benchmarks/fuzz.py --cases 10000`.
 
-Each must give one clear line within 2 s of processor time and 200 MB, or what the file still says. The first case that
-does not is made small by Hypothesis and shown.
+Each must give one clear line within 2 s of processor time and 200 MB, or the content of the file. The first case that
+fails is minimized by Hypothesis and shown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Files of every format, and ways to damage them, for the fuzz test and for `python benchmarks/fuzz.py`.
 
-A case is a small whole file set and a damage drawn by Hypothesis. Reading it must give the very model, or one clear
-line, in little memory; or, where a bit was flipped inside the numbers themselves, which nothing can tell,
-a model that differs in numbers alone.
+A case is a small set of files with damage drawn by Hypothesis. Reading it must give the original model, or one clear
+line, in little memory; or, if a bit was flipped inside the numbers themselves, which cannot be detected, a model that
+differs only in numbers.
 """
 
 from __future__ import annotations

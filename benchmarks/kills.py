@@ -1,8 +1,8 @@
 """Kill a training process at random moments and resume it until it is done: `python benchmarks/kills.py --kills 50`.
 
-A checkpoint is written after each step. After each kill the newest checkpoint must be good, and nothing in the folder
-may be half-written under a name that counts; at the end model, moments and losses must be those of a run that nobody
-has killed. Half of the kills come while steps run, the others at any moment since the process was started.
+A checkpoint is written after each step. After each kill the newest checkpoint must be good, and no file with a final
+name may be incomplete; at the end model, moments and losses must be those of an undisturbed run. Half of the kills come
+while steps run, the others at any moment after the start of the process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def kill_and_resume(folder: Path, kills: int, seed: int, steps: int = STEPS) -> 
     assert not list(out.glob(".*.tmp")), f"seed={seed}: leftovers"
     return (
         f"{killed} kills (seed {seed}), after steps {', '.join(map(str, at))}; begun {started_anew} times; "
-        f"the model and its moments after {steps} steps are those of a run that nobody has killed"
+        f"the model and its moments after {steps} steps are those of an undisturbed run"
     )
 
 

@@ -1,9 +1,9 @@
-"""Many small steps on a cluster, and what scheduler, workers and client keep of them: `python benchmarks/long_run.py`.
+"""Measure the growth of scheduler, workers and client over many small steps: `python benchmarks/long_run.py`.
 
-A scheduler, two workers of one thread and `daskgpt.train` run on this machine, each a process of its own. The log (JSON
+A scheduler, two workers of one thread and `daskgpt.train` run on this machine, each in its own process. The log (JSON
 lines) has a line for every hundred steps: step, seconds, tasks that the scheduler knows, and the resident memory of
-each process in kB. At the end a table says by how many kB a step each of them has grown, in the first and in the second
-half of the steps (least squares); what is flat wanders around zero there.
+each process in kB. At the end a table shows the growth of each of them in kB per step, in the first and in the second
+half of the steps (least squares); without growth the values scatter around zero.
 """
 
 from __future__ import annotations

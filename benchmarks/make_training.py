@@ -1,4 +1,4 @@
-"""Write training.json: what PyTorch says of learning rates over the steps, clipped gradients, and dropout's scale.
+"""Write training.json: PyTorch's learning rates over the steps, clipped gradients, and scale of dropout.
 
 python benchmarks/make_training.py        (needs PyTorch)
 """

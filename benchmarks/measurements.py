@@ -1,13 +1,13 @@
-"""What pages say of measurements, written from the data: `python benchmarks/measurements.py --write`.
+"""Tables of measurements in the documentation, written from the data: `python benchmarks/measurements.py --write`.
 
-The data are the records of `docs/measurements/*.jsonl`, a line each, which `--record` of `daskgpt.bench` and
+The data are the records in `docs/measurements/*.jsonl`, a line each, which `--record` of `daskgpt.bench` and
 `daskgpt.study` adds (`daskgpt/profiling/records.py`). A page has places for them:
 
     <!-- measured: NAME -->       the table of this name, one of TABLES here; `facts FILE` is a plain one of any file
     <!-- end -->
 
-The picture of fork-join beside barrier-free is drawn as well, from what `benchmarks/timeline_picture.py` has kept.
-Without --write this says which pages disagree with the data, and ends with 1 if one does.
+The picture of fork-join beside barrier-free is drawn, too, from data that `benchmarks/timeline_picture.py` has stored.
+Without --write, the tool lists the pages that disagree with the data, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def records(file: str) -> list[Record]:
 
 
 def number(value: float, digits: int | None = None) -> str:
-    """With so many decimals, or with three significant digits; what is large has no decimals and loses no digit."""
+    """Format a number with given decimals, or with three significant digits; large numbers keep all integer digits."""
     if digits is not None:
         return f"{value:,.{digits}f}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -138,7 +138,9 @@ def fork_join() -> list[str]:
         shares = (percent(known[name]) for name in ("efficiency_2", "overlap"))
         return waits[one.settings["barrier"]], *times, *shares, spread(known["critical_path"])
 
-    head = "everybody waits | 1 thread, ms a step | 2 threads | efficiency | two or more layers at once | critical path"
+    head = (
+        "all threads wait | 1 thread, ms a step | 2 threads | efficiency | two or more layers at once | critical path"
+    )
     return table(head, map(row, records("fork_join")))
 
 

@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own on one machine: network namespaces on a switch, whose links can be limited or cut.
+"""Hosts with separate addresses on one machine: network namespaces on a switch, whose links can be limited or cut.
 
     with Hosts(3) as hosts:                                       # root on Linux, with iproute2
         process = subprocess.Popen(hosts.command(0, ["dask", "scheduler", "--host", hosts.addresses[0]]))
@@ -6,8 +6,8 @@
         hosts.cut(2)                                              # silently: packets vanish, connections stay open
         hosts.heal(2)
 
-This process reaches all of them, and they reach it at `hosts.here`, without a limit of its own. The switch is a bridge
-in a namespace of its own: of the machine's network nothing changes but that there is one more interface meanwhile.
+This process reaches all of them, and they reach it at `hosts.here`, which has no limit. The switch is a bridge in a
+separate namespace: the machine's network gets one more interface meanwhile and is otherwise unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAITING = "50ms"  # that a packet may wait for a limit; then it is dropped
 
 
 def missing() -> str:
-    """What of this machine prevents hosts, empty where nothing does."""
+    """What of this machine prevents hosts, empty if nothing does."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [tool for tool in ("ip", "tc", "bridge") if not shutil.which(tool)]
@@ -42,7 +42,7 @@ class Hosts:
     """
 
     def __init__(self, count: int) -> None:
-        """Errors   RuntimeError where the machine does not let us"""
+        """Errors   RuntimeError if the machine does not let us"""
         if reason := missing():
             raise RuntimeError(f"Hosts: this machine must have network namespaces; got none: {reason}.")
         self.count, self.network = count, self._interface()

@@ -1,7 +1,7 @@
-"""Give every flag of training odd values and see what it answers: `python benchmarks/odd_flags.py`.
+"""Give every flag of training odd values and check the response: `python benchmarks/odd_flags.py`.
 
-Each value is one run of one step as a process. It must do what it was asked for, or refuse it in one line with exit
-code 2; a refusal must come within `--seconds` of what the import of the package takes.
+Each value is one run of one step in a process. The run must succeed, or refuse the value in one line with exit code 2;
+a refusal must come within `--seconds` after the import of the package.
 """
 
 from __future__ import annotations

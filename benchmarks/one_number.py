@@ -1,4 +1,4 @@
-"""What the tests of one number share: models, a few steps under any dials, and the bits they end with.
+"""Helpers of the tests of one number: models, a few steps under any dials, and the bits at their end.
 
     python benchmarks/one_number.py [PRECISION]
 
@@ -30,7 +30,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration, the shape and groups of its batch, who updates, what is dropped, where norms are clipped."""
+    """A configuration, the shape and groups of its batch, its optimizer, dropout and clipping."""
 
     config: GPT2Config
     batch: tuple[int, int]
@@ -52,7 +52,7 @@ MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
 MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
 MODELS["odd with muon"] = replace(MODELS["odd in 2 groups"], optimizer="muon")
 MODELS["odd with dropout"] = replace(MODELS["odd in 2 groups"], dropout=0.2)
-# Of these no bits are written down.
+# The bits of these are not recorded.
 VARIANTS = {
     "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),
     "clipped momentum": replace(MODELS["odd in 2 groups"], clip=0.1, optimizer="momentum"),
@@ -76,12 +76,12 @@ class Dials:
 
 
 def raw_numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Whole numbers from a stream that no version of NumPy changes."""
+    """Return whole numbers from a stream that is stable across versions of NumPy."""
     return (np.random.Philox(seed).random_raw(int(np.prod(shape))) >> np.uint64(40)).reshape(shape)
 
 
 def start_values(config: GPT2Config) -> dict[str, np.ndarray]:
-    """Parameters between -1/8 and 1/8, around 1 where they scale: no C library had a hand in them."""
+    """Return parameters between -1/8 and 1/8, or around 1 if they scale, made without the C library."""
     values = {}
     for number, (name, shape) in enumerate(parameter_shapes(config).items()):
         uniform = (raw_numbers(100 + number, shape).astype(np.float32) - np.float32(2**23)) * np.float32(2.0**-26)
@@ -91,7 +91,7 @@ def start_values(config: GPT2Config) -> dict[str, np.ndarray]:
 
 
 def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = STEPS) -> tuple[list[Outcome], dict]:
-    """What every step tells, and the parameters after the last one."""
+    """Return the outcomes of all steps, and the parameters after the last one."""
     text = raw_numbers(1, (steps, model.batch[0], model.batch[1] + 1)) % model.config.vocabulary
     batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in text.astype(np.int32)]
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
@@ -124,7 +124,7 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
 
 
 def own_product() -> bool:
-    """Whether float32 products are this project's own: a library's sums have an order that depends on the shapes."""
+    """Return whether float32 products are our own: the order of a library's sums depends on the shapes."""
     return gemm.has_fma() and gemm_address(np.dtype("f4")) == gemm.address()
 
 
@@ -133,12 +133,12 @@ def divisors(number: int) -> list[int]:
 
 
 def divisions(sequences: int) -> list[int]:
-    """Into how many groups so many sequences can be divided."""
+    """Return the numbers of groups into which some sequences can be divided."""
     return [part for part in divisors(sequences) if part.bit_count() == 1]
 
 
 def random_dials(random: np.random.Generator, model: Model) -> Dials:
-    """Any combination that the command line would take."""
+    """Return any combination that the command line accepts."""
 
     def one_of(values):
         return values[random.integers(len(values))]
@@ -151,12 +151,12 @@ def random_dials(random: np.random.Generator, model: Model) -> Dials:
 
 
 def seed() -> int:
-    """A new one each time, or the one of an earlier run that the environment names."""
+    """Return a new seed, or that of an earlier run from the environment."""
     return int(os.environ.get(SEED) or secrets.randbelow(2**32))
 
 
 def expected_bits(precision: str) -> dict[str, str]:
-    """What `golden/bits.json` says of a precision."""
+    """Return the bits of a precision in `golden/bits.json`."""
     return {name: bits_after_steps(model, precision, Dials(model.batch), 20) for name, model in MODELS.items()}
 
 

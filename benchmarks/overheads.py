@@ -1,10 +1,10 @@
-"""What a run takes besides its steps, at the defaults: `python benchmarks/overheads.py --turns 3`.
+"""Measure the time of a default run that is not in steps: `python benchmarks/overheads.py --turns 3`.
 
-In turns, each in a process of its own: README's first command, in a terminal, and the same steps bare: nothing is
-shown, logged, saved or sampled, and the only validation is the last one, which does not count. Of the first a table
-says what each part took, as `Result.timers` has it, and as a share of the time from the first step to the last. What
-parts take beside the steps (a checkpoint's writer) or inside of them (kernels recorded now and then) no clock tells:
-that is the ratio of what is left of both, turn by turn, 1 where there is nothing.
+Two programs take turns, each in its own process: README's first command, in a terminal, and the same steps bare, where
+nothing is shown, logged, saved or sampled, and the only validation is the last one, which does not count. A table shows
+the time of each part of the first, from `Result.timers`, and its share of the time from the first step to the last.
+Work during the steps (a checkpoint's writer, kernels recorded now and then) has no timer: it shows in the ratio of the
+remaining times of both, turn by turn, which is 1 without such work.
 
 Flags of `daskgpt.train` may follow, for both.
 """

@@ -1,13 +1,13 @@
 """Time preparing tokens of a text beside tiktoken alone: `python benchmarks/prepare_rate.py --text FILE --turns 3`.
 
-In turns, each in a process of its own: `daskgpt.prepare` of the text with Dask's threads, and tiktoken's
-`encode_ordinary_batch` of the same text with as many, in documents of 1 MiB, 64 at a time, since its lists of Python's
-numbers take 8 bytes a token and more. Of tiktoken only the encoding counts, of prepare all but the start of Python.
+Two programs take turns, each in its own process: `daskgpt.prepare` of the text with Dask's threads, and tiktoken's
+`encode_ordinary_batch` of the same text with as many, in documents of 1 MiB, 64 at a time, since its lists of Python
+integers take at least 8 bytes per token. For tiktoken only the encoding counts, for prepare all but the start of
+Python.
 
---gather BYTES makes the text first, unless it is there: different documents, the files of text that are found below
---from (this Python's packages, by default), each content once, in an order that no folder decides. --check compares
-the files of one thread, of two worker processes, and of a process that is killed three times and started again, with
-those of the first turn.
+--gather BYTES first makes the text, unless it exists: the text files below --from (by default, this Python's packages),
+each content once, in an order that does not follow folders. --check compares the files of one thread, of two worker
+processes, and of a process that is killed three times and started again, with those of the first turn.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def _command(script: str, *arguments: object) -> list[str]:
 
 
 def gather(folders: list[Path], size: int, out: Path) -> int:
-    """Write so many bytes of different documents, or as many as there are; how many documents.
+    """Write this many bytes of different documents, or all that exist; return the number of documents.
 
-    Errors   ValueError where less than half is found
+    Errors   ValueError if less than half is found
     """
     seen: set[bytes] = set()
     part = out.with_name(f"{out.name}.part")
@@ -145,7 +145,7 @@ def killed(out: Path, whole: int, flags: list[str]) -> int:
 def check(text: Path, encoding: str, expected: Path, folder: Path) -> Iterator[str]:
     """What was compared with the files of a first preparation, in words.
 
-    Errors   AssertionError where bytes differ
+    Errors   AssertionError if bytes differ
     """
     known, size = digests(expected), written(expected)
     for scheduler, workers in (("threads", 1), ("local", 2)):
@@ -158,7 +158,7 @@ def check(text: Path, encoding: str, expected: Path, folder: Path) -> Iterator[s
     flags = [str(text), "--encoding", encoding, "--scheduler", "threads", "--threads", "2"]
     kills = killed(folder / "killed", size, flags)
     assert digests(folder / "killed") == known, "other bytes after kills"
-    yield f"killed {kills} times and gone on with: the same bytes"
+    yield f"killed {kills} times and continued: the same bytes"
 
 
 def main(arguments: list[str]) -> None:

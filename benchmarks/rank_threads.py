@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: rank programs without a cluster, whose messages are counted and kept."""
+"""Ranks as threads of this process: rank programs without a cluster, whose messages are counted and recorded."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train(
     options: dict[str, Any],
     threads: int = 1,
 ) -> tuple[list[Trained], Messages]:
-    """Train with so many ranks: what each of them ends with, and the messages.
+    """Train with some ranks; return the result of each, and the messages.
 
     arguments, options   of `TrainingStep`, `StepOptions`
     threads              of each rank

@@ -1,11 +1,11 @@
-"""Notebooks, run from top to bottom in a kernel of this Python, and what they show as pages that a phone can show.
+"""Run notebooks from top to bottom in a kernel of this Python, and write them as pages that also fit a phone.
 
-`python benchmarks/run_notebooks.py --out executed` runs all of them, or those that are named, and writes
+`python benchmarks/run_notebooks.py --out executed` runs all of them, or the given ones, and writes
 `executed/NAME.html`.
 
-A puzzle is two cells that follow each other: `puzzle-NAME` assigns None to the reader's answer, `check-NAME` says with
-`puzzles.puzzle` what the answer is worth. `tests/solutions/NOTEBOOK.toml` has a table for each NAME: `right` is what
-`puzzle-NAME` may say instead, `wrong` a list of what it may not.
+A puzzle is two cells that follow each other: `puzzle-NAME` assigns None to the reader's answer, `check-NAME` checks it
+with `puzzles.puzzle`. `tests/solutions/NOTEBOOK.toml` has a table for each NAME: `right` is a correct source of
+`puzzle-NAME`, `wrong` a list of incorrect ones.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def answered(notebook, found):
 
 
 def execute(notebook, folder: Path):
-    """Run a notebook, in its place, as somebody would who is in `folder`.
+    """Run a notebook, in its place, as a user in `folder` would.
 
     Errors   nbclient.exceptions.CellExecutionError for a cell that raises
     """

@@ -1,12 +1,12 @@
-"""Seed faults into a copy of the package, one at a time, and ask the quick tests to find each.
+"""Seed faults into a copy of the package, one at a time, and run the quick tests on each.
 
 `python benchmarks/seeded_faults.py --seed 1 --faults 60 --record benchmarks/seeded_faults.jsonl`
 
-A fault is one of five kinds at a random place: a comparison turned, a term dropped, an integer off by one, a missing
+A fault is one of five kinds at a random place: a comparison reversed, a term dropped, an integer off by one, a missing
 wait, two arguments swapped. The kinds take turns; the place depends on the seed and the fault's number alone, for the
 same sources. Each fault is one line of JSON: place, the text before and after, the first test that failed, and the
-seconds until it did. The files of tests that speak of the changed module run first, then all others. A test that takes
-more than `--hang` seconds is ended and counts as failed.
+seconds until it did. The test files that mention the changed module run first, then all others. A test that takes more
+than `--hang` seconds is ended and counts as failed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def off_by_one(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def unwaited(node: ast.AST) -> Iterator[ast.AST]:
-    """Leave out a statement that waits, or that lets somebody else go on."""
+    """Leave out a statement that waits, or that lets another thread continue."""
     if isinstance(node, ast.Expr):
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
@@ -191,7 +191,7 @@ class Copy:
         }
 
     def run_tests(self, *files: str) -> tuple[str, float]:
-        """Run tests, all quick ones by default, until one fails: which, empty where none did, and the seconds."""
+        """Run tests, all quick ones by default, until one fails: which, empty if none did, and the seconds."""
         begin = time.monotonic()
         flags = ["-x", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={self.hang}"]
         flags += [f"--basetemp={self.folder / 'temporary'}"]

@@ -1,13 +1,12 @@
-"""Train on a cluster on which no machine lives long: `python benchmarks/short_lives.py --minutes 15`.
+"""Train on a cluster of short-lived workers: `python benchmarks/short_lives.py --minutes 15`.
 
-`cluster.adapt(minimum=1, maximum=4)` of a `LocalCluster`, whose workers are started with `--lifetime 60s
---lifetime-stagger 15s`: after about that time each of them says goodbye and ends, and adapt starts another. A step has
-so few tasks that adapt keeps the least number that it may, so that the number would not wander by itself; so the least
-is drawn anew from 1 to 4 twice in a lifetime.
+The cluster is a `LocalCluster` with `cluster.adapt(minimum=1, maximum=4)`, whose workers have `--lifetime 60s
+--lifetime-stagger 15s`: after about that time each of them ends, and adapt starts another. A step has so few tasks that
+adapt always keeps the minimum number of workers; to vary it, the minimum is drawn from 1 to 4 twice in a lifetime.
 
-The log (JSON lines) has a line a second with the step and the workers that the scheduler knows, a line for each worker
-that comes or goes, for each number that is drawn, and for what the run says of workers and losses. At the end model,
-moments and losses must be those of a run with threads of as many steps, each step once in the metrics.
+The log (JSON lines) has a line per second with the step and the scheduler's workers, and a line for each worker that
+joins or leaves, for each new minimum, and for the run's reports on workers and losses. At the end model, moments and
+losses must be those of a run with threads of as many steps, each step once in the metrics.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def short_lives(folder: Path, log: IO[str], seconds: float, life: float, stagger
                     sampled = now + 1
                     coming.sample(step=training.step, loss=training.loss)
                 time.sleep(LOOKING)
-            adaptive.minimum, reached = MOST, training.step  # it can only end well where somebody is there
+            adaptive.minimum, reached = MOST, training.step  # it can end only if there is a worker
             wait_until(lambda: training.step > reached, "a step more")
             steps = training.stop()
     training.require_undisturbed(steps, f"seed={seed}")

@@ -40,7 +40,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """What of this machine prevents a Slurm, empty where nothing does."""
+    """What of this machine prevents a Slurm, empty if nothing does."""
     if os.geteuid() != 0:
         return "Slurm's daemons are started as root"
     absent = [program for program in PROGRAMS if not shutil.which(program, path=PATH)]

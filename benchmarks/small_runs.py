@@ -1,4 +1,4 @@
-"""The smallest runs that checkpoints are tested with, and what is compared of them."""
+"""The smallest runs for tests of checkpoints, and comparisons of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fit(
 
 
 def stopping_at(step: int) -> Any:
-    """An `on_step` that asks to stop after so many steps, as Ctrl-C does."""
+    """Return an `on_step` that stops after some steps, as Ctrl-C does."""
 
     def stop(number: int, metrics: Any) -> None:
         if number + 1 == step:

@@ -1,6 +1,6 @@
 """The picture of fork-join beside barrier-free in README, from the kernel calls that were recorded.
 
-`python -m daskgpt.study --timelines --out timelines` records; what the picture needs of its traces is kept with
+`python -m daskgpt.study --timelines --out timelines` records traces. The data for the picture are stored by
 
     python benchmarks/timeline_picture.py timelines/layer.json timelines/none.json --date 2026-11-21
 

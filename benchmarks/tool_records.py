@@ -1,4 +1,4 @@
-"""Records of what the tools of the tests have measured, in the form of `--record` of `daskgpt.bench`."""
+"""Records of measurements by tools, in the form of `--record` of `daskgpt.bench`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def record(
     against: str = "",
     **settings: Any,
 ) -> None:
-    """Add a record of a tool's measurement, if somebody asked for it.
+    """Add a record of a tool's measurement, if --record is given.
 
     tool      its file's name, such as benchmarks/overheads.py
     what      was measured, in words

@@ -1,4 +1,4 @@
-"""A run of `daskgpt.train` as a process: how far it is, what it says, and whether it is that which nobody disturbs."""
+"""A run of `daskgpt.train` as a process: its progress and output, and a comparison with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_END = 1_000_000  # steps, more than there will be
 class WatchedRun:
     """A run on a cluster, with the text that it reads; it ends with this at the latest.
 
-    flags   of the model and its batches, which the run that nobody disturbs has as well
+    flags   of the model and its batches, which the undisturbed run also has
     """
 
     def __init__(self, folder: Path, flags: str) -> None:
@@ -84,14 +84,14 @@ class WatchedRun:
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
 
     def require_going(self) -> None:
-        """Errors   AssertionError where it has ended"""
+        """Errors   AssertionError if it has ended"""
         ended = self.process.poll()
         assert ended is None, f"it ended with {ended}: {self.errors.read_text()}"
 
     def stop(self) -> int:
         """Let it end after its step; how many were made.
 
-        Errors   AssertionError where it does not end well
+        Errors   AssertionError if it does not end well
         """
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(PATIENCE)

@@ -30,7 +30,7 @@ folder=$1 days=${2:-365}
 [[ ! -e $folder ]] || refuse "the folder must be new; got $folder. Give another, or remove it: its key ends with it."
 command -v openssl >/dev/null || refuse "openssl must be on the PATH; got none. Install the package openssl."
 
-umask 077 # for the owner alone, from the first moment
+umask 077 # for the owner alone, from the start
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 said=$(openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days "$days" -subj "/CN=daskgpt cluster" \

@@ -3,9 +3,8 @@
 # From the repository's folder, which all nodes must share, with the Python environment activated:
 #
 #   sbatch --nodes 2 --ntasks-per-node 16 --time 04:00:00 cluster/slurm.sh --preset gpt2 --steps 5000
-#
 # Two minutes before its time is over (or after `scancel --batch --signal TERM JOB`) the run saves a checkpoint, and the
-# job goes back into the queue and on from there. A plain `scancel JOB` ends it.
+# job is queued again and continues from it. A plain `scancel JOB` ends it.
 #SBATCH --job-name=daskgpt
 #SBATCH --ntasks=2
 #SBATCH --cpus-per-task=1
@@ -20,7 +19,7 @@ scratch=$run-cluster # on the file system that all nodes share
 rm -rf "$scratch" && mkdir -p runs
 trap 'rm -rf "$scratch"' EXIT
 
-# A certificate for this job alone: other users of the nodes can reach the ports, and nobody can use them.
+# A certificate for this job alone: other users of the nodes can reach the ports, but not use them.
 cluster/certificates.sh "$scratch" 30 >/dev/null
 export DASK_CONFIG=$PWD/$scratch/dask.yaml DASK_LOGGING__DISTRIBUTED=warning
 host=() && ((SLURM_NNODES > 1)) || host=(--host 127.0.0.1)

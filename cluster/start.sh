@@ -87,18 +87,18 @@ except (OSError, OverflowError) as error:
     [[ -z $problem ]] || refuse "$problem"
 }
 
-# One heap that keeps its memory: see daskgpt/schedulers/allocator.py.
+# One heap that keeps its memory: see daskgpt/schedulers/local.py.
 heap=(MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0)
-# What Dask does between tasks, as often as it is needed: see BETWEEN_TASKS in daskgpt/schedulers/cluster.py.
+# Longer intervals of Dask's own work between tasks: see BETWEEN_TASKS in daskgpt/schedulers/connect.py.
 quiet=(
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL=${DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL:-500ms}"
     "DASK_DISTRIBUTED__WORKER__PROFILE__INTERVAL=${DASK_DISTRIBUTED__WORKER__PROFILE__INTERVAL:-100ms}"
     "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__DISK=${DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__DISK:-False}"
 )
 
-started=() names=() # process ids of what runs, and what it is called
+started=() names=() # ids and names of the processes
 
-# start NAME COMMAND ...: in the background, in a process group of its own, so that Ctrl-C reaches this script alone
+# start NAME COMMAND ...: in the background, in a separate process group, so that Ctrl-C reaches only this script
 start() {
     names+=("$1")
     shift
@@ -112,7 +112,7 @@ alive() {
     kill -0 "$1" 2>/dev/null
 }
 
-# end PID ...: asks them to end and waits ten seconds; a second signal would cut their farewell short
+# end PID ...: sends SIGTERM and waits ten seconds; a second signal would interrupt their shutdown
 end() {
     local pid tries
     for pid in "$@"; do kill -TERM "$pid" 2>/dev/null || true; done
@@ -124,7 +124,7 @@ end() {
     done
 }
 
-# Workers first: they say goodbye to a scheduler that still listens. What outlives that ends with its group.
+# Workers first, while the scheduler can still unregister them. Processes that survive end with their group.
 stop() {
     set +eu # nothing may cut this short: no second signal, and (before bash 4.4) no empty list
     trap '' INT TERM HUP
@@ -162,7 +162,7 @@ start_workers() {
         --no-dashboard --dashboard-address 127.0.0.1:0)
     for name in "${hosts[@]:-localhost}"; do
         if [[ $name == localhost ]]; then
-            # A worker listens at every address of its machine unless it is told.
+            # By default a worker listens on every address of its machine.
             start "workers here" "${worker[@]}" --host "$host"
         else
             # With a terminal (-tt) the workers end when the connection does; without a scheduler, after a minute.

@@ -17,11 +17,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # What follows `python -m` is this package's command, of which nothing but imports has begun: until `run_command`
-    # Ctrl-C just ends it. An exception in the midst of imports is a traceback, and NumPy takes it for a broken NumPy.
+    # A command of this package has only begun its imports here: until `run_command`, Ctrl-C just ends it. An exception
+    # during imports would print a traceback, and NumPy would report a broken NumPy.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# Where each public name lives; loaded when it is first asked for, so that a command line starts fast.
+# The module of each public name, loaded at its first use, so that a command line starts fast.
 _PUBLIC = {
     "DataConfig": "config.run",
     "DataflowConfig": "config.run",

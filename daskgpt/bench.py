@@ -3,21 +3,21 @@
 step        milliseconds from a batch to its loss with everything updated: median, least and largest of the timed steps
 forward, backward, update
             milliseconds a step in which kernels of that pass ran, divided by the number of threads. They come from
-            steps of their own, in which the start and end of each kernel call is recorded. The sums that make a weight
-            gradient count as backward where they are tasks, and as update where they are one task with AdamW (the
-            schedulers sync and threads, which update in place)
+            separate steps, in which the start and end of each kernel call is recorded. The sums of a weight gradient
+            count as backward if they are tasks, and as update if they are one task with AdamW (the schedulers sync and
+            threads, which update in place)
 overhead    1 - busy / (threads * wall): the share of the threads' time in the recorded steps in which no kernel ran
-arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices
-            of products, each multiplied and added in the forward pass and twice in the backward one; causal attention
-            meets (T + 1) / 2 tokens on average), and their share of the rate that NumPy's BLAS reaches in this run on
+arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices of
+            products, each multiplied and added in the forward pass and twice in the backward pass; causal attention
+            reads (T + 1) / 2 tokens on average), and their share of the rate that NumPy's BLAS reaches in this run on
             large float32 matrices and as many threads
-memory      most bytes that were in memory in the timed steps: this process, and the worker processes of a cluster
+memory      peak memory during the timed steps: this process, and the worker processes of a cluster
 
-What more threads bring is measured by `python -m daskgpt.study --threads 1,2,4`, with --batch-chunk, --sequence-chunk
-and --grain auto where the machine is to choose them anew for each number.
---record FILE adds what was measured to a file, a line of JSON with command, date, machine, versions, and every turn.
+Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,
+--sequence-chunk auto and --grain auto, chunks and grain are chosen for each number of threads.
+--record FILE appends the measurement to a file, as a line of JSON with command, date, machine, versions and every turn.
 In a checkout of the repository, `python benchmarks/against.py` compares with other programs, and
-`python benchmarks/generation.py` times how a model writes.
+`python benchmarks/generation.py` times text generation.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def parser() -> Parser:
     """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
-    flags.add_argument("--json", action="store_true", help="print the line of JSON instead that --record writes")
-    flags.add_argument("--record", metavar="FILE", help="add the measurement to a file, a line of JSON each")
+    flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
+    flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")
     add_plan_flags(flags)
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
     for config in (BenchConfig, DataflowConfig):
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     options, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
     config = preset(values.preset, **given_flags(GPT2Config, values))
     rule, got = "--record must come without --plan", {"plan": values.plan, "record": values.record}
-    require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave one out.")
+    require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave out one of them.")
     check_workers(values.workers, plan=values.plan)
     if values.plan:
         print(predict(job_of(config, options, dataflow), values.workers or 0))
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
         others = machine.busy_cores()
         if others > machine.BUSY:
-            print(f"note: other programs keep {others:.1f} cores busy; what is measured is a share of the machine")
+            print(f"note: other programs keep {others:.1f} cores busy; the figures show a share of the machine only")
         found = steps(config, options, dataflow)
     facts = {"preset": values.preset, "others_cores": others, **found.settings}
     record = measured("daskgpt.bench", arguments, found.figures, facts)

@@ -1,15 +1,15 @@
-"""How good a model is on a text, or at multiple choice.
+"""Evaluate a model on a text, or at multiple choice.
 
 A text (a file, a folder, a glob), or token files (.bin; llm.c's or nanoGPT's):
 loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
               the tokens before it in its sequence; documents begin with end-of-text
 perplexity    e to the loss
-bits a byte   all nats / ln 2 / bytes of text that was predicted (end-of-text has none): what models with different
-              encodings are compared by
+bits a byte   all nats / ln 2 / bytes of predicted text (end-of-text has none), which compares models with different
+              encodings
 
 Multiple choice, from llm.c's evaluation files (.bin, version 20240522) or HellaSwag's own (.jsonl):
 accuracy      how often the right completion has the least loss of all its tokens together
-normalised    how often it has the least loss a token: what llm.c prints, and the usual figure of HellaSwag
+normalised    how often it has the least loss per token: the figure that llm.c prints, and the usual one for HellaSwag
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ from daskgpt.training.run_folder import encoding_and_length, open_model_of
 class EvaluateConfig(Checked):
     """What to evaluate, and how."""
 
-    data: str = setting("", "a text, folder, glob, or token file; an evaluation file; or HellaSwag's .jsonl")
-    limit: int = setting(0, "only the first so many tokens or questions, 0 = all", least=0)
-    sequence_length: int = setting(0, "of a text's sequences; 0 = the model's own", unit="tokens", least=0)
+    data: str = setting("", "a text, folder, glob or token file; an evaluation file; or HellaSwag's .jsonl")
+    limit: int = setting(0, "number of tokens or questions to use, from the first on; 0 = all", least=0)
+    sequence_length: int = setting(0, "length of a text's sequences; 0 = the model's own", unit="tokens", least=0)
     encoding: str = setting("", "bytes or gpt2; empty = the model's own")
-    precision: str = setting("float32", "of weights, keys and values", choices=PRECISIONS)
-    threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0, most=2**12)
+    precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
+    threads: int = setting(
+        0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", least=0, most=2**12
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +61,7 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, EvaluateConfig)
     values = flags.parse_args(arguments)
     options: EvaluateConfig = from_flags(EvaluateConfig, values)
-    require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, say.")
+    require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
     model = open_model_of(values.model)
     encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)
@@ -78,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def questions_of(source: str, encoding: Encoding) -> list[Question]:
-    """The questions of a source; none where it is a text."""
+    """Return the questions of a source; none if it is a text."""
     if source.endswith(ENDING):
         return read_hellaswag(source, encoding)
     if not is_token_source(source):
@@ -88,7 +90,7 @@ def questions_of(source: str, encoding: Encoding) -> list[Question]:
 
 
 def multiple_choice(weights: Weights, questions: list[Question], threads: int) -> dict[str, Any]:
-    """Accuracies, and their standard errors."""
+    """Return accuracies and their standard errors."""
     config = weights.config
     for question in questions:
         check_tokens(np.concatenate([question.context, *question.completions]), config.vocabulary)
@@ -108,7 +110,7 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
 
 
 def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, length: int) -> dict[str, Any]:
-    """Loss, perplexity and bits a byte of a text."""
+    """Return loss, perplexity and bits per byte of a text."""
     tokens = whole_source(options.data, encoding.name)
     check_tokens(tokens, weights.config.vocabulary)
     tokens = tokens[: options.limit + 1] if options.limit else tokens
@@ -134,7 +136,7 @@ def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, 
 
 
 def describe(facts: dict[str, str], found: dict[str, Any]) -> str:
-    """Return the numbers for a person."""
+    """Return the results as lines to print."""
     if "questions" in found:
         count = found["questions"]
         data = f"{count:,} questions of {found['completions']:g} completions"

@@ -1,13 +1,13 @@
-"""Write text with a trained model.
+"""Generate text with a trained model.
 
-Keys and values of the tokens so far are kept, so that a token reads every weight once. A text that outgrows the
-model's context is read again from its newer half. The last line, on standard error, says how fast tokens came, how many
-bytes of weights, keys and values were read for that, and which share this is of the rate at which the same threads
-copy memory (bytes read and written): more than 100 % where the model stays in the processor's caches.
+Keys and values of the tokens so far are cached, so that a token reads every weight once. When a text outgrows the
+model's context, its newer half is read again. The last line, on standard error, reports the rate of tokens and the rate
+at which weights, keys and values were read, also as a share of the rate at which the same threads copy memory (bytes
+read and written). The share exceeds 100 % if the model stays in the processor's caches.
 
--i chats: what is typed is a line of the text, which the model goes on with until end of text, --until, or --tokens.
-An empty line lets it go on. Ctrl-C ends its answer, Ctrl-D the chat. A line of text is not a question to a model that
-has never seen one answered: --until "\\n" has it write a line.
+-i chats: a typed line is added to the text, and the model continues the text until end-of-text, --until, or --tokens.
+An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model that was not trained on questions and
+answers does not answer, but continues the text; with --until "\\n" it writes one line.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ class GenerateConfig(Checked):
 
     samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
     tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)
-    temperature: float = setting(0.8, "0 takes the likeliest token, 1 the model's own probabilities", least=0)
-    top_k: int = setting(0, "choose among so many likeliest tokens, 0 = all", least=0)
-    top_p: float = setting(1.0, "choose among the fewest likeliest tokens with so much probability, 1 = all", least=0)
-    seed: int = setting(0, "seed of the choices", least=0)
+    temperature: float = setting(0.8, "0 = always the likeliest token, 1 = the model's own probabilities", least=0)
+    top_k: int = setting(0, "choose among this many likeliest tokens; 0 = all", least=0)
+    top_p: float = setting(
+        1.0, "choose among the fewest likeliest tokens with at least this much probability; 1 = all", least=0
+    )
+    seed: int = setting(0, "seed of the random choices", least=0)
     until: str = setting("", "end a text at these words")
-    end: str = setting("stop", "what end-of-text does to a text", choices=("stop", "ignore"))
+    end: str = setting("stop", "whether end-of-text ends a text", choices=("stop", "ignore"))
     encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary; empty = the model's own")
-    precision: str = setting("float32", "of weights, keys and values", choices=PRECISIONS)
-    threads: int = setting(0, "that share out the rows of each matrix; 0 = the cores, or fewer", least=0, most=2**12)
+    precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
+    threads: int = setting(
+        0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", least=0, most=2**12
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +63,7 @@ class GenerateConfig(Checked):
 
 @dataclass
 class Writer:
-    """A model and how it is to write."""
+    """A model with the settings for its text."""
 
     options: GenerateConfig
     weights: Weights
@@ -80,16 +84,16 @@ class Writer:
         return texts.write(self.options.tokens, self.options.choice, self.options.seed, self.end)
 
     def print(self, tokens: Iterator[int | None]) -> None:
-        """Print the text of tokens, as they come."""
+        """Print the text of tokens as they arrive."""
         for text in readable(self.encoding, shown(self.encoding, tokens, self.end, self.options.until)):
             print(text, end="", flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Print the prompt and what follows it, a token at a time."""
+    """Print the prompt and its continuation, a token at a time."""
     flags = Parser(prog="daskgpt.generate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
-    help_text = "text to go on from (default: a new line); several are several texts"
+    help_text = "text to continue (default: a new line); repeat it for several texts"
     flags.add_argument("--prompt", action="append", help=help_text)
     flags.add_argument("-i", "--interactive", action="store_true", help="chat with the model in the terminal")
     add_flags(flags, GenerateConfig)
@@ -111,14 +115,14 @@ def main(arguments: list[str]) -> int:
 
 
 def write_all(writer: Writer, prompts: list[str]) -> Texts:
-    """Print each prompt and what follows: of the first one as it comes, of the others when all are written."""
+    """Print each prompt and its continuation: the first as it is generated, the others when all are complete."""
     prompts = [prompt for prompt in prompts for _ in range(writer.options.samples)]
     ids = [writer.ids(prompt) for prompt in prompts]
     texts = writer.texts(ids, max(map(len, ids)) + writer.options.tokens)
     found: list[list[int | None]] = [[] for _ in ids]
 
     def first() -> Iterator[int | None]:
-        """The first text's tokens; the others' are put aside."""
+        """Yield the first text's tokens; collect those of the others."""
         for tokens in writer.write(texts):
             for own, token in zip(found, tokens, strict=True):
                 own.append(token)
@@ -137,9 +141,9 @@ def write_all(writer: Writer, prompts: list[str]) -> Texts:
 
 
 def chat(writer: Writer) -> Texts | None:
-    """Let a person and the model write in turns; return the text, None where nothing was typed."""
+    """Let the user and the model write in turns; return the text, None if nothing was typed."""
     with suppress(ImportError):
-        import readline  # noqa: F401  # lines can be edited and come back
+        import readline  # noqa: F401  # for editing and recalling lines
     texts: Texts | None = None
     while True:
         try:
@@ -151,13 +155,13 @@ def chat(writer: Writer) -> Texts | None:
             texts = writer.texts([writer.ids(line + "\n")])
         elif line:
             texts.tokens[0] += writer.ids(line + "\n")
-        with suppress(KeyboardInterrupt):  # which ends the answer, not the chat
+        with suppress(KeyboardInterrupt):  # ends the reply, not the chat
             writer.print(tokens[0] for tokens in writer.write(texts))
         print(flush=True)
 
 
 def describe_rate(rate: Rate, threads: int, precision: str) -> str:
-    """Return how fast tokens came, for a person."""
+    """Return a line on the rate of tokens."""
     copied, read = copy_rate(threads), rate.read / rate.seconds
     per = f"{threads} thread{'s' * (threads != 1)}"
     return (

@@ -17,14 +17,14 @@ class PlotConfig(Checked):
 
     out: str = setting("", "file to write, .png or .svg", unit="file")
     smooth: int = setting(
-        0, "take means over about so many steps; 0 = a hundredth of the longest run", unit="steps", least=0
+        0, "average over about this many steps; 0 = a hundredth of the longest run", unit="steps", least=0
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if Path(self.out).suffix not in (".png", ".svg"):
             found = self.out or "nothing"
-            raise ValueError(f"plot: out must end with .png or .svg; got out={found}. Give --out curves.png, say.")
+            raise ValueError(f"plot: out must end with .png or .svg; got out={found}. Try --out curves.png.")
 
 
 def main(arguments: list[str]) -> int:

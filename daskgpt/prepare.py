@@ -2,7 +2,7 @@
 
 INPUT is a file, a folder (all below it that is not hidden) or a glob: text, JSONL (.jsonl, .ndjson, .json.gz),
 either of them in gzip (.gz) or zstd (.zst), or Parquet (.parquet). The tokens are a pure function of the inputs and the
-flags, whatever the scheduler; a command that was stopped, however, goes on where it was when it is given again.
+flags, with any scheduler. To continue after a stop, give the same command again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from daskgpt.schedulers.connect import open_scheduler
 @documented
 @dataclass(frozen=True)
 class WorkersConfig(Checked):
-    """Who encodes. None of it changes a byte."""
+    """Processes and threads that encode. They change no byte."""
 
     scheduler: str = setting(
         "auto",
@@ -35,7 +35,7 @@ class WorkersConfig(Checked):
 
 
 def main(arguments: list[str]) -> int:
-    """Prepare, and say what there is."""
+    """Prepare the tokens and report the result."""
     begin = time.perf_counter()
     flags = Parser(prog="daskgpt.prepare", description=__doc__)
     flags.add_argument("inputs", metavar="INPUT", nargs="+", help="file, folder or glob")
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     done = [0]
     with (
         open_scheduler(workers.scheduler, workers.threads) as scheduler,
-        # To a terminal only: elsewhere there is nobody who waits for it.
+        # Only for a terminal, where a user waits.
         tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc="text") as line,
     ):
         scheduler.admit(packed=False)
@@ -64,21 +64,21 @@ def main(arguments: list[str]) -> int:
 
 
 def report(folder: str, manifest: Manifest, seconds: float, size: int) -> list[str]:
-    """What there is in a folder, for people.
+    """Return lines on the content of a folder.
 
-    size   of the text that was encoded, 0 where nothing was left to do [bytes]
+    size   of the encoded text, 0 if nothing was left to do [bytes]
     """
-    took = f"in {seconds:.1f} s" if size else "was there already"
-    skipped = [f"skipped    {manifest.skipped:,} documents that are no UTF-8"] if manifest.skipped else []
+    took = f"in {seconds:.1f} s" if size else "already existed"
+    skipped = [f"skipped    {manifest.skipped:,} documents that are not UTF-8"] if manifest.skipped else []
     wanted = manifest.settings["learn_vocabulary"]
-    fewer = f", and no pairs left to merge for {wanted:,}" if manifest.ids < wanted else ""
+    fewer = f"; no pairs were left to merge for {wanted:,}" if manifest.ids < wanted else ""
     return [
         f"encoding   {manifest.encoding}, {manifest.ids:,} ids{fewer}",
         f"train      {_part(manifest.train)}",
         f"val        {_part(manifest.val)}",
         *skipped,
         f"tokens written to {folder} {took}",
-        f"go on with: {called('train')} --data {shlex.quote(folder)}",
+        f"continue with: {called('train')} --data {shlex.quote(folder)}",
     ]
 
 

@@ -47,15 +47,14 @@ from daskgpt.training.trainer import Callback, Observers, train
 
 DEFAULT = "tiny"  # the preset
 EPILOG = (
-    f"Exit codes: 0 all steps are done; {STOPPED} Ctrl-C, SIGTERM or SIGHUP has ended it after a step and a "
-    "checkpoint, or a cluster has gone and there is a checkpoint: --resume goes on; 130 a second Ctrl-C, or one "
-    "before the first step, has ended it at once; 141 nobody reads what it prints (`| head`); "
-    "2 it could not run, or not to its end."
+    f"Exit codes: 0 = all steps are done; {STOPPED} = stopped by Ctrl-C, SIGTERM or SIGHUP after a step and a "
+    "checkpoint, or the cluster was lost and there is a checkpoint (--resume continues); 130 = stopped at once by a "
+    "second Ctrl-C, or by one before the first step; 141 = the reader of the output has ended (`| head`); 2 = an error."
 )
 
 
 def parser() -> Parser:
-    """All flags of a run."""
+    """Return the parser of all flags of a run."""
     flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG)
     recipe = "speedrun (tiny to 1.88 nats a character of tinyshakespeare)"
     sizes = ", ".join(PRESETS)
@@ -63,8 +62,8 @@ def parser() -> Parser:
     flags.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on with a run, from its newest good checkpoint and in its folder; everything is as it was, but for "
-        f"{', '.join(changeable())}",
+        help="continue a run in its folder from its newest good checkpoint; settings stay, except those that are given "
+        f"again: {', '.join(changeable())}",
     )
     add_plan_flags(flags)
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
@@ -75,7 +74,7 @@ def parser() -> Parser:
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """The values of a command line, with the flags of a recipe that it names."""
+    """Return the values of a command line, with the flags of the recipe that it names."""
     values = parser().parse_args(arguments)
     if not values.resume and (recipe := RECIPES.get(values.preset)):
         own = shlex.split(recipe)
@@ -85,7 +84,7 @@ def parsed(arguments: list[str]) -> Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Check everything, then train, then show what came of it."""
+    """Check everything, then train, then report."""
     begin = time.perf_counter()
     values = parsed(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
@@ -158,14 +157,14 @@ def report(job: Job, result: Result, seconds: float) -> None:
         if best.is_symlink() and (step := step_of(best.readlink())) != step_of(result.checkpoint):
             print(f"the lowest validation loss was after {step:,} steps: {best}")
         if result.stopped:
-            print(f"go on with: {called('train')} --resume {shlex.quote(folder)}")
+            print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")
             return
         prompt = "def " if job.data.data == STANDARD_LIBRARY else "The "
-        print(f'go on with: {called("generate")} {shlex.quote(folder)} --prompt "{prompt}"')
+        print(f'continue with: {called("generate")} {shlex.quote(folder)} --prompt "{prompt}"')
 
 
 def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
-    """Text that a model writes, between two lines of which the first says after how many steps."""
+    """Return generated text between two lines; the first one has the number of steps."""
     encoding, steps = get_encoding(job.tokens.encoding_name), state.step
     writing = partial(
         sampled,

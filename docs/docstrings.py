@@ -40,7 +40,7 @@ def _is_formula(line: str) -> bool:
 
 
 def _rows(lines: list[str]) -> Iterator[str]:
-    """Names with their texts; a line that begins with blanks goes on with the text above."""
+    """Names with their texts; a line that begins with blanks continues with the text above."""
     for line in lines:
         row = ROW.fullmatch(line)
         if row and not line.startswith(" "):

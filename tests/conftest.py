@@ -1,4 +1,4 @@
-"""What many tests share: the golden model, a small random model, and the schedulers."""
+"""Fixtures of many tests: the golden model, a small random model, and the schedulers."""
 
 import signal
 from pathlib import Path
@@ -21,13 +21,13 @@ GOLDEN = Path(__file__).parent / "golden"
 SMALL = GPT2Config(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell that starts the tests in the background ignores Ctrl-C for them, and what they start would inherit that.
+    # A shell that starts the tests in the background ignores Ctrl-C for them, and their processes would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the files of tests/nightly/; a file's tests share a process, and so do all that use one cluster."""
+    """Mark the files of tests/nightly/; the tests of a file share a process, as do all tests of the cluster."""
     for item in items:
         if "nightly" in item.path.parts:
             item.add_marker(pytest.mark.nightly)
@@ -52,7 +52,7 @@ def cluster(tmp_path_factory):
 
     Tests begin with `cluster.have(2)`, or as many workers as they need.
     """
-    compile_all(np.float32)  # before several processes would do it at the same time
+    compile_all(np.float32)  # before several processes do it at the same time
     with Machines(tmp_path_factory.mktemp("cluster"), workers=2) as machines:
         yield machines
 
@@ -69,7 +69,7 @@ def random():
 
 
 def random_parameters(config: GPT2Config, random: np.random.Generator, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """Values large enough that no gradient hides behind a zero; padding rows 0."""
+    """Return values large enough for nonzero gradients; rows of padding are 0."""
     values = {name: (random.normal(size=shape) * 0.3).astype(dtype) for name, shape in parameter_shapes(config).items()}
     values["wte.weight"][config.vocabulary :] = 0
     return values
@@ -80,7 +80,7 @@ def random_batch(config: GPT2Config, random: np.random.Generator, shape: tuple[i
 
 
 def whole_logits(config, parameters, tokens):
-    """Scores after each token of a text, from the layers that training has, which keep nothing."""
+    """Return the scores after each token of a text from the layers of training, without a cache."""
     state, shape = State.of_weights(config, parameters), (1, len(tokens))
     inference = Inference(config, shape, shape, state.layout, ("logits",))
     with open_scheduler("sync", 1) as scheduler:

@@ -1,4 +1,4 @@
-"""A disk without room: a limit on the size of files, which the system refuses in the same way."""
+"""A full disk, simulated by a limit on the size of files, which causes the same kind of error."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file of this process can have more bytes than `room` within the context."""
+    """Limit the files of this process to `room` bytes within the context."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # Python ignores SIGXFSZ: writing fails with EFBIG
     try:

@@ -1,4 +1,4 @@
-"""Every layer's kernels beside an independent float64 formula: what the tests of the kernels go through."""
+"""Cases for the tests of kernels: every layer's kernels with an independent float64 formula."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import numpy as np
 from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, rmsnorm
 
 Arrays = dict[str, np.ndarray]
-# No multiple of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
+# Not multiples of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
 B, T, C, HEADS, OUTPUTS, VOCABULARY, PADDED, POSITIONS = 2, 37, 48, 3, 70, 67, 72, 41
 
 

@@ -1,4 +1,4 @@
-"""Texts that are prepared for training, and what the tests of preparing compare."""
+"""Texts for the tests of `prepare`, and helpers that compare its output."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tests of bfloat16 products share: the unit to test, rounding written down again, float64 products."""
+"""Helpers of the tests of bfloat16 products: the unit to test, an independent rounding, float64 products."""
 
 import os
 import threading
@@ -68,7 +68,7 @@ def assert_product(found: np.ndarray, left: np.ndarray, right: np.ndarray, start
 
 
 def at_once(threads: int, work: Callable[[], T]) -> list[T]:
-    """What the same work returns in so many threads that begin together."""
+    """Return the results of the same work in several threads that begin together."""
     start = threading.Barrier(threads)
 
     def begin(_: int) -> T:

@@ -1,4 +1,4 @@
-"""Which numbers dropout drops, in plain NumPy after the papers: shares nothing with the package.
+"""The masks of dropout in plain NumPy, written after the papers and independent of the package.
 
 Sources  Salmon et al. 2011 (Philox4x32-10); Srivastava et al. 2014 (dropout)
 """
@@ -21,7 +21,7 @@ def philox(counter: tuple, key: tuple) -> list[np.ndarray]:
 
 
 def factors(seed: int, step: int, sequence: int, place: int, part: int, rows: int, columns: int, rate: float):
-    """0 where a number is dropped, else 1 / (1 - rate), float64 (rows, columns)."""
+    """0 if a number is dropped, else 1 / (1 - rate), float64 (rows, columns)."""
     key = philox((sequence, step % WORD, step // WORD, 0), (seed % WORD, seed // WORD))[:2]
     group, row = np.arange(-(-columns // 4)), np.arange(rows)[:, None]
     row, group = np.broadcast_arrays(row, group)

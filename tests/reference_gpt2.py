@@ -30,7 +30,7 @@ class Expected:
 def expected(
     parameters: Arrays, tokens: Array, targets: Array, heads: int, vocabulary: int, factors: Arrays | None = None
 ) -> Expected:
-    """What a model makes of a batch.
+    """Return the results of a model for a batch.
 
     factors      of dropout, by the place: "wte+wpe", "h.0.attn" (of probabilities), "h.0.attn.c_proj", ...
     vocabulary   ids that can occur: rows of wte from there on are padding, without probability

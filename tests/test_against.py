@@ -1,4 +1,4 @@
-"""Tests of programs in turns, and of `benchmarks/against.py`, which compares with other programs so."""
+"""Tests of programs in turns, and of `benchmarks/against.py`, which compares them."""
 
 import sys
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ def nobody_else(monkeypatch):
     monkeypatch.setattr("compare.turns._others_seconds", lambda sides: 0.0)
 
 
-def test_three_take_turns_and_are_compared_within_one():
+def test_turns_compare_three_programs():
     order = []
     turns = take_turns([Program(seconds, order) for seconds in (2, 1, 4)], 4, 3)
     assert order == [(seconds, 3) for seconds in (2, 1, 4, 1, 4, 2, 4, 2, 1, 2, 1, 4)]
@@ -69,7 +69,7 @@ def test_three_take_turns_and_are_compared_within_one():
     assert "WARNING: other programs ran in 1 of" in disturbed.describe()
 
 
-def test_of_programs_apart_one_is_open_at_a_time():
+def test_apart_opens_one_program_at_a_time():
     opened, order = [], []
 
     @contextmanager
@@ -87,7 +87,7 @@ def test_of_programs_apart_one_is_open_at_a_time():
     assert (sides[0].losses, sides[0].peak(), len(sides[0].cpu())) == ([float(n) for n in range(7)], 7, 2)
 
 
-def test_turns_in_which_other_programs_run_are_left_out(monkeypatch):
+def test_disturbed_turns_are_left_out(monkeypatch):
     calm, disturbed = Turn(((1,), (2,)), 0.1), Turn(((1,), (20,)), 0.9)
     assert undisturbed([calm, disturbed, calm], 2) == [calm, calm]
     assert undisturbed([disturbed, disturbed, calm], 3) == [disturbed, disturbed, calm]
@@ -113,7 +113,7 @@ def llmc_program(tmp_path, blocks=2, steps=1000):
     return path
 
 
-def test_llmc_is_read_stopped_and_compared(tmp_path):
+def test_llmc_output_is_parsed_and_compared(tmp_path):
     with pytest.raises(ValueError, match="blocks=2, llm.c's blocks=5"):
         run_program(llmc_program(tmp_path, blocks=5), 1, SMALL, 2)
     with pytest.raises(RuntimeError, match="must print 4 steps; got steps=2"):
@@ -141,7 +141,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "keyword"), REFUSED)
-def test_bad_input_is_refused_before_anything_runs(flags, keyword, monkeypatch):
+def test_bad_input_is_refused_at_once(flags, keyword, monkeypatch):
     for name in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)  # how Python marks a module that cannot be imported
     with pytest.raises((ValueError, FileNotFoundError, RuntimeError), match=keyword.replace("torch=n", "=n")):
@@ -156,7 +156,7 @@ def test_first_losses_must_agree():
             check_losses((5.0, theirs), "float32")
 
 
-def test_others_are_compared_with_what_they_train_too():
+def test_peers_train_the_same_settings():
     require_published_model(JOB)
     momentum = replace(JOB, optimizer=OptimizerConfig(optimizer="momentum"))
     other = momentum, replace(JOB, config=replace(SMALL, norm="rmsnorm"))
@@ -165,7 +165,7 @@ def test_others_are_compared_with_what_they_train_too():
             require_published_model(job)
 
 
-def test_a_cluster_of_this_machine_is_the_choice_beside_ddp():
+def test_ddp_comparison_uses_a_local_cluster():
     asked = {"auto": "local", "local": "local", "tcp://127.0.0.1:8786": "tcp://127.0.0.1:8786"}
     found = {name: against.on_cluster(DataflowConfig(scheduler=name)) for name in asked}
     assert {name: own.scheduler for name, own in found.items()} == asked

@@ -1,11 +1,11 @@
-"""Tests of what glibc is told: to keep memory, in one heap."""
+"""Tests of the settings of glibc: it keeps memory in one heap."""
 
 from types import SimpleNamespace
 
 from daskgpt.schedulers import local
 
 
-def test_the_library_is_told_to_keep_memory_in_one_heap(monkeypatch):
+def test_glibc_keeps_memory_in_one_heap(monkeypatch):
     """The numbers are those of glibc's <malloc.h>: M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD."""
     for name, answer, kept in (("glibc", 1, True), ("glibc", 0, False), ("musl", 1, False)):
         told: list = []

@@ -1,4 +1,4 @@
-"""Tests of `bench`: what is printed and recorded, and what a step will take."""
+"""Tests of `bench`: its output and records, and predictions of a step."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def printed(capsys, *arguments):
 
 
 @pytest.mark.parametrize("flags", [["--grain", "auto"], ["--scheduler", "sync"]], ids=str)
-def test_the_record_of_a_measurement(capsys, flags):
+def test_measurement_record(capsys, flags):
     record = Record.of_line(printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json").encode())
     found, settings = {name: figure.median for name, figure in record.figures.items()}, record.settings
     step, config = record.figures["step"], GPT2Config(blocks=2, heads=2, channels=32)
@@ -55,7 +55,7 @@ def test_the_record_of_a_measurement(capsys, flags):
     assert record.versions["numpy"] == np.__version__
 
 
-def test_kernels_of_workers_are_counted(cluster):
+def test_worker_kernels_are_counted(cluster):
     cluster.have(1)
     with open_scheduler(cluster.address) as scheduler:
         steps = Steps(job_of(scheduler=cluster.address), scheduler, 0)
@@ -67,7 +67,7 @@ def test_kernels_of_workers_are_counted(cluster):
     assert figures["peak"] * 1e9 > machine.resident_memory()  # this process, and the worker
 
 
-def test_steps_that_overlap_are_timed_by_the_window():
+def test_overlapping_steps_are_timed_in_windows():
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(job_of(barrier="none", window=2, grain="block", batch_chunk=2, sequence_chunk=12), scheduler, 0)
         assert len(steps.run(3)) == 2
@@ -79,7 +79,7 @@ def test_steps_that_overlap_are_timed_by_the_window():
     assert alone.losses == steps.losses
 
 
-def test_batches_depend_on_seed_and_step_alone():
+def test_batches_depend_only_on_seed_and_step():
     job = job_of()
     tokens, targets = random_batch(job, 3, 7)
     assert tokens.shape == targets.shape == (4, 12)
@@ -96,7 +96,7 @@ def test_operations_of_gpt2():
     assert step_operations(preset("gpt2"), 4, 64) == 3 * 4 * 64 * products
 
 
-def test_what_the_system_says_of_a_process_and_its_machine(tmp_path, monkeypatch):
+def test_process_and_machine_information(tmp_path, monkeypatch):
     before = machine.busy_seconds()
     files = {"STATUS": "VmHWM:  7 kB\nVmRSS:\t3 kB\n", "CPU_INFO": "processor: 0\nmodel name\t: a chip\n"}
     for name, text in files.items():
@@ -124,9 +124,9 @@ ACTIVATION_BYTES = 4 * (48 * (16 * (5 + 2 * 42) + 2 * 2 + 2 + 32) + 1)
 
 
 @pytest.mark.parametrize("grain", ["kernel", "block", "chunk"])
-def test_bytes_of_a_step_are_those_counted_by_hand(grain):
+def test_bytes_of_a_step_match_a_hand_count(grain):
     found = predict(job_of(grain=grain))
-    first_gradient = 4 * 32 * 16  # the sum of the unembedding's chunks, which the embedding's goes on from
+    first_gradient = 4 * 32 * 16  # the sum of the unembedding's chunks, which the embedding's continues from
     expected = {"parameters": PARAMETER_BYTES, "gradients": PARAMETER_BYTES + first_gradient}
     assert dict(found.made) == expected | {"optimizer": 2 * PARAMETER_BYTES, "activations": ACTIVATION_BYTES}
     assert found.grain == grain
@@ -142,7 +142,7 @@ DATAFLOWS += [{"grain": "block", "batch_chunk": 1, "groups": 8}, {"grain": "bloc
 
 
 @pytest.mark.parametrize("dataflow", DATAFLOWS, ids=str)
-def test_the_predicted_peak_is_that_of_the_arrays_of_a_step(dataflow):
+def test_predicted_peak_matches_a_real_step(dataflow):
     # So wide that arrays, not the 1.2 MB of Python's own objects for a run's tasks, are what is compared.
     job = job_of(replace(SMALL, channels=256, positions=64), 8, 64, scheduler="sync", **dataflow)
     with open_scheduler("sync") as scheduler:
@@ -160,7 +160,7 @@ def test_the_predicted_peak_is_that_of_the_arrays_of_a_step(dataflow):
     assert found.made["parameters"] + found.made["optimizer"] == state  # packed matrices too
 
 
-def test_the_table_of_a_plan(capsys):
+def test_plan_table(capsys):
     out = printed(capsys, *FLAGS, "--plan", "--grain", "chunk", "--batch-chunk", "2")
     assert out.splitlines()[-1] == "nothing was run"
     for words in ("parameters: 2 blocks, 2 heads, 32 channels", "4 x 32 tokens", "2 of 2 x 32"):
@@ -176,7 +176,7 @@ GRAINS += [({"scheduler": "local", "engine": "tasks"}, "block", "scheduler")]
 
 
 @pytest.mark.parametrize(("flags", "grain", "word"), GRAINS)
-def test_a_plan_says_which_grain_it_counts_with(flags, grain, word):
+def test_plan_shows_its_grain(flags, grain, word):
     job = job_of(**flags)
     found = predict(job)
     assert (found.grain, found.tasks) == (grain, predict(job_of(grain=grain, **flags)).tasks)
@@ -195,7 +195,7 @@ def control_groups(tmp_path, monkeypatch, own="", files=()):
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_a_plan_says_whether_its_peak_fits(tmp_path, monkeypatch):
+def test_plan_shows_whether_the_peak_fits(tmp_path, monkeypatch):
     physical, resident = control_groups(tmp_path, monkeypatch), machine.resident_memory()
     assert fits(job_of(), 0).startswith("fits: 0 MB and ")
     assert fits(job_of(), physical - resident // 2).startswith("DOES NOT FIT: ")
@@ -213,7 +213,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("own", "files", "limit"), LIMITS)
-def test_a_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
+def test_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
     physical = control_groups(tmp_path, monkeypatch, own, files)
     assert machine_memory.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
 
@@ -228,7 +228,7 @@ LEFT += [("0::/\n", ALL | {"memory.current": "9900"}, 0)]
 
 
 @pytest.mark.parametrize(("own", "files", "left"), LEFT)
-def test_memory_that_is_free_now_is_what_machine_and_container_leave(tmp_path, monkeypatch, own, files, left):
+def test_available_memory_of_machine_and_container(tmp_path, monkeypatch, own, files, left):
     control_groups(tmp_path, monkeypatch, own, files)
     assert machine_memory.available_memory() == left
 
@@ -244,6 +244,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "keyword"), REFUSED)
-def test_bad_input_is_refused_before_anything_runs(flags, keyword):
+def test_bad_input_is_refused_at_once(flags, keyword):
     with pytest.raises((ValueError, FileNotFoundError, RuntimeError), match=keyword):
         bench.main(flags.split())

@@ -1,4 +1,4 @@
-"""Tests of the checkpoint of the lowest validation loss: when it is written and kept, and what `best` means."""
+"""Tests of the checkpoint with the lowest validation loss: when it is written and kept, and the link `best`."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def best_in(out):
     return int(os.readlink(out / "best").removeprefix("step-"))
 
 
-def test_it_outlives_newer_ones_and_the_metrics_tell_of_it(steep):
+def test_best_is_kept_and_marked_in_metrics(steep):
     losses, told = validated(steep)
     best = lowest(losses)
     assert 2 < best < 24, "a run that is best at an end shows nothing"
@@ -55,7 +55,7 @@ def test_it_outlives_newer_ones_and_the_metrics_tell_of_it(steep):
     assert state["best"] == {"step": best, "loss": losses[best]}
 
 
-def test_it_is_the_state_after_its_steps(small_text, steep, tmp_path):
+def test_best_holds_the_state_of_its_step(small_text, steep, tmp_path):
     """Steps overlap here, and the dials are others."""
     best = best_in(steep)
     fit(small_text, tmp_path / "run", dataflow={"barrier": "none", "window": 3}, keep=1, **EACH)
@@ -66,7 +66,7 @@ def test_it_is_the_state_after_its_steps(small_text, steep, tmp_path):
     assert any((own[name] != last[name]).any() for name in own)
 
 
-def test_stopped_and_resumed_it_is_that_of_the_run_that_was_not_stopped(small_text, steep, tmp_path):
+def test_resume_gives_the_best_of_an_uninterrupted_run(small_text, steep, tmp_path):
     best = best_in(steep)
     for stop in (best, best + 1):
         out = tmp_path / str(stop)
@@ -76,7 +76,7 @@ def test_stopped_and_resumed_it_is_that_of_the_run_that_was_not_stopped(small_te
 
 
 @pytest.mark.parametrize("left", ["", "none", "an older one", "a copy"])
-def test_a_name_that_a_kill_kept_from_following_follows(left, copy):
+def test_resume_updates_a_stale_best_link(left, copy):
     """The process ended after the checkpoint had its name and before `best` meant it."""
     best = best_in(copy)
     if left:
@@ -92,7 +92,7 @@ def test_a_name_that_a_kill_kept_from_following_follows(left, copy):
 
 
 @pytest.mark.parametrize("harm", ["damaged", "gone"])
-def test_one_that_cannot_be_read_any_more_is_followed_by_the_best_from_there(harm, copy):
+def test_damaged_best_is_replaced_by_a_later_one(harm, copy):
     old = copy / os.readlink(copy / "best")
     if harm == "gone":
         shutil.rmtree(old)
@@ -100,7 +100,7 @@ def test_one_that_cannot_be_read_any_more_is_followed_by_the_best_from_there(har
         content = bytearray((old / "model.safetensors").read_bytes())
         content[-1] ^= 1
         (old / "model.safetensors").write_bytes(content)
-        with pytest.raises(ValueError, match="must be as it was written"):
+        with pytest.raises(ValueError, match="must be unchanged"):
             daskgpt.load(copy / "best")
     daskgpt.fit(resume=copy, quiet=True, **GOES_ON)
     losses, _ = validated(copy)
@@ -108,7 +108,7 @@ def test_one_that_cannot_be_read_any_more_is_followed_by_the_best_from_there(har
     assert daskgpt.load(copy / "best")[0].blocks == 1
 
 
-def test_without_it_no_checkpoint_is_written_for_it(small_text, copy, tmp_path):
+def test_keep_best_zero_writes_no_best(small_text, copy, tmp_path):
     fit(small_text, tmp_path / "run", keep_best=0, **EACH)
     assert steps_in(tmp_path / "run") == [24]
     assert not os.path.lexists(tmp_path / "run" / "best")

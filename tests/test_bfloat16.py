@@ -16,7 +16,7 @@ from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
 
-def test_losses_stay_close_to_those_of_float32():
+def test_bfloat16_losses_are_close_to_float32():
     losses = [
         float.fromhex(bits_after_steps(MODELS["odd"], precision, Dials((2, 10)), 10).split()[0])
         for precision in ("float32", "bfloat16")
@@ -49,7 +49,7 @@ def test_every_unit_agrees_with_the_golden_state(name, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "all agree"
 
 
-def test_auto_says_what_it_picked_and_why():
+def test_auto_precision_reports_its_choice():
     assert settle("float32", 768) == (FLOAT32, "products in float32")
     for channels in (128, 255, 256, 768):
         picked, why = settle("auto", channels)

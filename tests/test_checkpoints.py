@@ -28,7 +28,7 @@ def saved(small_text, tmp_path_factory):
     return out, fit(small_text, out, save_every=5)
 
 
-def test_a_checkpoint_has_the_model_the_moments_and_the_state(saved):
+def test_checkpoint_has_model_moments_and_state(saved):
     out, result = saved
     assert {path.name for path in out.glob("[!s]*")} == {".lock", "config.toml", "metrics.jsonl", "latest", "best"}
     assert steps_in(out) == [5, 10, 12]
@@ -53,7 +53,7 @@ def test_a_checkpoint_has_the_model_the_moments_and_the_state(saved):
         assert (len(content), hashlib.sha256(content).hexdigest()) == (known["bytes"], known["sha256"])
 
 
-def test_each_is_the_state_after_its_steps_although_the_run_has_gone_on(small_text, tmp_path, monkeypatch):
+def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path, monkeypatch):
     """The writer is held back until three more steps are made; beside steps it is nice, and only it is."""
     gone_on, write, niceness = threading.Event(), saving.write_checkpoint, []
 
@@ -74,7 +74,7 @@ def test_each_is_the_state_after_its_steps_although_the_run_has_gone_on(small_te
         assert tensors_of(tmp_path / "run", steps) == tensors_of(tmp_path / f"{steps}")
 
 
-def test_without_memory_for_a_copy_training_waits_and_says_so_once(small_text, tmp_path, saved, monkeypatch):
+def test_checkpoint_without_memory_for_a_copy_waits(small_text, tmp_path, saved, monkeypatch):
     said = []
     monkeypatch.setattr(saving, "available_memory", lambda: 10_000)
     monkeypatch.setattr(saving, "ThreadPoolExecutor", None)
@@ -94,26 +94,26 @@ def test_without_memory_for_a_copy_training_waits_and_says_so_once(small_text, t
         ({"save_minutes": 1e9}, [STEPS]),
     ],
 )
-def test_the_newest_stay_and_those_of_each_so_many_steps(small_text, tmp_path, settings, left):
+def test_pruning_keeps_newest_and_every_nth(small_text, tmp_path, settings, left):
     fit(small_text, tmp_path / "run", **settings)
     assert steps_in(tmp_path / "run") == left
     assert not list(tmp_path.glob("*/.*.tmp"))
 
 
-def test_one_is_written_by_time_and_at_the_end(small_text, tmp_path):
+def test_checkpoints_by_time_and_at_the_end(small_text, tmp_path):
     fit(small_text, tmp_path / "run", save_minutes=1e-9, keep=100, steps=100)
     assert {100} < set(steps_in(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("window", [3, 5])
-def test_steps_that_overlap_end_where_a_checkpoint_is_due(small_text, tmp_path, saved, window):
+def test_windows_end_at_checkpoints(small_text, tmp_path, saved, window):
     dataflow = {"barrier": "none", "window": window, "grain": "block", "batch_chunk": 2, "sequence_chunk": 8}
     fit(small_text, tmp_path / "run", dataflow=dataflow, save_every=5)
     for step in (5, 10, 12):
         assert tensors_of(tmp_path / "run", step) == tensors_of(saved[0], step)
 
 
-def test_what_is_loaded_is_the_newest_good_one(saved, tmp_path, capfd):
+def test_load_takes_the_newest_good_checkpoint(saved, tmp_path, capfd):
     out, result = saved
     copy = shutil.copytree(out, tmp_path / "run", symlinks=True)
     renamed = shutil.copytree(copy / "step-00000005", tmp_path / "best")
@@ -128,7 +128,7 @@ def test_what_is_loaded_is_the_newest_good_one(saved, tmp_path, capfd):
     capfd.readouterr()
     assert loaded(copy) == loaded(out / "step-00000010")
     (line,) = capfd.readouterr().err.splitlines()
-    assert "step-00000012 is damaged and passed over" in line
+    assert "step-00000012 is damaged and skipped" in line
     with pytest.raises(ValueError, match="model.safetensors has "):
         daskgpt.load(copy / "step-00000012")
     for step in (5, 10):
@@ -138,7 +138,7 @@ def test_what_is_loaded_is_the_newest_good_one(saved, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_every_changed_byte_is_found(saved, tmp_path, name, random):
+def test_every_changed_byte_is_detected(saved, tmp_path, name, random):
     folder = shutil.copytree(saved[0] / "step-00000005", tmp_path / "step-00000005")
     content = bytearray((folder / name).read_bytes())
     for place in random.choice(len(content) - 1, 40, replace=False):  # all but the newline at the end
@@ -156,7 +156,7 @@ def test_every_changed_byte_is_found(saved, tmp_path, name, random):
         checked_state(folder)
 
 
-def test_a_checkpoint_of_another_step_or_version_is_refused(saved, tmp_path):
+def test_checkpoint_of_another_step_or_version_is_refused(saved, tmp_path):
     moved = shutil.copytree(saved[0] / "step-00000005", tmp_path / "step-00000006")
     with pytest.raises(DamagedCheckpoint, match="step 5"):
         checked_state(moved)
@@ -175,7 +175,7 @@ def disk():
         yield entered
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(small_text, tmp_path, disk, saved, monkeypatch):
+def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, saved, monkeypatch):
     """No checkpoint fits from step 5 on; before the last ones somebody makes room."""
     said, tried, write = [], [], saving.write_checkpoint
 
@@ -204,7 +204,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(small_text, tmp_path, dis
     assert losses_of(tmp_path / "run") == losses_of(saved[0])
 
 
-def test_a_last_checkpoint_that_does_not_fit_is_an_error_and_an_earlier_one_goes_on(small_text, tmp_path, disk, saved):
+def test_failed_last_checkpoint_is_an_error(small_text, tmp_path, disk, saved):
     out = tmp_path / "run"
 
     def on_step(step, metrics):

@@ -1,4 +1,4 @@
-"""Tests of chunks that nobody gave: everybody has something to do, the bits stay, the choice is told and recorded."""
+"""Tests of automatic chunks: all threads have work, the bits stay, the choice is printed and recorded."""
 
 import tomllib
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_chunks_follow_the_threads(name, shape, threads, chunk):
     assert chunk_of(shape, threads, preset(name)) == chunk
 
 
-def test_the_expected_seconds_are_those_of_the_formula():
+def test_expected_seconds_follow_the_formula():
     """One thread has two chunks; a chunk of few rows or cut tokens is slower; the last round is filled by half."""
     found = {own.chunk: own for own in candidates(TINY, (4, 64), DataflowConfig(), 4, Work(tokens=2.0, attention=1.0))}
     whole, cut = found[2, 64], found[2, 16]
@@ -59,14 +59,14 @@ def test_the_expected_seconds_are_those_of_the_formula():
     assert work.attention == pytest.approx(6 * TINY.blocks * TINY.channels * 65 * 6 * 256 / 100e9)
 
 
-def test_what_is_given_stays():
+def test_given_chunks_stay():
     assert chunk_of((12, 64), 4, batch_chunk=6) == (6, 32)
     assert chunk_of((12, 64), 8, batch_chunk=12, sequence_chunk=16) == (12, 16)
     assert chunk_of((1, 64), 2, sequence_chunk=64) == (1, 64)
     assert DataflowConfig(batch_chunk="auto", sequence_chunk="auto") == DataflowConfig()
 
 
-def test_slow_attention_is_not_left_to_one_thread():
+def test_slow_attention_is_shared_by_threads():
     """It needs whole sequences: chunks of tokens do not share it out."""
     assert chunk_of((4, 64), 8, work=Work(tokens=1.0, attention=0.01)) == (1, 32)
     assert chunk_of((4, 64), 2, work=Work(tokens=0.01, attention=1.0))[0] < 4
@@ -86,7 +86,7 @@ def spans_of(step, seconds):
 
 
 @needs_own_product
-def test_measured_times_change_the_chunks_once_and_the_state_stays():
+def test_measured_times_change_the_chunks_once():
     config = replace(SMALL, positions=64)
     random = np.random.default_rng(2).integers(0, config.vocabulary, (3, 3, 65)).astype(np.int32)
     ends = []
@@ -107,7 +107,7 @@ def test_measured_times_change_the_chunks_once_and_the_state_stays():
     assert ends[0] == ends[1]
 
 
-def test_chunks_stay_where_another_cut_would_not_pay():
+def test_chunks_stay_without_a_clear_gain():
     with open_scheduler("threads", 2) as scheduler:
         own = job((3, 64), replace(SMALL, positions=64))
         for seconds, steps in ((0.1, 1), (1e-4, 20)):
@@ -118,11 +118,11 @@ def test_chunks_stay_where_another_cut_would_not_pay():
             assert (made.chunk, made.chunks.open) == ((3, 32), False)
 
 
-def test_a_library_s_product_fixes_the_chunks_and_says_so(monkeypatch):
+def test_library_product_fixes_the_chunks(monkeypatch):
     monkeypatch.setenv(VARIABLE, "numpy")
     choice = ChunkChoice(TINY, (12, 64), DataflowConfig(), FLOAT32, 4, in_place=True)
     assert (choice.first, choice.open) == ((3, 64), False)
-    assert "other chunks are other bits" in choice.reason
+    assert "other chunks change bits" in choice.reason
 
 
 FREE = [
@@ -136,7 +136,7 @@ FREE = [
 
 @needs_own_product
 @pytest.mark.parametrize(("available", "chunk", "peak", "reason", "warning"), FREE)
-def test_a_step_that_needs_more_memory_than_is_free_is_cut_smaller(available, chunk, peak, reason, warning):
+def test_step_beyond_free_memory_gets_smaller_chunks(available, chunk, peak, reason, warning):
     """Logits take most of the memory here: the cut decides how many of them there are at once."""
     config = replace(SMALL, vocabulary=4000, padded_vocabulary=4000)
     choice = ChunkChoice(config, (64, 12), DataflowConfig(), FLOAT32, 2, in_place=True)
@@ -164,7 +164,7 @@ def run(small_text, tmp_path, name, *flags):
 
 
 @needs_own_product
-def test_threads_and_workers_give_one_model_with_automatic_chunks(small_text, tmp_path, cluster, capsys):
+def test_automatic_chunks_change_no_bit(small_text, tmp_path, cluster, capsys):
     cluster.have(2)
     schedulers = [("threads", 1), ("threads", 2), ("threads", 5), (cluster.address, 0)]
     found, chunks = zip(*(run(small_text, tmp_path, f"{n}", "--scheduler", s, "--threads", n) for s, n in schedulers))
@@ -175,7 +175,7 @@ def test_threads_and_workers_give_one_model_with_automatic_chunks(small_text, tm
     assert "(auto, for 5 threads)" in out
 
 
-def test_the_word_auto_is_a_number_on_the_command_line(small_text, tmp_path):
+def test_auto_is_accepted_for_numbers(small_text, tmp_path):
     _, chunk = run(small_text, tmp_path, "auto", "--batch-chunk", "auto", "--sequence-chunk", 32, "--threads", 2)
     assert chunk[1] == 32
     with pytest.raises(SystemExit):

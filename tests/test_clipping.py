@@ -36,7 +36,7 @@ def made_up(step, name, shape):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("clip", TORCH)
-def test_norms_and_clipped_updates_are_those_of_torch(clip, in_place):
+def test_norms_and_clipped_updates_match_pytorch(clip, in_place):
     state = {name: [made_up(0, name, own), *np.zeros((2, *own), "float32")] for name, own in SHAPES.items()}
     for step, (norm, total) in enumerate(zip(TORCH[clip]["norms"], TORCH[clip]["sums"]), 1):
         gradients = {name: made_up(step, name, shape) for name, shape in SHAPES.items()}
@@ -51,7 +51,7 @@ def test_norms_and_clipped_updates_are_those_of_torch(clip, in_place):
 
 
 @pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), (64, 31), (65, 32), (300, 129)])
-def test_squares_of_rows_are_parts_of_the_whole(random, shape):
+def test_squares_of_rows_add_up(random, shape):
     gradient = random.normal(size=shape).astype("float32")
     found = squares(gradient)
     np.testing.assert_allclose(found.sum(), (gradient.astype("float64") ** 2).sum(), rtol=1e-14)
@@ -62,7 +62,7 @@ def test_squares_of_rows_are_parts_of_the_whole(random, shape):
     assert np.isfinite(squares(large)).all()
 
 
-def test_only_a_norm_above_the_limit_changes_the_update():
+def test_only_norms_above_the_limit_are_clipped():
     told, ends = {}, {}
     for clip in (0.1, 1e9, 0.0):
         told[clip], values = outcomes_of_steps(replace(MODELS["odd"], clip=clip), "float32", Dials((3, 10)))
@@ -75,7 +75,7 @@ def test_only_a_norm_above_the_limit_changes_the_update():
     assert ends[0.1]["wpe.weight"] != ends[0.0]["wpe.weight"]
 
 
-def test_the_norm_is_that_of_the_gradients(random):
+def test_norm_of_gradients(random):
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
     lazy = tuple(da.from_array(array, chunks=(2, 6)) for array in batch)
     (gradients,) = dask.compute(loss_and_gradients(SMALL, parameters, *lazy)[1], scheduler="sync")
@@ -97,9 +97,7 @@ def told(run, name):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_step_logs_its_norm_and_a_resumed_run_goes_on_with_the_same_bits(
-    small_text, tmp_path, cluster, shared, monkeypatch
-):
+def test_clipped_run_logs_norms_and_resumes_to_the_same_bits(small_text, tmp_path, cluster, shared, monkeypatch):
     cluster.have(2)
     monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # it ends after one
     dataflow = {"scheduler": cluster.address} if shared else {"scheduler": "threads", "barrier": "none"}
@@ -115,7 +113,7 @@ def test_every_step_logs_its_norm_and_a_resumed_run_goes_on_with_the_same_bits(
     assert losses_of(tmp_path / "plain") != losses_of(tmp_path / "whole")
 
 
-def test_limits_are_those_of_the_steps_before():
+def test_limits_follow_from_earlier_steps():
     found = Outliers(3.0)
     losses = np.sin(np.arange(200)) + 5
     for step, loss in enumerate(losses):
@@ -132,7 +130,7 @@ def test_limits_are_those_of_the_steps_before():
     assert Outliers(0.0, found.seen).limits(150) == NO_LIMITS
 
 
-def test_an_outlier_counts_as_its_limit_and_what_stays_is_let_in():
+def test_outliers_count_clipped_and_lasting_ones_are_accepted():
     found = Outliers(6.0)
     for step in range(LEAST + 8):
         found.note(step, Outcome(5 + step % 2, 1.0))
@@ -146,7 +144,7 @@ def test_an_outlier_counts_as_its_limit_and_what_stays_is_let_in():
 
 @pytest.mark.parametrize(("precision", "in_place"), [("float32", True), ("float32", False), ("bfloat16", True)])
 @pytest.mark.parametrize("limits", [(0.1, math.inf), (math.inf, 1e-6)])
-def test_a_step_that_is_left_out_changes_nothing(random, limits, in_place, precision):
+def test_skipped_update_changes_nothing(random, limits, in_place, precision):
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
     before = {name: value.tobytes() for name, value in parameters.items()}
     optimizer = OptimizerConfig(skip_outliers=6.0, warmup=1)
@@ -165,7 +163,7 @@ STRICT = OptimizerConfig(skip_outliers=0.5, warmup=3, learning_rate=1e-6, final_
 STEPS = LEAST + 12
 
 
-def test_the_same_steps_are_left_out_whoever_runs_them_and_after_a_resume(small_text, tmp_path):
+def test_skipped_updates_do_not_depend_on_scheduler_or_resume(small_text, tmp_path):
     fit(small_text, tmp_path / "whole", optimizer=STRICT, steps=STEPS)
     left_out = told(tmp_path / "whole", "skipped")
     assert min(step for step, made in enumerate(left_out) if made) >= LEAST
@@ -182,7 +180,7 @@ STEEP = OptimizerConfig(learning_rate=1e30, schedule="constant")
 
 
 @pytest.mark.parametrize(("scheduler", "barrier"), [("sync", "none"), ("threads", "none"), ("cluster", "step")])
-def test_every_scheduler_stops_at_the_same_step(small_text, tmp_path, scheduler, barrier, cluster):
+def test_schedulers_stop_at_the_same_nonfinite_step(small_text, tmp_path, scheduler, barrier, cluster):
     cluster.have(2)
     address = cluster.address if scheduler == "cluster" else scheduler
     dataflow = {"scheduler": address, "barrier": barrier, "window": 4, "threads": 2}
@@ -192,7 +190,7 @@ def test_every_scheduler_stops_at_the_same_step(small_text, tmp_path, scheduler,
     assert not list((tmp_path / "run").glob("step-*"))
 
 
-def test_what_the_last_update_spoils_is_seen_at_the_validation(small_text, tmp_path):
+def test_validation_detects_nonfinite_parameters(small_text, tmp_path):
     with pytest.raises(RuntimeError, match="step=0, validation_loss=nan"):
         fit(small_text, tmp_path / "run", optimizer=STEEP, steps=1)
     assert [math.isfinite(loss) for loss in told(tmp_path / "run", "loss")] == [True]
@@ -201,7 +199,7 @@ def test_what_the_last_update_spoils_is_seen_at_the_validation(small_text, tmp_p
 
 
 @pytest.mark.parametrize("way", ["threads", "bfloat16", "cluster"])
-def test_parameters_that_no_loss_reads_are_looked_at_too(small_text, tmp_path, random, way, cluster):
+def test_unread_parameters_are_checked(small_text, tmp_path, random, way, cluster):
     cluster.have(2)
     config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=32)
     parameters = random_parameters(config, random)
@@ -215,7 +213,7 @@ def test_parameters_that_no_loss_reads_are_looked_at_too(small_text, tmp_path, r
     assert not list((tmp_path / "run").glob("step-*"))
 
 
-def test_a_run_that_is_stopped_writes_no_model_of_them_either(small_text, tmp_path):
+def test_stopped_run_writes_no_nonfinite_model(small_text, tmp_path):
     steep = OptimizerConfig(learning_rate=1e300, schedule="constant")  # more than float32 holds
     with pytest.raises(RuntimeError, match="parameters must stay finite.*step=0"):
         fit(small_text, tmp_path / "run", optimizer=steep, on_step=stopping_at(1))
@@ -228,7 +226,7 @@ def test_settings_must_be_finite():
             daskgpt.OptimizerConfig(**{name: math.inf})
 
 
-def test_the_last_good_checkpoint_is_named(small_text, tmp_path):
+def test_error_names_the_last_good_checkpoint(small_text, tmp_path):
     out = tmp_path / "run"
     fit(small_text, out, optimizer=OptimizerConfig(schedule="constant"), steps=3, save_every=2)
     with pytest.raises(RuntimeError, match="must stay finite") as ended:

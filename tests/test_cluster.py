@@ -1,4 +1,4 @@
-"""Tests of runs on a cluster of processes: the bits of threads whoever comes or dies, and nothing is left behind."""
+"""Tests of runs on a cluster of processes: the bits are those of threads, and nothing is left behind."""
 
 import os
 import re
@@ -77,7 +77,7 @@ def summed(parameters):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_worker_is_asked_about_a_model_that_no_client_fetches(cluster, precision, monkeypatch):
+def test_function_of_parameters_runs_on_a_worker(cluster, precision, monkeypatch):
     cluster.have(2)
     with daskgpt.open_scheduler("threads", 2) as threads:
         here, *wanted = call_on_model(threads, state_after_a_step(threads, precision), summed)
@@ -123,7 +123,7 @@ def held_by(dask_scheduler):
 
 
 @engines
-def test_a_borrowed_client_is_left_as_it_was(engine, cluster, small_text, whole, tmp_path):
+def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, tmp_path):
     cluster.have(2)
     with Client(cluster.address) as client:
         kept = client.submit(sum, [1, 2])
@@ -149,7 +149,7 @@ def test_a_borrowed_client_is_left_as_it_was(engine, cluster, small_text, whole,
         assert list(client.futures) == [kept.key]
 
 
-def test_steps_leave_nothing_behind(cluster, small_text):
+def test_steps_leak_nothing(cluster, small_text):
     cluster.have(2)
     found = []
     with Client(cluster.address) as client:
@@ -166,7 +166,7 @@ def test_steps_leave_nothing_behind(cluster, small_text):
     assert all(after < before + 200 for before, after in zip(early, late)), found
 
 
-def test_a_cluster_is_found_by_its_file_and_by_the_environment(cluster):
+def test_cluster_by_scheduler_file_and_environment(cluster):
     cluster.have(2)
     file = f"file:{cluster.folder / 'scheduler.json'}"
     with dask.config.set({"scheduler-address": cluster.address.removeprefix("tcp://")}):
@@ -189,7 +189,7 @@ def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, mo
 
 
 @engines
-def test_dasks_own_report_speaks_of_layers_and_passes(engine, cluster, small_text, tmp_path, capsys):
+def test_dask_report_names_layers_and_passes(engine, cluster, small_text, tmp_path, capsys):
     flags = f"{FLAGS} --engine {engine} --steps 2 --grain kernel --scheduler {cluster.address}"
     flags += f" --data {small_text} --out {tmp_path / 'run'}"
     assert train.main([*flags.split(), "--performance-report", "report.html"]) == 0
@@ -207,13 +207,13 @@ def test_dasks_own_report_speaks_of_layers_and_passes(engine, cluster, small_tex
         ("--performance-report no/such/dask.html", "writable"),
     ],
 )
-def test_a_report_that_cannot_be_is_refused_before_anything_runs(flags, keyword, small_text, tmp_path):
+def test_impossible_report_is_refused_at_once(flags, keyword, small_text, tmp_path):
     with pytest.raises(ValueError, match=keyword):
         train.main(["--data", str(small_text), "--out", str(tmp_path / "run"), *flags.split()])
     assert not list(tmp_path.glob("run/*.jsonl"))
 
 
-def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, small_text, whole, tmp_path, capsys):
+def test_worker_death_in_a_step_changes_no_bit(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
     plugin = KillItself("rank.window", 2, tmp_path / "killed")
     with Client(cluster.address) as client:
@@ -228,13 +228,13 @@ def test_a_worker_that_dies_in_a_step_costs_no_bit(cluster, small_text, whole, t
     assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
 
 
-def test_one_worker_gives_the_bits_of_threads_and_keeps_a_copy_here(cluster, small_text, whole, tmp_path, capsys):
+def test_one_worker_gives_the_bits_of_threads(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(1)
     assert same(fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
     assert "recovery   the state is kept in this process every 3 steps" in capsys.readouterr().out
 
 
-def test_a_worker_that_joins_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):
+def test_joining_worker_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):
     cluster.have(1)
     monkeypatch.setattr("daskgpt.training.recovery.LOOKING", 0)
 

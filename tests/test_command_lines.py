@@ -29,19 +29,19 @@ def written(capsys):
     return call
 
 
-def test_the_end_of_a_training_names_a_next_command_that_works(small_text, tmp_path, written):
+def test_training_ends_with_a_working_next_command(small_text, tmp_path, written):
     out = tmp_path / "it's a run"
     lines = written(train, "--data", small_text, *SMALL, "--steps", 2, "--sample-tokens", 5, "--out", out).splitlines()
     assert f"run written to {out}" in lines
     assert sum(line.startswith("--- sample after 2 steps") for line in lines) == 1
-    begins = "go on with: python -m daskgpt."
+    begins = "continue with: python -m daskgpt."
     (line,) = [line for line in lines if line.startswith(begins)]
     command, *arguments = shlex.split(line.removeprefix(begins))
     assert (command, arguments[0]) == ("generate", str(out))
     assert written(generate, *arguments, "--tokens", 5).startswith(arguments[-1])
 
 
-def test_training_learns_and_generate_takes_a_run_folder_or_its_file(small_text, tmp_path, written):
+def test_training_learns_and_generate_reads_the_run(small_text, tmp_path, written):
     trained = tmp_path / "run"
     flags = ("--steps", 60, "--validate-every", 30, "--sample-tokens", 0, "--out", trained)
     assert begin("--data", small_text, *SMALL, *flags) == 0
@@ -101,7 +101,7 @@ def test_verify_finds_a_wrong_gradient(tmp_path, capsys):
         (["--init", "nowhere.bin"], FileNotFoundError, "nowhere.bin"),
     ],
 )
-def test_bad_input_is_refused_before_a_folder_is_made(arguments, error, said, tmp_path, monkeypatch):
+def test_bad_input_makes_no_folder(arguments, error, said, tmp_path, monkeypatch):
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, 5000
     (tmp_path / "tokens.bin").write_bytes(header.tobytes() + np.full(5000, 300, "<u2").tobytes())

@@ -60,14 +60,14 @@ def test_every_pair(sources, tmp_path, source, target, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [NAMES[target]]
 
 
-def test_a_golden_model_comes_back_byte_for_byte(tmp_path):
+def test_golden_model_round_trip(tmp_path):
     chain = [MODEL, *(tmp_path / name for name in ("hf", "own.safetensors", "back.bin"))]
     for source, target in itertools.pairwise(chain):
         called(convert, source, target)
     assert chain[-1].read_bytes() == chain[0].read_bytes()
 
 
-def test_a_trained_run_goes_everywhere_and_is_used(small_text, tmp_path, capsys):
+def test_trained_run_converts_to_every_format(small_text, tmp_path, capsys):
     out = tmp_path / "run"
     called(train, "--data", small_text, *FLAGS, "--steps", 3, "--sample-tokens", 0, "--out", out)
     called(convert, out, tmp_path / "hf")
@@ -84,7 +84,7 @@ def test_a_trained_run_goes_everywhere_and_is_used(small_text, tmp_path, capsys)
         called(train, "--init", path, "--data", small_text, *more, "--out", tmp_path / f"again-{path.name}")
 
 
-def test_verify_takes_a_folder_of_hugging_faces(tmp_path):
+def test_verify_reads_a_hugging_face_folder(tmp_path):
     called(convert, MODEL, tmp_path / "hf")
     config, _ = daskgpt.load(tmp_path / "hf")
     state = read_debug_state(GOLDEN / "gpt2_small_debug_state.bin", read_model(MODEL)[0])
@@ -115,20 +115,20 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("source", "target", "more", "error", "keyword"), REFUSED)
-def test_what_cannot_be_read_or_written(bad, source, target, more, error, keyword):
+def test_bad_paths_are_refused(bad, source, target, more, error, keyword):
     before = sorted(bad.rglob("*"))
     with pytest.raises(error, match=keyword):
         convert.main([str(bad / source), str(bad / target), *more])
     assert sorted(bad.rglob("*")) == before
 
 
-def test_a_folder_that_is_half_written_does_not_appear(tmp_path):
+def test_partial_folder_does_not_appear(tmp_path):
     with full_disk(300_000), pytest.raises(OSError, match="File too large"):
         convert.main([str(MODEL), str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensors_are_streamed(tmp_path):
+def test_conversion_streams_tensors(tmp_path):
     config = GPT2Config(blocks=16, heads=2, channels=128, vocabulary=64, positions=64)
     parameters = initial_parameters(config, seed=0)
     size = sum(values.nbytes for values in parameters.values())

@@ -18,13 +18,13 @@ CALLS = [
 ]
 
 
-def test_shares_of_the_time_in_which_tasks_run():
+def test_busy_and_overlap_shares():
     assert idle_share(CALLS, 2) == 1 - 5.5 / 8
     assert overlap_share(CALLS) == 0.5 / 4, "two of one name are no overlap of layers"
     assert overlap_share([]) == idle_share([], 2) == idle_share(CALLS, 0) == 0
 
 
-def test_what_is_collected_is_shown():
+def test_page_shows_collected_events():
     workers = {name: SimpleNamespace(name=f"worker {name}", metrics={METRIC: {"received": 100.0}}) for name in "ab"}
     kernel = ("execute", "prefix", f"{KERNEL}linear.forward", "seconds")
     scheduler = SimpleNamespace(workers=workers, total_nthreads=2, plugins={})

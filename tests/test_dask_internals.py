@@ -1,4 +1,4 @@
-"""Tests of what is used of Dask beyond its documented interface, as seen in distributed 2026.8.0."""
+"""Tests of every use of Dask beyond its documented interface, as seen in distributed 2026.8.0."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def workers_of(cluster):
     return {worker.address: worker for worker in cluster[0].workers.values()}
 
 
-def test_the_scheduler_knows_workers_holders_and_sizes(cluster):
+def test_scheduler_identity_holders_and_sizes(cluster):
     _, client = cluster
     known = internals.scheduler_identity(client)
     assert set(known["workers"]) == set(workers_of(cluster))
@@ -55,7 +55,7 @@ def test_plugins_are_listed_and_removed(cluster):
     wait_until(lambda: not any("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values()))
 
 
-def test_a_call_is_drawn_on_the_task_stream(cluster):
+def test_task_stream_shows_a_call(cluster):
     def draw(dask_scheduler):
         plugin = TaskStreamPlugin(dask_scheduler)
         dask_scheduler.add_plugin(plugin)
@@ -67,7 +67,7 @@ def test_a_call_is_drawn_on_the_task_stream(cluster):
     assert found[-1] == ("attention.forward", [{"action": "transfer", "start": 1.0, "stop": 2.0}])
 
 
-def test_a_worker_takes_messages_and_sends_heartbeats(cluster):
+def test_worker_messages_and_heartbeats(cluster):
     address, worker = min(workers_of(cluster).items())
     got = []
     internals.handle_messages(worker, "daskgpt-test", lambda value: got.append(value))
@@ -84,7 +84,7 @@ def test_a_worker_takes_messages_and_sends_heartbeats(cluster):
     assert "daskgpt-test" not in worker.handlers
 
 
-def test_a_worker_counts_tasks_seconds_and_bytes(cluster):
+def test_worker_counts_tasks_seconds_and_bytes(cluster):
     _, client = cluster
     (first, one), (second, other) = sorted(workers_of(cluster).items())
     assert internals.thread_count(one) == 2
@@ -97,7 +97,7 @@ def test_a_worker_counts_tasks_seconds_and_bytes(cluster):
     assert received.count() == received.count() >= 0  # nothing is sent within a process
 
 
-def test_a_worker_is_closed_or_refused():
+def test_worker_is_closed_or_refused():
     options = {"threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
     with LocalCluster(n_workers=2, **options) as found, Client(found) as client:
         address, worker = min((worker.address, worker) for worker in found.workers.values())

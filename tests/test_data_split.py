@@ -1,4 +1,4 @@
-"""Tests of what is held out: the right share, evenly spread, and nothing twice."""
+"""Tests of held-out text: the right share, evenly spread, and nothing twice."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from daskgpt.data.text import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, spli
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.75])
 @pytest.mark.parametrize("total", [100, 12_345, 1_000_000])
-def test_runs_follow_each_other_and_hold_out_the_share(total: int, fraction: float):
+def test_runs_are_consecutive_and_hold_out_the_share(total: int, fraction: float):
     cuts = runs(total, 100, fraction)
     assert (cuts[0].start, cuts[-1].stop) == (0, total)
     assert all(a.stop == b.start and a.held_out != b.held_out for a, b in pairwise(cuts))
@@ -19,7 +19,7 @@ def test_runs_follow_each_other_and_hold_out_the_share(total: int, fraction: flo
     assert abs(share - fraction * total) <= min(100, fraction * total)
 
 
-def test_every_tenth_span_is_held_out_nothing_of_zero_and_everything_next_to_one():
+def test_held_out_spans_by_fraction():
     held_out = [run for run in runs(3000, 100, 0.1) if run.held_out]
     assert held_out == [Run(400, 500, True), Run(1400, 1500, True), Run(2400, 2500, True)]
     assert runs(1000, 10, 1 - 1e-9) == [Run(0, 1000, True)]
@@ -28,7 +28,7 @@ def test_every_tenth_span_is_held_out_nothing_of_zero_and_everything_next_to_one
 
 
 @pytest.mark.parametrize("files", [1, 3, 500])
-def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
+def test_text_is_cut_between_lines(files: int):
     lines = [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(20_000)]
     documents = ["".join(lines[n::files]) for n in range(files)]
     training, validation = split_text(documents, 0.1)
@@ -40,19 +40,19 @@ def test_text_is_cut_between_lines_and_every_line_goes_to_one_part(files: int):
     text = "".join(lines)
     training, validation = split_text([text], 0.1)
     assert "".join(sorted(training + validation, key=text.index)) == text
-    # A piece goes on as long as its part does: training pieces are nine spans long.
+    # A piece continues as long as its part does: training pieces are nine spans long.
     assert max(map(len, training)) > 8 * SPAN_CHARACTERS
     assert len(training) == len(validation) + 1
 
 
-def test_text_without_lines_is_cut_where_the_span_ends():
+def test_text_without_lines_is_cut_at_spans():
     text = "ä" * (20 * SPAN_CHARACTERS)
     training, validation = split_text([text], 0.1)
     assert [len(piece) for piece in validation] == [SPAN_CHARACTERS] * 2
     assert [len(piece) // SPAN_CHARACTERS for piece in training] == [4, 9, 5]
 
 
-def test_short_texts_lose_nothing_and_a_line_end_far_ahead_does_not_swallow_a_piece():
+def test_short_texts_and_distant_line_ends():
     for length in range(1, 60):
         text = "".join("\n" if n % 7 == 6 else chr(65 + n) for n in range(length))
         training, validation = split_text([text[:9], text[9:]], 0.1)
@@ -73,7 +73,7 @@ def test_tokens_are_cut_into_views():
     np.testing.assert_array_equal(np.sort(np.concatenate(training + validation)), tokens)
 
 
-def test_the_end_is_held_out_to_the_character():
+def test_held_out_end_is_exact():
     """As others cut the plays: 1,115,394 characters at 0.9 of them."""
     assert runs(1_115_394, SPAN_CHARACTERS, 0.1, END) == [Run(0, 1_003_854, False), Run(1_003_854, 1_115_394, True)]
     words = "first line\nsecond line\n" * 50

@@ -42,7 +42,7 @@ def test_standard_library_stops_at_its_limit(monkeypatch: pytest.MonkeyPatch):
         assert read_text("stdlib") == documents[:count]
 
 
-def test_what_is_read_in_order(folder: Path):
+def test_files_are_read_in_order(folder: Path):
     assert read_text(str(folder / "b" / "test" / "three.md")) == ["drei: ä\r\n"]
     sources = {"~": ["one\n", "brackets", "drei: ä\r\n", "two\n"], "~/**/*.txt": ["one\n", "two\n"]}
     sources |= {"~/[ap]*": ["one\n", "brackets"], "~/a[1].text": ["brackets"], "~/a.txt": ["one\n"]}

@@ -72,7 +72,7 @@ NOT_WHOLE = [
 
 
 @pytest.mark.parametrize(("content", "keyword"), NOT_WHOLE)
-def test_files_that_are_not_whole(tmp_path: Path, content: bytes, keyword: str):
+def test_incomplete_files_are_refused(tmp_path: Path, content: bytes, keyword: str):
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(ValueError, match=keyword):
         read_tokens(tmp_path / "a.bin")

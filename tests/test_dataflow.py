@@ -1,4 +1,4 @@
-"""Tests of the graph of a step as an object to ask and to look at, and of steps under several dataflows in turns."""
+"""Tests of `daskgpt.dataflow`, the graph of a step, and of `daskgpt.measure`, which runs dataflows in turns."""
 
 import re
 from itertools import pairwise
@@ -16,7 +16,7 @@ def graph(grain="kernel", batch_chunk=2, sequence_chunk=8):
     return daskgpt.dataflow(MODEL, DATA, cut)
 
 
-def test_only_attention_makes_the_chunks_of_a_sequence_wait_for_one_another():
+def test_only_attention_joins_chunks_of_a_sequence():
     block = graph().of(block=0)
     attention = "attention attn[0, all]"
     linear = {name for name in block.before(attention) if name.startswith("linear")}
@@ -26,7 +26,7 @@ def test_only_attention_makes_the_chunks_of_a_sequence_wait_for_one_another():
     assert {task.chunk[0] for task in block.tasks.values()} == {0, 1}
 
 
-def test_the_longest_chain_is_a_path_and_none_is_longer():
+def test_longest_chain():
     block = graph().of(block=0)
     chain = block.chain()
     assert set(pairwise(chain)) <= set(block.edges)
@@ -36,7 +36,7 @@ def test_the_longest_chain_is_a_path_and_none_is_longer():
 
 
 @pytest.mark.parametrize(("grain", "tokens"), [("kernel", 8), ("segment", 8), ("block", 8), ("chunk", 16)])
-def test_a_grain_merges_tasks_and_loses_no_kernel(grain, tokens):
+def test_grain_merges_tasks_without_losing_kernels(grain, tokens):
     found, fine = graph(grain, 2, tokens), graph("kernel", 2, tokens)
     calls = [{(c.kind, c.place) for task in each.tasks.values() for c in task.calls} for each in (found, fine)]
     assert calls[0] == calls[1]
@@ -45,7 +45,7 @@ def test_a_grain_merges_tasks_and_loses_no_kernel(grain, tokens):
     assert found.bytes <= fine.bytes
 
 
-def test_an_edge_can_be_taken_away():
+def test_edge_removal():
     block = graph().of(block=0)
     edge = ("gather attn.qkv[0, all]", "attention attn[0, all]")
     other = block.without(edge)
@@ -58,7 +58,7 @@ def test_an_edge_can_be_taken_away():
             function(argument)
 
 
-def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
+def test_drawing_has_boxes_and_stripes():
     block = graph("segment").of(block=0)
     html = block.picture(block.chain())._repr_html_()
     assert html.count("<title>") == len(block.tasks)
@@ -68,7 +68,7 @@ def test_a_drawing_has_a_box_a_task_and_a_stripe_a_kernel():
     assert "tasks" in repr(block)
 
 
-def test_dataflows_take_turns_and_make_the_same_losses():
+def test_dataflows_in_turns_have_equal_losses():
     models = {
         "sequential": {"scheduler": "sync", "grain": "segment"},
         "fork-join": {"threads": 2, "barrier": "layer", "grain": "kernel"},

@@ -1,4 +1,4 @@
-"""Tests of rank programs: ranks train to the bits of one process, whatever they exchange and whoever owns what."""
+"""Tests of rank programs: ranks train to the bits of one process with any messages and owners."""
 
 import hashlib
 import random
@@ -50,7 +50,7 @@ def test_ranks_train_to_the_bits_of_one_process(name, count, monkeypatch):
         assert {digest(*own) for own in ranks} == {wanted}
 
 
-def test_moments_are_where_their_owner_is_and_each_message_is_one_of_a_bucket():
+def test_moments_on_owners_and_one_message_per_bucket():
     ranks, messages = train(MODELS["odd in 2 groups"], "float32", 2, (3, 20))
     for name, moment in ranks[0].moments.items():
         for own in zip(*(np.abs(each.moments[name]).reshape(len(moment), -1).max(1) for each in ranks)):

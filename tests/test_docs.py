@@ -1,4 +1,4 @@
-"""Tests of the documentation's links, drawings and parameters: they lead somewhere, and are what the code makes."""
+"""Tests of the documentation: links have targets, and drawings and parameters match the code."""
 
 import pytest
 from documents import PAGES, ROOT, anchors, links, tables
@@ -9,7 +9,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.parameters import PARAMETERS
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     lost = []
     for page in PAGES:
         for link in links(page):
@@ -24,12 +24,12 @@ def test_links_lead_somewhere():
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_a_drawing_is_what_the_code_makes(name):
+def test_drawings_match_the_code(name):
     stored = (FOLDER / name).read_text(encoding="utf-8")
     assert stored == DRAWINGS[name](), "write it anew with: python benchmarks/drawings.py"
 
 
-def test_the_parameters_are_those_of_the_table():
+def test_parameters_match_the_table():
     config, rule = preset("gpt2"), OptimizerConfig().decay
     (table,) = [each for each in tables(ROOT / "docs" / "model.md") if each.head[-2:] == ["initial values", "decays"]]
     expected = []

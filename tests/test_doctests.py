@@ -13,7 +13,7 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_example_of_a_public_function_is_true(name, tmp_path, monkeypatch):
+def test_example_of_a_public_function(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     function = inspect.unwrap(getattr(daskgpt, name))
     module = import_module(function.__module__)

@@ -38,7 +38,7 @@ def words(*numbers):
     return words_of(tuple(np.uint64(number) for number in numbers))
 
 
-def test_words_are_those_of_the_generator_s_authors():
+def test_philox_known_answers():
     """The known answers of Random123."""
     ones = 0xFFFFFFFF
     counter, key = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -49,7 +49,7 @@ def test_words_are_those_of_the_generator_s_authors():
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5])
 @pytest.mark.parametrize(("step", "place", "channels"), [(0, 6, 21), (3, 1, 1), (2**32 + 1, 2, 8)])
-def test_what_is_dropped_is_what_an_independent_program_drops(seed, step, place, channels):
+def test_masks_match_an_independent_program(seed, step, place, channels):
     """Tokens from the middle of a sequence, and channels that are no multiple of anything."""
     x, keys = np.random.default_rng(1).normal(size=(3, 5, channels)), streams(seed, step, 3)
     found = dropped(x, keys, np.arange(4, 9, dtype=np.int32), place, 0.3)
@@ -57,7 +57,7 @@ def test_what_is_dropped_is_what_an_independent_program_drops(seed, step, place,
     np.testing.assert_allclose(found, x * masks, **TOLERANCES["kernel float64"])
 
 
-def test_a_share_of_all_numbers_is_dropped():
+def test_dropped_share():
     x, tokens = np.ones((8, 64, 256), "f4"), np.arange(64, dtype=np.int32)
     for rate in TORCH:
         y, share = dropped(x, streams(1, 2, 8), tokens, 3, float(rate)), float(rate)
@@ -73,7 +73,7 @@ def test_without_dropout_a_step_has_no_more_tasks_and_inputs():
 
 
 @pytest.mark.parametrize("chunk", [(4, 12), (1, 4)], ids=str)
-def test_loss_and_gradients_are_those_of_an_independent_program(random, chunk):
+def test_loss_and_gradients_match_an_independent_program(random, chunk):
     parameters, batch = random_parameters(SMALL, random, "float64"), random_batch(SMALL, random)
     masks = of_batch(11, 5, (4, 12), SMALL.blocks, SMALL.channels, SMALL.heads, 0.3)
     wanted = expected(parameters, *batch, SMALL.heads, SMALL.vocabulary, masks)
@@ -90,8 +90,8 @@ def test_loss_and_gradients_are_those_of_an_independent_program(random, chunk):
         np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
 
 
-def test_a_step_drops_by_its_number_and_the_run_s_seed(random):
-    """So a step that is made again, after a loss or a resume, is the same step."""
+def test_masks_follow_from_step_and_seed(random):
+    """A step that is repeated, after a loss or a resume, must be the same step."""
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
 
     def loss_of(seed, number):
@@ -104,7 +104,7 @@ def test_a_step_drops_by_its_number_and_the_run_s_seed(random):
     assert loss_of(0, 3) == losses[0]
 
 
-def test_stopped_and_resumed_is_the_run_that_was_not_stopped(small_text, tmp_path):
+def test_resume_with_dropout_changes_no_bit(small_text, tmp_path):
     fit(small_text, tmp_path / "whole", optimizer=DROPPING)
     fit(small_text, tmp_path / "run", optimizer=DROPPING, on_step=stopping_at(7), dataflow={"batch_chunk": 1})
     daskgpt.fit(resume=tmp_path / "run", dataflow={"barrier": "none"}, quiet=True)
@@ -112,7 +112,7 @@ def test_stopped_and_resumed_is_the_run_that_was_not_stopped(small_text, tmp_pat
     assert tensors_of(tmp_path / "run") == tensors_of(tmp_path / "whole")
 
 
-def test_a_model_is_measured_without_it(small_text, tmp_path):
+def test_validation_has_no_dropout(small_text, tmp_path):
     plain, other = (
         fit(small_text, tmp_path / str(rate), optimizer=OptimizerConfig(dropout=rate, **STILL), steps=4)
         for rate in (0.0, 0.3)
@@ -121,7 +121,7 @@ def test_a_model_is_measured_without_it(small_text, tmp_path):
     assert not set(plain.losses) & set(other.losses)
 
 
-def test_replicas_drop_what_one_model_would(small_text):
+def test_replicas_share_the_masks_of_one_model(small_text):
     """Nothing is learned, so that the mean of the replicas' losses is the loss of all sequences."""
     model = replace(SMALL, vocabulary=257, padded_vocabulary=257)
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16, groups=1)
@@ -138,7 +138,7 @@ def test_replicas_drop_what_one_model_would(small_text):
     assert together == at_once
 
 
-def test_sequences_take_their_keys_with_them_and_wrong_rates_are_refused():
+def test_keys_follow_sequences_and_bad_rates_are_refused():
     tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
     part = StepInputs(tokens, None, np.zeros(3), streams(0, 1, 4)).of(2, 4)
     np.testing.assert_array_equal(part.tokens, tokens[2:])

@@ -1,4 +1,4 @@
-"""Tests of the loss of texts and token files, and of multiple choice, beside what training's layers compute."""
+"""Tests of the loss of texts and token files, and of multiple choice, against the layers of training."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_every_token_but_the_first_is_predicted_once(parameters, random):
             assert_allclose(np.concatenate(list(found)), expected, **TOLERANCES["nats a token"])
 
 
-def test_loss_perplexity_and_bits_of_a_text_and_of_its_tokens(evaluated, parameters, tmp_path):
+def test_loss_perplexity_and_bits(evaluated, parameters, tmp_path):
     (tmp_path / "text.txt").write_text(text := "Größe, naïve: €\n" * 12)
     ids = np.array([256, *text.encode()])
     write_tokens(tmp_path / "tokens.bin", ids)
@@ -93,11 +93,11 @@ def test_loss_perplexity_and_bits_of_a_text_and_of_its_tokens(evaluated, paramet
     assert f"{nats_of(parameters, ids[:31]).mean():.4f} nats a token" in told
 
 
-def test_end_of_text_has_no_bytes_and_every_other_token_its_own():
+def test_bytes_of_tokens():
     assert sizes_of(get_encoding("bytes")).tolist() == [1] * 256 + [0]
 
 
-def test_multiple_choice_is_that_of_whole_sequences(parameters, random):
+def test_multiple_choice_matches_whole_sequences(parameters, random):
     questions = []
     for _ in range(40):
         context = random.integers(0, 257, random.integers(1, 60))
@@ -117,7 +117,7 @@ def test_multiple_choice_is_that_of_whole_sequences(parameters, random):
     assert len(kinds) > 2  # both accuracies are seen to differ
 
 
-def test_llmc_questions_are_read_as_they_were_written(evaluated, tmp_path):
+def test_llmc_questions_round_trip(evaluated, tmp_path):
     path = question_file(tmp_path / "questions.bin", QUESTIONS)
     found = read_questions(path)
     for question, (context, completions, label) in zip(found, QUESTIONS, strict=True):
@@ -127,7 +127,7 @@ def test_llmc_questions_are_read_as_they_were_written(evaluated, tmp_path):
     assert all(words in told for words in ("3 questions of 2.67 completions", "accuracy", "normalised"))
 
 
-def test_hellaswag_lines_are_questions(evaluated, tmp_path):
+def test_hellaswag_questions(evaluated, tmp_path):
     path = tmp_path / "hellaswag_val.jsonl"
     lines = [
         {"ind": 1, "ctx": "A man é", "endings": ["sits.", "runs away.", "flies", "é"], "label": 2, "split": "val"},
@@ -152,7 +152,7 @@ DAMAGED = {
     "the file must hold questions": [changed(8, 0), lambda data: data + b"x"],
     "nothing must follow the last question": [lambda data: data + b"xx"],
     "the file must begin with a header": [lambda data: data[:1000]],
-    "every question must be whole": [
+    "every question must be complete": [
         lambda data: data[:-2],
         *[changed(at, to) for at, to in ((8, 4), (1024, 0), (1026, 12), (1030, 9), (1032, 3), (1032, 1))],
     ],
@@ -178,7 +178,7 @@ REFUSED += [("missing.jsonl", None, "missing.jsonl")]
 
 
 @pytest.mark.parametrize(("name", "content", "told"), REFUSED)
-def test_what_cannot_be_evaluated_is_refused(evaluated, tmp_path, name, content, told):
+def test_impossible_evaluation_is_refused(evaluated, tmp_path, name, content, told):
     if isinstance(content, list):
         question_file(tmp_path / name, content)
     elif content:

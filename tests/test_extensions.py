@@ -1,4 +1,4 @@
-"""Tests of a layer and an optimizer from outside of the package, whose kernel and row are all that they give.
+"""Tests of a layer and an optimizer from outside the package, whose kernel and row are all that they give.
 
 The examples of CONTRIBUTING.md: a squared ReLU in the place of GELU, and an optimizer that goes by the gradient's sign.
 """
@@ -95,7 +95,7 @@ def test_no_dial_changes_a_bit(norm, optimizer, cluster):
 
 @pytest.mark.usefixtures("extended")
 @pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", "sign", 3e-3), ("rmsnorm", "momentum", 0.1)])
-def test_a_model_learns(norm, optimizer, rate, small_text):
+def test_extended_model_learns(norm, optimizer, rate, small_text):
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0, norm=norm)
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     own = OptimizerConfig(optimizer=optimizer, learning_rate=rate, schedule="constant")
@@ -103,7 +103,7 @@ def test_a_model_learns(norm, optimizer, rate, small_text):
     assert losses[-1] < losses[0] - 1
 
 
-def test_rmsnorm_is_a_value_of_the_configuration():
+def test_rmsnorm_is_a_configuration():
     names = daskgpt.initial_parameters(RMS, 0)
     assert "ln_f.weight" in names
     assert not any("ln_" in name and name.endswith("bias") for name in names)
@@ -128,7 +128,7 @@ MADE = [
 
 @pytest.mark.usefixtures("extended")
 @pytest.mark.parametrize(("config", "optimizer", "grain", "moments", "kernels"), MADE)
-def test_it_is_planned_measured_and_drawn(config, optimizer, grain, moments, kernels):
+def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments, kernels):
     made = job(config, optimizer, grain)
     assert predict(made).made["optimizer"] == moment_bytes(config, *moments)
     with open_scheduler("threads", 2) as scheduler:
@@ -138,7 +138,7 @@ def test_it_is_planned_measured_and_drawn(config, optimizer, grain, moments, ker
 
 
 @pytest.mark.usefixtures("extended")
-def test_workers_that_would_train_another_model_are_refused(cluster, small_text):
+def test_workers_with_other_layers_are_refused(cluster, small_text):
     cluster.have(2)
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0)

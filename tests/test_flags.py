@@ -1,4 +1,4 @@
-"""Tests of flags that other programs have, and of what answers to them here."""
+"""Tests of the advice for flags of other programs, and of errors and exit codes."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from daskgpt.train import parser as train_parser
 
 
 def answer(parser, capsys, *words):
-    """The one line that a parser says before it ends with exit code 2."""
+    """Return the one line that a parser prints before exit code 2."""
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(list(words))
     assert ended.value.code == 2
@@ -39,14 +39,14 @@ def answer(parser, capsys, *words):
         (["--steps", "many"], "--steps", "invalid int"),
     ],
 )
-def test_flags_of_other_programs_are_answered(words, flag, said, capsys):
+def test_flags_of_other_programs_get_advice(words, flag, said, capsys):
     line = answer(train_parser(), capsys, *words)
     assert line.startswith("python -m daskgpt.train: ")
     assert flag in line
     assert said in line
 
 
-def test_each_synonym_is_answered_by_a_flag_and_is_none_itself():
+def test_advice_for_synonyms_names_existing_flags():
     known = set(train_parser()._option_string_actions)
     for name, flag in SYNONYMS.items():
         assert f"--{flag}" in known, name
@@ -84,7 +84,7 @@ def ended(main):
 
 
 @pytest.mark.parametrize(("error", "code", "said"), CODES)
-def test_what_ends_a_command_is_one_line_and_an_exit_code(error, code, said, capfd, monkeypatch):
+def test_errors_are_one_line_and_an_exit_code(error, code, said, capfd, monkeypatch):
     def main(arguments):
         raise error
 
@@ -98,12 +98,12 @@ def test_what_ends_a_command_is_one_line_and_an_exit_code(error, code, said, cap
             run_command(main)
 
 
-def test_a_command_is_given_its_words_and_ends_with_what_it_returns(monkeypatch):
+def test_command_arguments_and_exit_code(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--steps", "2"])
     assert ended(len) == 2
 
 
-def test_a_command_ends_where_nobody_reads_what_it_prints(monkeypatch):
+def test_command_ends_when_its_output_is_closed(monkeypatch):
     ours, theirs = os.pipe()
     os.close(ours)
     with suppress(BrokenPipeError), os.fdopen(theirs, "w") as stream:

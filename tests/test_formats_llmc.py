@@ -100,7 +100,7 @@ def test_every_bfloat16_widens_exactly_and_comes_back():
 # Files that are whole or absent
 
 
-def test_a_write_that_fails_in_the_middle_leaves_what_was_there(tmp_path):
+def test_failed_write_leaves_the_old_file(tmp_path):
     target = tmp_path / "model.bin"
     target.write_bytes(b"the model of yesterday")
     with full_disk(300_000), pytest.raises(OSError, match="File too large"):
@@ -108,7 +108,7 @@ def test_a_write_that_fails_in_the_middle_leaves_what_was_there(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model.bin": b"the model of yesterday"}
 
 
-def test_a_whole_file_replaces_the_old_one_and_has_the_usual_rights(tmp_path):
+def test_written_file_replaces_the_old_one(tmp_path):
     target, other = tmp_path / "model.bin", tmp_path / "other"
     for path in (target, other):
         path.write_bytes(b"old")
@@ -126,7 +126,7 @@ MOST = 2**31 - 1
 REFUSED = [
     ("model", {0: 20240327}, None, "It is an llm.c debug state"),
     ("model", {0: 20240520}, None, "token file"),
-    ("model", {0: 7}, None, "no llm.c file"),
+    ("model", {0: 7}, None, "not an llm.c file"),
     ("state", {0: 20240326}, None, "It is an llm.c model"),
     *[(kind, {}, size, "header of 1024 bytes") for kind in READERS for size in (0, 3, 1023)],
     *[("model", {1: version}, None, "version must be 3") for version in (0, 2, 4, 6, -3)],
@@ -161,7 +161,7 @@ def test_files_that_are_refused(tmp_path, kind, numbers, size, keyword):
     assert llmc_samples.peak_bytes(refuse) < 10e6
 
 
-def test_no_such_file_and_a_debug_state_of_another_model(tmp_path):
+def test_missing_file_and_foreign_debug_state_are_refused(tmp_path):
     for path, (_, read) in itertools.product((tmp_path / "absent.bin", tmp_path), READERS.values()):
         with pytest.raises(FileNotFoundError, match="file must exist"):
             read(path)
@@ -177,7 +177,7 @@ WRONG_PARAMETERS = [
 
 
 @pytest.mark.parametrize(("change", "error", "keyword"), WRONG_PARAMETERS)
-def test_parameters_that_are_not_written(tmp_path, change, error, keyword):
+def test_bad_parameters_are_not_written(tmp_path, change, error, keyword):
     parameters = {name: values for name, values in (small_parameters() | change).items() if values is not None}
     with pytest.raises(error, match=keyword):
         write_model(tmp_path / "file.bin", SMALL, parameters)
@@ -192,7 +192,7 @@ WRONG_PLACES = [
 
 
 @pytest.mark.parametrize(("path", "version", "error", "keyword"), WRONG_PLACES)
-def test_places_and_versions_that_are_not_written(tmp_path, path, version, error, keyword):
+def test_bad_paths_and_versions_are_refused(tmp_path, path, version, error, keyword):
     with pytest.raises(error, match=keyword):
         write_model(tmp_path / path, SMALL, small_parameters(), version)
     assert os.listdir(tmp_path) == []

@@ -59,7 +59,7 @@ def edit(path, change):
 # What is written
 
 
-def test_names_and_layout_are_hugging_faces(path):
+def test_names_and_layout_match_hugging_face(path):
     own = unpadded()
     with safe_open(path, framework="numpy") as file:
         assert set(file.keys()) == set(parameter_shapes(SMALL))
@@ -72,7 +72,7 @@ def test_names_and_layout_are_hugging_faces(path):
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
-def test_the_metadata_says_what_the_model_is_and_the_same_bits_come_back(path):
+def test_metadata_and_round_trip(path):
     known = json.loads(parts(path)[0]["__metadata__"]["daskgpt"])
     sizes = {"blocks": 2, "heads": 2, "channels": 4, "vocabulary": 5, "padded_vocabulary": 8, "positions": 6}
     said = {"model": sizes | {"norm": "layernorm"}, "version": 1, "encoding": "bytes", "sequence_length": 4}
@@ -103,7 +103,7 @@ NOT_WRITTEN = [
 
 
 @pytest.mark.parametrize(("name", "change", "error", "keyword"), NOT_WRITTEN)
-def test_what_is_wrong_is_not_written(tmp_path, name, change, error, keyword):
+def test_bad_models_are_not_written(tmp_path, name, change, error, keyword):
     (tmp_path / "model.safetensors").write_bytes(b"the model of yesterday")
     parameters = {key: values for key, values in (small_parameters() | change).items() if values is not None}
     with pytest.raises(error, match=keyword):
@@ -125,7 +125,7 @@ def test_llmc_refuses_what_its_header_cannot_express(tmp_path):
 # Which format a file has
 
 
-def test_a_format_is_told_by_its_content(path, tmp_path):
+def test_format_is_recognized_by_content(path, tmp_path):
     for name in ("own.bin", "own", "own.safetensors"):
         (tmp_path / name).write_bytes(path.read_bytes())
         assert open_model_file(tmp_path / name).encoding == "bytes"
@@ -158,7 +158,7 @@ def test_a_damaged_file(path, damage):
     data = path.read_bytes()
     path.write_bytes(damage(data))
     assert path.read_bytes() != data
-    with pytest.raises(ValueError, match="whole safetensors file") as error:
+    with pytest.raises(ValueError, match="complete safetensors file") as error:
         daskgpt.load(path)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
@@ -176,7 +176,7 @@ WRONG_METADATA = [
 
 
 @pytest.mark.parametrize(("metadata", "keyword"), WRONG_METADATA)
-def test_metadata_that_is_missing_or_no_configuration(path, metadata, keyword):
+def test_bad_metadata_is_refused(path, metadata, keyword):
     header, tensors = parts(path)
     del header["__metadata__"]
     rewrite(path, header if metadata is None else header | {"__metadata__": metadata}, tensors)
@@ -205,7 +205,7 @@ WRONG_CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize(("changes", "keyword"), WRONG_CONFIGURATIONS)
-def test_a_configuration_that_is_not_the_tensors(path, changes, keyword):
+def test_configuration_must_match_the_tensors(path, changes, keyword):
     of_the_model = not changes.keys() & {"version", "encoding", "sequence_length"}
     edit(path, lambda known: (known["model"] if of_the_model else known).update(changes))
     with pytest.raises(ValueError, match=keyword):
@@ -235,6 +235,6 @@ def test_a_flipped_bit_of_the_metadata(path):
         open_run_model(path)
 
 
-def test_values_are_counted_as_the_tensors_hold_them():
+def test_value_count_matches_the_tensors():
     for config in (SMALL, RMS, CONFIG):
         assert value_count(config) == sum(np.prod(shape) for shape in parameter_shapes(config).values())

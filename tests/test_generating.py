@@ -1,4 +1,4 @@
-"""Tests of `benchmarks/generation.py`: what it measures and says."""
+"""Tests of `benchmarks/generation.py`: its measurements and output."""
 
 import pytest
 from compare.turns import Turn
@@ -12,7 +12,7 @@ from daskgpt.profiling.records import read_records
 FLAGS = "--blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
 
 
-def test_the_record_of_a_measurement(tmp_path, monkeypatch):
+def test_measurement_record(tmp_path, monkeypatch):
     monkeypatch.setattr("generation.copy_rate", lambda threads: 1e9)
     monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--record", str(tmp_path / "record")]) == 0
@@ -32,7 +32,7 @@ def test_the_record_of_a_measurement(tmp_path, monkeypatch):
         main(["--positions", "20"])
 
 
-def test_a_measurement_in_words(capsys, monkeypatch):
+def test_printed_measurement(capsys, monkeypatch):
     turns = [Turn(((0.5,), (0.5,), (1.0,)) * 2 + ((1e-9,),), others) for others in (0.0, 0.0, 1.0)]
     monkeypatch.setattr("generation.take_turns", lambda sides, count, steps: turns)
     monkeypatch.setattr("generation.undisturbed", lambda found, count: found)
@@ -46,7 +46,7 @@ def test_a_measurement_in_words(capsys, monkeypatch):
         assert words in lines
 
 
-def test_bytes_of_a_token_are_those_of_the_arrays():
+def test_bytes_of_a_token_match_the_arrays():
     config = GPT2Config(blocks=2, heads=2, channels=32, vocabulary=100, padded_vocabulary=128, positions=64)
     parameters = initial_parameters(config, 0)
     read = parameter_count(config) - 64 * 32  # no positions; padding is not counted

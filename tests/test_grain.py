@@ -39,7 +39,7 @@ def assert_same_bits(found, expected, what):
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_tensors_shared_by_several_update_tasks_give_the_same_bits(rows, monkeypatch):
+def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
     """Two ways to share the embedding: its two gradients in one task, or the first one on its own."""
     monkeypatch.setattr(calls, "ROWS_ELEMENTS", 1)  # 64 rows at a time
     monkeypatch.setattr(inplace, "TASK_ELEMENTS", 1)  # each in a task of its own
@@ -60,7 +60,7 @@ def test_updates_in_place_wait_for_every_reader_of_the_old_value():
     assert all(homes[reader] in graph[homes[update]].dependencies for update, reader in waits)
 
 
-def test_parameters_that_were_given_are_not_written_over(random, small_text):
+def test_given_parameters_are_not_overwritten(random, small_text):
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
     parameters = random_parameters(config, random)
     before = {name: value.copy() for name, value in parameters.items()}
@@ -76,7 +76,7 @@ def tasks_of(grain, chunk):
     return [key for key, node in graph.items() if not is_leaf(node)]
 
 
-def test_a_coarser_grain_has_fewer_tasks_and_of_whole_sequences_a_chunk_becomes_one():
+def test_coarser_grains_have_fewer_tasks():
     whole = [len(tasks_of(grain, (2, 12))) for grain in GRAINS]
     assert whole == sorted(whole, reverse=True)
     assert len(set(whole)) == 4
@@ -99,7 +99,7 @@ def test_a_segment_stays_in_its_chunk():
 
 
 @pytest.mark.parametrize(("seconds", "threads", "grain"), [(1.0, 2, "segment"), (1e-6, 2, "chunk"), (1e-6, 4, "block")])
-def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads, grain):
+def test_auto_grain_is_the_finest_with_long_tasks(seconds, threads, grain):
     step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="segment", in_place=True))
     calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
     choice = GrainChoice("auto", "step", in_place=True)
@@ -108,12 +108,12 @@ def test_auto_takes_the_finest_merged_grain_that_is_long_enough(seconds, threads
     assert (step.grain, choice.open) == (grain, False)
 
 
-def test_with_the_tasks_of_a_cluster_the_packs_of_the_state_decide():
+def test_grain_on_a_cluster_follows_the_packs():
     choice = GrainChoice("auto", "step", in_place=False)
     assert (choice.first, choice.open) == ("block", False)
 
 
-def test_a_program_drops_a_value_after_its_last_reader():
+def test_program_drops_values_after_their_last_reader():
     alive = []
 
     def make():
@@ -153,13 +153,13 @@ def intervals(spans, name_of):
 
 
 @pytest.mark.parametrize(("barrier", "stage"), [("layer", "stage"), ("phase", "phase"), ("step", "stage")])
-def test_a_stage_is_over_before_the_next_one_starts_where_there_is_a_barrier(barrier, stage):
+def test_barriers_separate_stages(barrier, stage):
     found = intervals(spans_of(barrier), attrgetter(stage))
     assert (len(found) == 3) == (barrier == "phase")
     assert all(end <= start for (_, end), (start, _) in pairwise(found)) == (barrier != "step")
 
 
-def test_a_reader_waits_for_the_update_of_the_step_before_and_for_nothing_else_of_it():
+def test_overlapping_steps_wait_only_for_updates():
     step = TrainingStep(
         SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain="kernel", barrier="none", in_place=True)
     )
@@ -185,7 +185,7 @@ def job(config, batch_size, accumulate):
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), GPT2Config(blocks=3, channels=64, vocabulary=2000)], ids=str)
-def test_the_memory_is_that_of_one_micro_batch_and_the_gradients(config):
+def test_memory_of_micro_batches(config):
     """And what the tied table's last sum waits for: the gradients of the embedding's output, a row a token.
 
     Of several groups more gradients are held at once, one for each level of the tree that has a total.
@@ -200,7 +200,7 @@ def test_the_memory_is_that_of_one_micro_batch_and_the_gradients(config):
     assert sum(joined.at_peak.values()) > sum(four.at_peak.values()) + one.at_peak["activations"]
 
 
-def test_a_sum_is_made_when_its_micro_batch_has_come_so_far():
+def test_sums_follow_their_micro_batch():
     config = MODELS["odd"].config
     step = TrainingStep(config, (6, 20), (1, 20), OptimizerConfig(), options=StepOptions(in_place=True, accumulate=3))
     sums = [
@@ -210,7 +210,7 @@ def test_a_sum_is_made_when_its_micro_batch_has_come_so_far():
     assert {each.origin.where for each in sums if each.micro is None} == {"wte+wpe"}
 
 
-def test_a_run_with_accumulation_is_that_of_larger_batches(small_text):
+def test_accumulation_gives_the_bits_of_larger_batches(small_text):
     run = RunConfig(steps=6, validate_every=3, validation_batches=2, sample_tokens=0)
     found = []
     for size, count, barrier in ((8, 1, "step"), (2, 4, "step"), (2, 4, "none")):
@@ -226,6 +226,6 @@ REFUSED += [("--accumulate 2 --batch-chunk 24", "batch_chunk=24, batch_size=12")
 
 
 @pytest.mark.parametrize(("flags", "told"), REFUSED)
-def test_what_does_not_go_together_is_refused(flags, told, small_text):
+def test_conflicting_settings_are_refused(flags, told, small_text):
     with pytest.raises(ValueError, match=told):
         train.main(["--data", str(small_text), *flags.split()])

@@ -1,4 +1,4 @@
-"""Tests of groups of sequences: sums of their own that meet in a binary tree, the same however the batch is cut."""
+"""Tests of groups of sequences: their separate sums are added in a binary tree, with any chunks."""
 
 import tomllib
 from dataclasses import replace
@@ -27,7 +27,7 @@ SIZE = ["--blocks", "1", "--heads", "1", "--channels", "16", "--sequence-length"
 
 
 def tree(terms, groups, start):
-    """The canonical order as DESIGN.md says it, by recursion; in a group one number after the other."""
+    """Sum in the canonical order of DESIGN.md, by recursion; within a group one number after the other."""
     size = len(terms) // groups
 
     def total(low, high):
@@ -44,7 +44,7 @@ def tree(terms, groups, start):
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("started", [False, True])
-def test_groups_meet_in_a_binary_tree(random, groups, started):
+def test_groups_are_added_in_a_binary_tree(random, groups, started):
     dy = (random.normal(size=(B, T, C)) * 10.0 ** random.integers(-3, 4, (B, T, 1))).astype(np.float32)
     tokens = random.integers(0, V, (B, T)).astype(np.int32)
     rows = np.zeros((B, T, V, C), np.float32)
@@ -64,14 +64,14 @@ def test_groups_meet_in_a_binary_tree(random, groups, started):
     assert len({tree(rows, other, table).tobytes() for other in (1, 2, 3, 4, 6, 12)}) == 6
 
 
-def test_totals_wait_for_each_other_like_a_binary_counter():
+def test_waiting_totals_form_a_binary_counter():
     assert [level(group) for group in range(8)] == [0, 1, 1, 2, 1, 2, 2, 3]
     assert [additions(group) for group in range(8)] == [0, 1, 0, 2, 0, 1, 0, 3]
     assert [additions(group, parts=7) for group in range(7)] == [0, 1, 0, 2, 0, 1, 2]  # 4 + (2 + 1)
 
 
 @pytest.mark.parametrize("parts", [1, 5, 6, 8, 12])
-def test_sums_over_some_groups_end_with_subtrees_of_the_whole(parts):
+def test_partial_sums_are_subtrees(parts):
     """Totals of consecutive groups, from wherever they begin, are those that meet on the way of the whole sum."""
     subtrees, waiting = set(), []
     for part in range(parts):
@@ -100,14 +100,14 @@ def test_chunks_are_cut_where_a_group_ends():
     assert order.cuts(1) == [Cut(0, 0, 2), Cut(1, 2, 4)]
     assert [order.totals_before(piece) for piece in range(4)] == [0, 1, 2, 1]
     assert order.chains([(0, "a"), (1, "b")], after=2) == [Chain(0, ["a"], True), Chain(1, ["b"], False)]
-    # Tokens of one sequence in several chunks: a group that is begun is gone on with.
+    # Tokens of one sequence in several chunks: a group that is begun is continued.
     order = SumOrder.of((1, 1, 1, 1), (8, 8), 1, Groups(4))
     assert [order.totals_before(piece) for piece in range(9)] == [0, 1, 1, 2, 1, 2, 2, 3, 1]
     # Sequences of several chunks are taken one by one.
     assert SumOrder.of((2, 2), (8, 8), 1, Groups(2)).cuts(1) == [Cut(1, 0, 1), Cut(1, 1, 2)]
 
 
-def test_the_shape_of_the_batch_decides():
+def test_groups_follow_from_the_shape():
     batches = {(12, 64): 2, (4, 16): 1, (8, 256): 4, (12, 128): 4, (7, 4096): 7, (9, 130): 3, (7, 20): 1}
     assert {batch: groups_of_batch(*batch) for batch in batches} == batches
     assert {groups_of_batch(*batch, 2) for batch in batches} == {2}
@@ -122,7 +122,7 @@ def test_groups_that_do_not_divide_the_batch_are_refused():
         loss_and_gradients(SMALL, daskgpt.initial_parameters(SMALL, 0), tokens, tokens, groups=4)
 
 
-def test_a_run_says_its_groups_and_records_them(small_text, tmp_path, capsys):
+def test_run_prints_and_records_its_groups(small_text, tmp_path, capsys):
     flags = ["--steps", "2", "--sample-tokens", "0", "--validation-batches", "1"]
     for groups, said in (("auto", "4 x 16 tokens\n"), ("2", "4 x 16 tokens, summed in 2 groups of 2\n")):
         folder = tmp_path / f"run-{groups}"
@@ -132,7 +132,7 @@ def test_a_run_says_its_groups_and_records_them(small_text, tmp_path, capsys):
         assert tomllib.loads((folder / "config.toml").read_text())["data"]["groups"] == (groups == "2") + 1
 
 
-def test_losses_and_validation_are_sums_of_the_same_groups(small_text):
+def test_losses_and_validation_use_the_same_groups(small_text):
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16, groups=4)
     model = daskgpt.GPT2Config(blocks=1, heads=1, channels=16, positions=16)
     run = {"steps": 3, "validation_batches": 2}
@@ -141,7 +141,7 @@ def test_losses_and_validation_are_sums_of_the_same_groups(small_text):
     assert (one.losses, one.validation_loss) == (other.losses, other.validation_loss)
 
 
-def test_a_plan_counts_totals_that_wait():
+def test_plan_counts_waiting_totals():
     """Each gradient has another total beside it, the tied table's two sums each their own, the loss one number."""
 
     def made(groups):

@@ -61,7 +61,7 @@ def run(kernels, qkv, dy, heads, rate=0.0):
 
 @pytest.mark.parametrize("rate", [0, 0.3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_logsumexp_and_gradient_are_those_of_an_independent_program(kind, shape, rate):
+def test_attention_matches_an_independent_program(kind, shape, rate):
     tokens, channels, heads = shape
     qkv, dy = kind.arrays(tokens, channels)
     y, logsumexp, gradient = run(kind.kernels, qkv, dy, heads, rate)
@@ -74,7 +74,7 @@ def test_output_logsumexp_and_gradient_are_those_of_an_independent_program(kind,
     kind.assert_near(gradient, reference_gpt2.attention_backward(kind.seen(dy), kept))
 
 
-def test_big_scores_stay_finite_and_right(kind):
+def test_large_scores_stay_finite(kind):
     qkv, dy = kind.arrays(70, 16, scale=40)  # scores of some thousands: exp(score) would be infinite
     y, logsumexp, gradient = run(kind.kernels, qkv, dy, 2)
     expected, expected_logsumexp = softmax_attention(kind.seen(qkv), 2)
@@ -91,7 +91,7 @@ def test_big_scores_stay_finite_and_right(kind):
 
 @pytest.mark.parametrize("tokens", [63, 130])
 @pytest.mark.parametrize("scale", [1, 18])
-def test_saturated_scores_cost_no_more_precision_than_a_stored_softmax(tokens, scale):
+def test_saturated_scores_keep_precision(tokens, scale):
     """Scores of some hundreds: a probability that follows from a rounded log-sum-exp alone would be 3e-5 off."""
     qkv, dy = arrays(tokens, (2, tokens, 3 * 144), (2, tokens, 144))
     qkv *= scale
@@ -104,7 +104,7 @@ def test_saturated_scores_cost_no_more_precision_than_a_stored_softmax(tokens, s
 
 
 @pytest.mark.parametrize("tokens", [33, 130])
-def test_no_token_sees_a_later_one(kind, tokens):
+def test_attention_is_causal(kind, tokens):
     qkv, dy = kind.arrays(tokens, 48)
     dy[:, 20:] = 0
     y, logsumexp, gradient = run(kind.kernels, qkv, dy, 3)
@@ -117,7 +117,7 @@ def test_no_token_sees_a_later_one(kind, tokens):
     assert not gradient[:, 20:].any()
 
 
-def test_a_nan_is_not_hidden(kind):
+def test_nan_is_not_hidden(kind):
     qkv, dy = kind.arrays(40, 16)
     qkv[0, 3, 2] = np.nan  # a query of the first head
     y, _, gradient = run(kind.kernels, qkv, dy, 2)

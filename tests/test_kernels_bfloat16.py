@@ -84,7 +84,7 @@ def test_forward_and_backward_x(name, shape):
     assert_all_same((gemm.forward(x, packed, bias), gemm.backward_x(dy, packed)), (y, dx))
 
 
-def test_a_row_does_not_depend_on_the_others(tiles):
+def test_row_does_not_depend_on_other_rows(tiles):
     x, weight, bias, dy = arrays(6, (300, 70), (45, 70), (45,), (300, 45))
     packed = gemm.pack_weight(weight)
     y, dx = gemm.forward(x, packed, bias), gemm.backward_x(dy, packed)
@@ -106,7 +106,7 @@ def test_inputs_are_only_read_wherever_they_lie(name):
     assert_all_same([gemm.forward(np.repeat(x, 2, axis=1)[:, ::2], packed, bias)], [expected])
 
 
-def test_what_is_sent_of_a_weight_gives_the_bits_that_its_owner_packed(name):
+def test_sent_weight_gives_the_owners_bits(name):
     weight, old, x, dy = arrays(11, (600, 70), (600, 70), (9, 70), (9, 600))
     trained, other = TrainedWeight.of(weight), TrainedWeight.of(old)
     for rows in (slice(0, 320), slice(320, 600)):
@@ -118,7 +118,7 @@ def test_what_is_sent_of_a_weight_gives_the_bits_that_its_owner_packed(name):
         assert_all_same((gemm.forward(x, packed), gemm.backward_x(dy, packed)), expected)
 
 
-def test_memory_that_both_directions_share_is_counted_once(name):
+def test_shared_memory_is_counted_once(name):
     weight = TrainedWeight.of(np.ones((64, 96), np.float32))
     # Rounded values in float32 serve both products; in tiles each product has 2 bytes a number of its own.
     assert weight.nbytes == 2 * weight.packed.nbytes == 2 * weight.values.nbytes
@@ -162,7 +162,7 @@ def test_backward_weight(name, shape):
     assert_product(gradient_of(dy, x, last - first, first), dy[:, first:last].T, x)
 
 
-def test_rows_can_be_shared_out(tiles):
+def test_rows_can_be_divided(tiles):
     dy, x = arrays(2, (2, 50, 130), (2, 50, 70))
     parts = [gradient_of(dy, x, last - first, first) for first, last in ((0, 33), (33, 34), (34, 130))]
     assert_all_same([np.concatenate(parts)], [gradient_of(dy, x, 130)])
@@ -250,7 +250,7 @@ def test_the_fastest_unit_that_outruns_float32_is_picked(monkeypatch, named, pro
     assert named("", lambda unit: unit in available) is picked
 
 
-def test_what_a_processor_has_decides_for_which_units_is_compiled(monkeypatch):
+def test_units_are_compiled_if_the_processor_has_them(monkeypatch):
     some = {Unit.PORTABLE}, {Unit.PORTABLE, Unit.AVX512}
     for has, tiles, compiled in ((True, "tile bf16", {*Unit}), (True, "tile", some[1]), (False, "tile bf16", some[0])):
         monkeypatch.setattr(isa, "has_avx512_bfloat16", lambda has=has: has)

@@ -68,7 +68,7 @@ def test_the_variable_chooses(monkeypatch):
         gemm_address(SINGLE)
 
 
-def test_a_processor_without_fma_takes_numpy_and_refuses_ours(monkeypatch):
+def test_processor_without_fma_uses_numpy(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     for module in (blas, gemm):
         monkeypatch.setattr(module, "has_fma", lambda: False)

@@ -67,7 +67,7 @@ def test_other_and_mixed_dtypes_are_refused(weighted, x, indices, y, message):
     assert message in str(error.value)
 
 
-def test_what_was_compiled_is_loaded_and_code_of_older_source_is_removed(weighted, monkeypatch):
+def test_cache_is_reused_and_stale_code_removed(weighted, monkeypatch):
     assert not any(weighted.is_cached(kind) for kind in "fd")
     for kind in "fd":
         weighted.compile(kind)

@@ -1,4 +1,4 @@
-"""Refusals of the kernels: arrays that do not fit are told before compiled code reads past their ends."""
+"""Tests of the kernels' errors: bad arrays are refused before compiled code reads past their ends."""
 
 from functools import partial
 
@@ -123,7 +123,7 @@ def refuses(call, arguments):
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_each_argument_that_is_cut_is_refused(name):
+def test_truncated_arguments_are_refused(name):
     """Along its first or its last axis: what may be longer or shorter along one may not along the other."""
     call, *arguments = FITTING[name]
     call(*arguments)
@@ -133,7 +133,7 @@ def test_each_argument_that_is_cut_is_refused(name):
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_values_that_do_not_fit_are_refused(call, message):
+def test_bad_values_are_refused(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value)

@@ -30,7 +30,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 def hyper(step, moments):
-    """What an update is told of a step: the learning rate, and AdamW its corrections as well."""
+    """Return the input of an update for a step: the learning rate, and for AdamW its corrections."""
     return np.array([3e-3, 1 - 0.9**step, 1 - 0.95**step]) if moments == 2 else np.array([step * 1e-2])
 
 
@@ -123,7 +123,7 @@ def test_singular_values_go_through_the_polynomial(dtype, shape, random):
 
 @pytest.mark.skipif(not one_order(np.dtype("float32")), reason="a library's sums have orders of their own")
 @pytest.mark.parametrize("shape", [*SHAPES, (128, 128), (130, 515)])
-def test_half_of_a_symmetric_product_is_all_of_it(shape, random):
+def test_symmetric_product_from_its_half(shape, random):
     x = (random.normal(size=shape) / np.sqrt(np.prod(shape))).astype(np.float32)
     gram, square = (np.empty((len(x), len(x)), np.float32) for _ in range(2))
     matmul(x, x, gram, transpose_b=True)

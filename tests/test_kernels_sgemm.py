@@ -72,7 +72,7 @@ def test_a_sum_over_nothing_is_beta_times_c_and_an_empty_result_is_not_written()
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 @pytest.mark.parametrize("transposes", TRANSPOSES)
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (131, 77), (500, 30), (33, 900), (1600, 385)])
-def test_a_row_has_the_same_bits_in_any_company(transposes, n, k, beta):
+def test_row_bits_do_not_depend_on_other_rows(transposes, n, k, beta):
     """Any cut of the rows or of the columns, any position in memory: also other tiles, loops and edges."""
     m = 413
     a, b = random_operands(m, n, k)
@@ -100,7 +100,7 @@ def test_sums_run_in_order_with_one_rounding_a_step():
 
 
 @pytest.mark.parametrize("shape", [(70, 130, 1000), (300, 401, 500), (9, 96, 64), (3, 5, 900), (257, 33, 77)], ids=str)
-def test_a_sum_that_is_cut_goes_on_where_it_was(shape):
+def test_cut_sum_continues(shape):
     """Products that follow one another have the bits of one, whatever the lengths, transposes and tiles."""
     m, n, k = shape
     a, b = random_operands(m, n, k)

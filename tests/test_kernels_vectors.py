@@ -1,4 +1,4 @@
-"""Tests of what kernels stand on: exp, log, sigmoid, maximum, sums over a row, flush-to-zero, memory to work in."""
+"""Tests of the parts of kernels: exp, log, sigmoid, maximum, sums over a row, flush-to-zero, scratch memory."""
 
 import platform
 import threading
@@ -64,7 +64,7 @@ def test_the_ends_of_float32():
     np.testing.assert_array_equal(log(np.array([1, np.inf, np.nan], "f4")), np.array([0, np.inf, np.nan], "f4"))
 
 
-def test_float64_is_the_library_s_also_in_plain_python():
+def test_float64_uses_the_c_library():
     x = np.linspace(-30, 30, 10_001)
     np.testing.assert_allclose(exp(x), np.exp(x), rtol=1e-14, atol=1e-15)
     assert elementary.exp(1.0) == pytest.approx(np.e)
@@ -110,7 +110,7 @@ def in_lanes(terms: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [1, 5, 31, 32, 33, 64, 100, 1027])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_row_is_summed_in_32_lanes_that_meet_in_a_tree(length, dtype):
+def test_row_sum_has_32_lanes_and_a_tree(length, dtype):
     random = np.random.default_rng(length)
     x = random.normal(size=length).astype(dtype)
     # Products of these are exact, so that adding them with one rounding is adding them.
@@ -160,7 +160,7 @@ def test_a_thread_has_its_own_state():
     assert not flushes()
 
 
-def test_pieces_start_at_pages_and_lie_apart():
+def test_scratch_pieces_are_page_aligned_and_disjoint():
     scratch = Scratch(lambda: None)
     sizes = (1, PAGE, 0, PAGE + 1, 7)
     addresses = scratch(*sizes)
@@ -170,8 +170,8 @@ def test_pieces_start_at_pages_and_lie_apart():
     assert scratch(PAGE) == addresses[:1], "less is found where more was"
 
 
-def test_every_thread_has_its_own_and_is_prepared_before_its_memory_grows():
-    """A thread asks for the tile registers there: one that was never asked would die of its first product."""
+def test_scratch_is_per_thread():
+    """A thread requests the tile registers there: without the request, its first product would crash."""
     asked: list[int] = []
     scratch = Scratch(lambda: asked.append(threading.get_ident()))
     assert asked == [], "nothing is asked for by whoever only imports"

@@ -1,4 +1,4 @@
-"""Tests of every row of LAYERS, and of the check that everybody can run: what it finds in layers with faults."""
+"""Tests of every row of LAYERS with `check_layer`, and of the faults that it detects."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_the_check_finds_nothing_wrong(layer):
     assert report.layer in report._repr_html_()
 
 
-def test_the_check_looks_at_everything_within_bounds():
+def test_check_covers_everything():
     assert TOLERANCES["numeric derivative"]["rel"] >= layer_check.GRADIENT_ERROR
     assert TOLERANCES["chunkings"]["rtol"] >= layer_check.CHUNK_ERROR
     values = layer_check.random_arguments(LINEAR, np.random.default_rng(1), "float32")
@@ -62,14 +62,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_the_check_names_what_is_wrong(what):
+def test_check_names_faults(what):
     report = daskgpt.check_layer(replace(RMSNORM, **FAULTS[what]))
     assert not report
     assert what in [each.what for each in report.findings if not each.right]
     assert f"WRONG  {what}" in str(report)
 
 
-def test_what_cannot_be_run_is_refused():
+def test_invalid_layers_are_refused():
     layer = Layer("wide", Row(FORWARD.kernel, "btZ, Z -> btZ", "x weight"), "y", BACKWARD)
     with pytest.raises(ValueError, match="wide: every axis must have a size; got axes=btZ"):
         daskgpt.check_layer(layer)

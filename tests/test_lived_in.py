@@ -1,4 +1,4 @@
-"""Tests of a model and an optimizer from outside of the package, a row each, through everything that a run does.
+"""Tests of a model and an optimizer from outside the package through all stages of a run.
 
 Rotary positions, SwiGLU, grouped-query attention, and an optimizer whose second moment has one number a row of the
 weight (Adam-mini).
@@ -157,7 +157,7 @@ def test_gradients_are_those_of_pytorch(random):
         )
 
 
-def test_a_run_is_trained_stopped_resumed_and_writes_its_own_text(small_text, tmp_path, capsys):
+def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     optimizer = OptimizerConfig(optimizer="mini", learning_rate=3e-3, schedule="constant")
     dataflow = DataflowConfig(batch_chunk=2, sequence_chunk=8)
@@ -187,7 +187,7 @@ def test_a_run_is_trained_stopped_resumed_and_writes_its_own_text(small_text, tm
         daskgpt.save(tmp_path / "model.bin", config, values)
 
 
-def test_it_is_planned_measured_and_drawn():
+def test_plan_bench_and_timeline_of_extensions():
     made = job_of(
         CONFIG, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(grain="kernel", precision="bfloat16")
     )

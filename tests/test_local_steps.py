@@ -1,4 +1,4 @@
-"""Tests of local steps: the bits of a plain program of replicas and Nesterov steps, whoever runs them."""
+"""Tests of local steps: they have the bits of a plain program of replicas and Nesterov steps on any scheduler."""
 
 import json
 
@@ -29,7 +29,7 @@ SHAPE = {"batch_size": 4, "sequence_length": 16}
 
 @pytest.fixture(scope="module")
 def whole(small_text, tmp_path_factory):
-    """The folder of a run that nobody disturbs."""
+    """Return the folder of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(small_text, out)
     return out
@@ -85,7 +85,7 @@ REPLICAS = [(2, 7, "adamw"), (4, 5, "adamw"), (1, 6, "adamw"), (2, 1, "momentum"
 
 
 @pytest.mark.parametrize(("replicas", "length", "name"), REPLICAS)
-def test_the_bits_are_those_of_replicas_and_nesterov_by_hand(replicas, length, name, small_text, tmp_path):
+def test_local_steps_match_a_plain_program(replicas, length, name, small_text, tmp_path):
     optimizer, local = daskgpt.OptimizerConfig(optimizer=name, warmup=3), {"local_steps": length, "replicas": replicas}
     found = train(small_text, tmp_path / "run", local=local, optimizer=optimizer)
     losses, weights, momentum, moments = plain_program(small_text, replicas, length, optimizer)
@@ -102,20 +102,20 @@ def test_the_bits_are_those_of_replicas_and_nesterov_by_hand(replicas, length, n
 
 
 @pytest.mark.parametrize("seconds", [0, 1e-3, 1e9])
-def test_no_bit_depends_on_how_many_steps_are_a_task(seconds, small_text, whole, tmp_path, monkeypatch):
+def test_steps_per_task_change_no_bit(seconds, small_text, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(diloco, "TASK_SECONDS", seconds)
     train(small_text, tmp_path / "run", scheduler="threads", threads=5, batch_chunk=1)
     assert same(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_no_bit_depends_on_the_workers_of_a_cluster(workers, cluster, small_text, whole, tmp_path):
+def test_workers_change_no_bit(workers, cluster, small_text, whole, tmp_path):
     cluster.have(workers)
     train(small_text, tmp_path / "run", scheduler=cluster.address, snapshot_every=5)
     assert same(tmp_path / "run", whole)
 
 
-def test_a_run_that_is_stopped_ends_with_its_round_and_goes_on_as_if_it_had_not(small_text, whole, tmp_path):
+def test_stopped_run_ends_with_its_round_and_resumes(small_text, whole, tmp_path):
     """Also under another scheduler; checkpoints wait until the replicas meet."""
     out = tmp_path / "run"
     assert train(small_text, out, on_step=stopping_at(9), save_every=3, keep=9).stopped
@@ -127,7 +127,7 @@ def test_a_run_that_is_stopped_ends_with_its_round_and_goes_on_as_if_it_had_not(
     assert daskgpt.load(out)[1].keys() == again.parameters.keys()
 
 
-def test_validations_wait_until_the_replicas_meet(small_text, tmp_path):
+def test_validations_wait_for_the_end_of_a_round(small_text, tmp_path):
     out = tmp_path / "run"
     train(small_text, out, validate_every=5)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -136,12 +136,12 @@ def test_validations_wait_until_the_replicas_meet(small_text, tmp_path):
 
 
 @pytest.mark.parametrize("local", [{"replicas": 1}, {"local_steps": 8}, {"outer_momentum": 0.5}], ids=str)
-def test_a_run_that_is_resumed_keeps_its_replicas(local, whole):
+def test_resume_keeps_the_replicas(local, whole):
     with pytest.raises(ValueError, match="resume"):
         daskgpt.fit(resume=whole, local=local, run={"steps": 40}, quiet=True)
 
 
-def test_bfloat16_is_the_same_under_threads_and_stopped(small_text, tmp_path):
+def test_bfloat16_local_steps_resume_to_the_same_bits(small_text, tmp_path):
     train(small_text, tmp_path / "whole", precision="bfloat16")
     train(small_text, tmp_path / "run", precision="bfloat16", scheduler="threads", threads=2, on_step=stopping_at(3))
     train(None, None, resume=tmp_path / "run")
@@ -163,7 +163,7 @@ def test_stretches_of_a_round_are_about_equal():
     assert [steps.together(number) for number in (1, 26, 50, 75, 100)] == [25, 24, 25, 25, 30]
 
 
-def test_nesterov_is_the_formula_of_torch(random):
+def test_nesterov_matches_pytorch(random):
     start, *ends = (random.normal(size=(5, 7)).astype(np.float32) for _ in range(4))
     momentum, buffer, expected = np.zeros_like(start), 0.0, start.astype(np.float64)
     for _ in range(3):
@@ -187,13 +187,13 @@ REFUSED += [("--local-steps 9 --timeline first", "timeline")]
 
 
 @pytest.mark.parametrize(("flags", "told"), REFUSED)
-def test_what_makes_no_sense_is_refused(flags, told, small_text, tmp_path):
+def test_bad_local_settings_are_refused(flags, told, small_text, tmp_path):
     with pytest.raises(ValueError, match=told):
         train_command(["--data", str(small_text), "--out", str(tmp_path / "run"), *flags.split()])
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_counts_the_replicas(small_text, capsys):
+def test_plan_counts_the_replicas(small_text, capsys):
     def peak(*flags):
         train_command(["--plan", "--data", str(small_text), "--scheduler", "threads", "--threads", "2", *flags])
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("optimizer"))

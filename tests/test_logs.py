@@ -1,4 +1,4 @@
-"""Tests of a run's metrics, as lines of JSON and as TensorBoard's events, which must say the same."""
+"""Tests of a run's metrics, as lines of JSON and as equal TensorBoard events."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ TOKENS = 4 * 16  # of a step of the smallest run
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory, small_text):
-    """A run that went on from its step 6, what it had done until step 9 once more."""
+    """A run that continued from its step 6, what it had done until step 9 once more."""
     out = tmp_path_factory.mktemp("run") / "run"
     fit(small_text, out, save_every=3, keep=9, validate_every=4, log="tensorboard", steps=9)
     shutil.rmtree(out / "step-00000009")
@@ -31,15 +31,15 @@ def events(out):
     """The scalars that TensorBoard itself reads: (step, value) by tag."""
     found = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
     scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-    return {tag: values for tag, values in scalars.items() if values}  # of some all were dropped as told twice
+    return {tag: values for tag, values in scalars.items() if values}  # some steps were dropped as duplicates
 
 
-def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
+def test_metrics_of_a_step(logged):
     records = metrics_of(logged)
     assert [record["step"] for record in records] == list(range(STEPS))
     assert [record["tokens"] for record in records] == [TOKENS * (step + 1) for step in range(STEPS)]
     seconds = [record["seconds"] for record in records]
-    assert seconds == sorted(seconds), "a run that is gone on with has trained as long as all its processes"
+    assert seconds == sorted(seconds), "a run that is continued has trained as long as all its processes"
     operations = step_operations(MODEL, 4, 16)
     for record in records:
         took = TOKENS / record["tokens_per_s"]
@@ -50,7 +50,7 @@ def test_a_step_says_how_far_and_how_fast_it_is_and_what_it_takes(logged):
     assert [record["step"] for record in records if "validation_s" in record] == [3, 7, 11]
 
 
-def test_the_times_of_the_passes_are_told_now_and_then(logged):
+def test_pass_times_are_logged_periodically(logged):
     """Of a step that chooses neither chunks nor grain."""
     told = [record for record in metrics_of(logged) if "forward_s" in record]
     assert told
@@ -61,7 +61,7 @@ def test_the_times_of_the_passes_are_told_now_and_then(logged):
         assert busy < TOKENS / record["tokens_per_s"]
 
 
-def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
+def test_tensorboard_events_match_the_metrics(logged):
     expected = {}
     for record in metrics_of(logged):
         for tag, value in tagged(record):
@@ -71,13 +71,13 @@ def test_tensorboard_reads_what_the_metrics_say_each_step_once(logged):
     assert events(logged) == expected
 
 
-def test_what_workers_do_has_a_name_each():
+def test_worker_metrics_have_names():
     record = {"step": 3, "workers": {"0": {"idle": 0.5}, "1": {"idle": 0.25}}, "loss": None, "imbalance": 0.1}
     assert dict(tagged(record)) == {"workers/0/idle": 0.5, "workers/1/idle": 0.25, "run/imbalance": 0.1}
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path):
+def test_records_wait_for_disk_space(name, tmp_path):
     found = Logs()
     found.open(name, tmp_path, {"run": {"steps": 50}}, None)
     errors = []
@@ -101,7 +101,7 @@ def test_what_has_no_room_is_kept_and_written_whole_once_there_is(name, tmp_path
         assert events(tmp_path)["loss/loss"] == [(step, 1.5 * step) for step in range(51)]
 
 
-def test_logs_that_cannot_be_are_refused_before_anything_runs(small_text, tmp_path, monkeypatch):
+def test_impossible_logs_are_refused_at_once(small_text, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="log=tensorbord. Did you mean tensorboard"):
         fit(small_text, tmp_path / "out", log="tensorbord")
     assert not (tmp_path / "out").exists()
@@ -115,7 +115,7 @@ def test_logs_that_cannot_be_are_refused_before_anything_runs(small_text, tmp_pa
     assert chosen_sinks("metrics, tensorboard,", "out") == ("metrics", "tensorboard")
 
 
-def test_lines_that_are_no_records_are_passed_over(tmp_path):
+def test_invalid_metric_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = b'{"step": 0}\n', b'{"step": 1}\n', b'{"step": 3}\n'
     wrong = b'{"step": 1, "again": 1}\n', b"[1]\n", b'{"loss": 1}\n', b'{"step": "2"}\n', b"x\n", b'{"step": 4}\n'
@@ -123,7 +123,7 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path):
     assert [line for _, line in metrics_lines(path, 4)] == list(good)
 
 
-def test_a_result_tells_what_was_no_step(small_text, tmp_path):
+def test_result_has_timers(small_text, tmp_path):
     result = fit(small_text, tmp_path / "run", validate_every=4)
     assert list(result.timers) == list(PARTS)
     assert min(result.timers[part] for part in ("validation", "logs", "checkpoints")) > 0

@@ -1,11 +1,11 @@
-"""Test that pages say what the data of measurements say, and that these are records."""
+"""Tests that the tables of pages match the recorded measurements, and that these are valid records."""
 
 from measurements import DATA, main
 
 from daskgpt.profiling.records import read_records
 
 
-def test_pages_are_those_of_the_data():
+def test_pages_match_the_data():
     assert main([]) == 0, "write them anew with: python benchmarks/measurements.py --write"
 
 

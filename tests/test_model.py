@@ -1,4 +1,4 @@
-"""Tests of the whole model: golden values, gradients in a random direction, schedulers, chunks, what building does."""
+"""Tests of the whole model: golden values, gradients in a random direction, schedulers and chunks."""
 
 import json
 
@@ -104,7 +104,7 @@ def test_public_names():
         daskgpt.nothing  # noqa: B018
 
 
-def test_a_digest_knows_every_bit_of_a_model(random):
+def test_digest_depends_on_every_bit(random):
     parameters = random_parameters(SMALL, random)
     found = daskgpt.digest(parameters)
     assert daskgpt.digest({name: value.copy() for name, value in reversed(parameters.items())}) == found

@@ -10,7 +10,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_results(path):
+def test_notebooks_are_stored_without_outputs(path):
     code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert code
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
@@ -20,7 +20,7 @@ def test_a_notebook_is_stored_without_results(path):
     ("answer", "worth", "more"),
     [(None, "Your turn.", ""), (2, "Right.", "two"), (3, "Not yet.", "count"), ("two", "Not yet.", "TypeError")],
 )
-def test_a_puzzle_says_what_an_answer_is_worth(answer, worth, more):
+def test_puzzle_verdicts(answer, worth, more):
     told = puzzle(answer, lambda x: x + 1 == 3, "count", "two")
     assert bool(told) == (worth == "Right.")
     assert str(told).startswith(worth)

@@ -98,7 +98,7 @@ def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
 @needs_own_product
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_every_layer_has_the_same_bits_however_the_batch_is_cut(layer, groups):
+def test_chunks_change_no_bit_of_any_layer(layer, groups):
     """Forward and gradients: no row depends on its company, no sum on where a chunk ends."""
     values, expected = arguments_of(layer), None
     for chunk in CHUNKS["odd"]:
@@ -129,7 +129,7 @@ EXPECTED = json.loads((Path(__file__).parent / "golden" / "bits.json").read_text
 
 @needs_own_product
 @pytest.mark.parametrize(("name", "precision"), CASES)
-def test_the_bits_are_those_of_every_other_machine(name, precision):
+def test_bits_match_the_golden_bits(name, precision):
     """Files of expected bits: float32 has one number, bfloat16 one for each unit."""
     with multiplying(precision) as own:
         key = precision if precision == own else f"{own} {precision}"
@@ -138,7 +138,7 @@ def test_the_bits_are_those_of_every_other_machine(name, precision):
         assert bits_after_steps(MODELS[name], own, Dials(CHUNKS[name][2]), 20) == EXPECTED[key][name]
 
 
-def test_a_sample_of_the_campaign_finds_nothing():
+def test_sample_of_the_campaign():
     """Other cases each time; DASKGPT_TEST_SEED repeats them. The whole campaign: see CONTRIBUTING.md."""
     print(f"{SEED}={(number := seed())}")
     found = [campaign.check(number, case, clusters=False) for case in range(4)]

@@ -1,4 +1,4 @@
-"""Tests of a vocabulary that is learned from the text that is trained on."""
+"""Tests of a vocabulary that is learned from the training text."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def text(tmp_path):
     return path
 
 
-def test_a_vocabulary_is_learned_from_what_is_trained_on(text, monkeypatch):
+def test_vocabulary_is_learned_from_the_training_part(text, monkeypatch):
     dataset = load_dataset(str(text), "learn:270", held_out=END)
     encoding = get_encoding(dataset.encoding_name)
     whole = text.read_text()
@@ -43,7 +43,7 @@ def test_a_vocabulary_is_learned_from_what_is_trained_on(text, monkeypatch):
     assert load_dataset(str(text), "learn:270").encoding_name == whole
 
 
-def test_a_run_says_its_loss_by_the_text_and_keeps_its_vocabulary(text, tmp_path, capsys):
+def test_run_reports_loss_per_byte_and_keeps_its_vocabulary(text, tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--encoding", "learn:300", "--sample-tokens", "0", "--steps", "6"]
     train.main([*SMALL, *flags, "--data", str(text), "--out", str(out)])

@@ -1,4 +1,4 @@
-"""Tests of curves of runs: what is read from their metrics, what is drawn, and what is refused."""
+"""Tests of `daskgpt.plot`: reading of metrics, pictures, and errors."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def two(tmp_path_factory):
     return write_run(folder / "quick"), write_run(folder / "slow", slower=40.0)
 
 
-def test_curves_are_what_a_run_has_written(small_text, tmp_path):
+def test_curves_match_the_metrics(small_text, tmp_path):
     run = tmp_path / "first"
     fit(small_text, run, validate_every=4)
     (curves,) = read_runs([str(run)])
@@ -45,7 +45,7 @@ def test_curves_are_what_a_run_has_written(small_text, tmp_path):
     assert not curves.has("norm")
 
 
-def test_means_start_with_the_first_value_and_pass_over_what_is_not_told(two):
+def test_smoothing_skips_missing_values(two):
     values = np.array([np.nan, 4.0, 4.0, np.nan, 4.0, 0.0])
     assert running_mean(values, 1).tolist()[1:] == [4, 4, 4, 4, 0]
     weights = np.array([1, 2 / 3, 4 / 9, 8 / 27])
@@ -56,7 +56,7 @@ def test_means_start_with_the_first_value_and_pass_over_what_is_not_told(two):
         assert curves.means["loss"].tolist() == running_mean(curves.values["loss"], length).tolist()
 
 
-def test_runs_are_told_apart_by_as_much_of_their_paths_as_it_takes(tmp_path):
+def test_run_labels_are_distinct(tmp_path):
     paths = [write_run(tmp_path / name, 3) for name in ("a/run", "b/run")]
     names = [curves.name for curves in read_runs([*paths, f"{paths[0]}/metrics.jsonl"])]
     assert names == ["a/run", "b/run", "a/run"]
@@ -74,7 +74,7 @@ def test_the_command_writes_each_kind_of_file(two, tmp_path, capsys):
     assert all(f"<!-- {words} -->" in page for words in ("quick", "slow", "minutes of training", "validation"))
 
 
-def test_a_picture_has_the_panels_that_its_runs_tell_something_for(two, tmp_path):
+def test_picture_has_the_panels_of_its_runs(two, tmp_path):
     def panels(svg):
         return set(re.findall(rb'<g id="(axes_\d+)"', svg))
 
@@ -95,7 +95,7 @@ NO_RUNS += [(b'{"step": 0, "loss": 1.0}\n{"step": 0, "loss": 1.0}\n', "line=2"),
 
 
 @pytest.mark.parametrize(("content", "keyword"), NO_RUNS)
-def test_what_is_no_run_is_refused(content, keyword, tmp_path):
+def test_other_folders_are_refused(content, keyword, tmp_path):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=keyword):

@@ -1,4 +1,4 @@
-"""Tests of preparing tokens: the same bytes whoever encodes and however often it was stopped, and refusals."""
+"""Tests of preparing tokens: the same bytes with any scheduler and any number of stops, and errors."""
 
 import fcntl
 import gzip
@@ -64,7 +64,7 @@ def learned(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("encoding", ["bytes", "learned"])
-def test_tokens_are_those_of_the_whole_text(encoding, learned, tmp_path, monkeypatch):
+def test_tokens_match_the_whole_text(encoding, learned, tmp_path, monkeypatch):
     """Of a text in several blocks nothing is left out but its validation, and no cut is in a token."""
     text, path = text_of(800_000), tmp_path / "text.txt"
     path.write_bytes(text.encode())
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_the_whole_text(encoding, learned, tmp_path, monkeyp
         np.testing.assert_array_equal(tokens_of(folder, part), [codec.eot_token, *encode(codec, whole)])
 
 
-def test_every_passage_is_in_one_part_behind_an_end_of_text(expected, corpus):
+def test_every_passage_is_in_one_part(expected, corpus):
     """What is joined from both parts are the texts, cut at end-of-text."""
     manifest = read_manifest(expected, "test")
     pieces = []
@@ -101,7 +101,7 @@ def test_every_passage_is_in_one_part_behind_an_end_of_text(expected, corpus):
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "jsonl", "jsonl.gz", "parquet"])
-def test_packed_files_have_the_tokens_of_plain_ones(kind, tmp_path):
+def test_compressed_files_give_the_same_tokens(kind, tmp_path):
     """Whatever carries the documents; of packed text also where it is cut into blocks."""
     documents = [text_of(2000, seed=number) for number in range(400)]
     packed = tmp_path / "packed"
@@ -143,7 +143,7 @@ def test_a_separator_divides_a_text_into_documents(learned, tmp_path):
     assert marks == manifest.train.documents + manifest.val.documents < 100, "else it is text like any other"
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_undecodable_bytes(tmp_path):
     path, good = tmp_path / "a.jsonl", [json.dumps({"text": f"good {number}"}).encode() for number in range(100)]
     path.write_bytes(b"\n".join([*good[:50], b'{"text": "b\xffd"}', b'{"text": "half \\ud83d"}', *good[50:]]))
     place = sum(len(line) + 1 for line in good[:50]) + 11
@@ -159,21 +159,19 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("who", ["sync", "threads --threads 1", "threads --threads 4"])
-def test_the_bytes_are_the_same_whoever_encodes(who, corpus, expected, tmp_path):
+def test_schedulers_give_the_same_bytes(who, corpus, expected, tmp_path):
     assert files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", *who.split())) == files_of(expected)
 
 
-def test_the_bytes_are_the_same_of_a_cluster_and_what_is_done_is_not_done_again(
-    cluster, corpus, expected, tmp_path, capsys
-):
+def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(cluster, corpus, expected, tmp_path, capsys):
     cluster.have(2)
     for _ in range(2):
         assert files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", cluster.address)) == files_of(expected)
-    assert "was there already" in capsys.readouterr().out
+    assert "already existed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("between", [1, 2, 32])
-def test_a_preparation_that_is_stopped_goes_on_to_the_same_bytes(between, corpus, expected, tmp_path, monkeypatch):
+def test_stopped_preparation_continues_to_the_same_bytes(between, corpus, expected, tmp_path, monkeypatch):
     """Stopped before each block, with a journal that knows all blocks before it, or some."""
     monkeypatch.setattr("daskgpt.data.corpus.folder.BLOCKS_BETWEEN", between)
     out, take, begun = tmp_path / "out", FolderWriter.take, []
@@ -192,7 +190,7 @@ def test_a_preparation_that_is_stopped_goes_on_to_the_same_bytes(between, corpus
         with pytest.raises(RuntimeError, match="stopped"):
             prepared(tmp_path, corpus, *SHARDS, "--scheduler", "sync")
         assert not (out / MANIFEST).exists()
-        with pytest.raises((FileNotFoundError, ValueError), match="must hold prepared tokens, to the end"):
+        with pytest.raises((FileNotFoundError, ValueError), match="must be complete"):
             load_prepared(out)
     monkeypatch.setattr(FolderWriter, "take", take)
     assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
@@ -200,7 +198,7 @@ def test_a_preparation_that_is_stopped_goes_on_to_the_same_bytes(between, corpus
     assert begun == {1: [0, 0, 1, 1, 2, 2, 3], 2: [0, 0, 1, 0, 1, 2, 2, 3], 32: [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]}[between]
 
 
-def test_a_full_disk_is_one_error_and_room_lets_it_go_on(corpus, expected, tmp_path):
+def test_preparation_continues_after_a_full_disk(corpus, expected, tmp_path):
     with full_disk(500_000), pytest.raises(OSError, match="File too large"):
         prepared(tmp_path, corpus, *SHARDS)
     assert not (tmp_path / "out" / MANIFEST).exists()
@@ -210,7 +208,7 @@ def test_a_full_disk_is_one_error_and_room_lets_it_go_on(corpus, expected, tmp_p
 # Learned vocabularies
 
 
-def test_a_learned_vocabulary_goes_with_the_model(corpus, tmp_path, monkeypatch, capsys):
+def test_learned_vocabulary_is_stored_with_the_model(corpus, tmp_path, monkeypatch, capsys):
     folder = prepared(tmp_path, corpus / "below", "--learn-vocabulary", 300)
     codec = get_encoding(read_vocabulary(folder / VOCABULARY_FILE))
     assert (codec.n_vocab, codec.eot_token) == (300, 299)
@@ -228,7 +226,7 @@ def test_a_learned_vocabulary_goes_with_the_model(corpus, tmp_path, monkeypatch,
     assert capsys.readouterr().out.startswith("the quick")
 
 
-def test_training_goes_on_with_a_vocabulary_that_came_from_a_file(corpus, learned, tmp_path, monkeypatch):
+def test_resume_with_a_vocabulary_from_a_file(corpus, learned, tmp_path, monkeypatch):
     out = tmp_path / "run"
     trained("--data", corpus / "below" / "29.md", "--encoding", learned, *SMALL, "--steps", 2, "--out", out)
     forget_vocabularies(monkeypatch)
@@ -257,9 +255,9 @@ REFUSED = [
     ("c.jsonl", ValueError, "fields=list"),
     ("a.jsonl --field body", ValueError, "must be text.*byte=0"),
     ("b.jsonl", ValueError, "must be JSON"),
-    ("cut.gz", ValueError, "compressed file must be whole"),
-    ("wrong.zst", ValueError, "compressed file must be whole"),
-    ("wrong.parquet", ValueError, "whole Parquet"),
+    ("cut.gz", ValueError, "compressed file must be complete"),
+    ("wrong.zst", ValueError, "compressed file must be complete"),
+    ("wrong.parquet", ValueError, "complete Parquet"),
     ("a.jsonl --encoding wrong.tiktoken", ValueError, "vocabulary's lines"),
     ("a.jsonl --encoding gpt2 --learn-vocabulary 300", ValueError, "learned or given"),
     ("a.jsonl --shard-tokens 3G", ValueError, "shard_tokens"),
@@ -290,7 +288,7 @@ def test_columns_that_are_refused(tmp_path):
             prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out=name)
 
 
-def test_folders_of_somebody_else_and_of_other_settings_are_left_alone(corpus, tmp_path):
+def test_foreign_folders_are_left_alone(corpus, tmp_path):
     flags = (corpus / "below", *BYTES)
     with pytest.raises(ValueError, match="must be new, empty, or begun"):
         prepared(tmp_path, *flags, out=corpus)
@@ -304,7 +302,7 @@ def test_folders_of_somebody_else_and_of_other_settings_are_left_alone(corpus, t
         prepared(tmp_path, *flags)
 
 
-def test_two_at_once_do_not_write_one_folder(corpus, tmp_path):
+def test_folder_is_locked(corpus, tmp_path):
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / LOCK).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -315,7 +313,7 @@ def test_two_at_once_do_not_write_one_folder(corpus, tmp_path):
 
 
 DAMAGES = [
-    (MANIFEST, lambda content: content.replace(b'"ids": 257', b'"ids": 258'), "manifest must be as it was written"),
+    (MANIFEST, lambda content: content.replace(b'"ids": 257', b'"ids": 258'), "manifest must be unchanged"),
     ("train_000000.bin", lambda content: content[:-2], "by its header"),
     ("val_000000.bin", None, "file must exist"),
 ]
@@ -333,8 +331,11 @@ def test_a_damaged_folder_is_refused(name, damage, keyword, expected, tmp_path):
         load_prepared(folder)
 
 
-def test_training_refuses_what_does_not_fit(expected, tmp_path):
-    for flags, keyword in (("--encoding gpt2", "must be the one"), ("--vocabulary 100", "must know every token id")):
+def test_training_refuses_mismatched_tokens(expected, tmp_path):
+    for flags, keyword in (
+        ("--encoding gpt2", "must be that of the tokens"),
+        ("--vocabulary 100", "must know every token id"),
+    ):
         with pytest.raises(ValueError, match=keyword):
             train.main(["--data", str(expected), *flags.split(), "--out", str(tmp_path / "run")])
 

@@ -1,4 +1,4 @@
-"""Tests of what a person sees of a run: in a terminal, in a file, from Python."""
+"""Tests of the output of a run: in a terminal, in a file, from Python."""
 
 import fcntl
 import io
@@ -30,7 +30,7 @@ def fitted(tmp_path_factory):
 
 
 def shown_in_terminal(columns, steps):
-    """What a terminal with so many columns is sent in a run of so many steps with a validation each 20."""
+    """Return the output to a terminal of some width for a run of some steps with a validation every 20."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     read = []
@@ -56,7 +56,7 @@ def shown_in_terminal(columns, steps):
 
 
 @pytest.mark.parametrize("columns", [200, 80, 60, 40])
-def test_a_terminal_has_one_line_that_fits_and_a_line_for_each_validation(columns):
+def test_progress_in_a_terminal(columns):
     written = shown_in_terminal(columns, 60)
     shown, left = shown_lines(written), left_lines(written)
     assert max(map(len, shown)) < min(columns, 121)
@@ -70,7 +70,7 @@ def test_a_terminal_has_one_line_that_fits_and_a_line_for_each_validation(column
     assert not any(re.match(r" *\d+/60 ", line) for line in left), "the line that is written over is gone in the end"
 
 
-def test_words_beside_the_bar_are_dropped_in_an_order_that_keeps_the_loss():
+def test_progress_words_fit_the_width():
     progress = Progress(100_000, stream=io.StringIO())
     progress.begin()
     progress.step({"loss": 10.9, "tokens_per_s": 1_234_567.0, "validation_loss": 11.25})
@@ -89,7 +89,7 @@ def test_words_beside_the_bar_are_dropped_in_an_order_that_keeps_the_loss():
     ]
 
 
-def test_a_file_gets_a_line_now_and_then_with_the_smoothed_loss():
+def test_progress_in_a_file():
     written = {}
     for every in (0, 3600):
         stream = io.StringIO()
@@ -108,7 +108,7 @@ def test_a_file_gets_a_line_now_and_then_with_the_smoothed_loss():
 
 
 @pytest.mark.parametrize(("width", "lines"), [(0, 1), (22, 1), (39, 1), (38, 2), (23, 3)])
-def test_a_line_of_the_header_is_cut_at_words(width, lines):
+def test_header_lines_wrap_at_words(width, lines):
     line = "scheduler  Dask's threaded, two threads"
     found = wrapped(line, width).splitlines()
     assert len(found) == lines
@@ -116,7 +116,7 @@ def test_a_line_of_the_header_is_cut_at_words(width, lines):
     assert " ".join(part.strip() for part in found) == line
 
 
-def test_from_python_the_same_header_is_printed_unless_quiet(fitted, capfd):
+def test_fit_prints_the_header_unless_quiet(fitted, capfd):
     fitted(quiet=True)
     capfd.readouterr()  # what compiling said
     fitted()
@@ -130,7 +130,7 @@ def test_from_python_the_same_header_is_printed_unless_quiet(fitted, capfd):
     assert len(result.losses) == 4
 
 
-def test_a_result_fits_on_a_screen(fitted):
+def test_result_repr(fitted):
     result = fitted(quiet=True)
     lines = repr(result).splitlines()
     assert re.fullmatch(r"Result of 4 steps in \d+\.\d s", lines[0])

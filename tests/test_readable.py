@@ -1,4 +1,4 @@
-"""Tests of a model's output as it is shown: text as it is, and nothing else that a terminal would act on."""
+"""Tests of a model's output as shown: text is unchanged, and no control sequence reaches a terminal."""
 
 import re
 
@@ -28,12 +28,12 @@ SHOWN = {
 
 @pytest.mark.parametrize("name", SHOWN)
 @pytest.mark.parametrize("piece", [1, 2, 3, 1000])
-def test_what_is_shown_does_not_depend_on_where_tokens_end(name, piece):
+def test_shown_text_does_not_depend_on_token_boundaries(name, piece):
     data, expected = SHOWN[name]
     assert "".join(sanitized(data[start : start + piece] for start in range(0, len(data), piece))) == expected
 
 
-def test_any_printable_text_stays_as_it_is_and_nothing_that_steers_is_left_of_random_bytes(random):
+def test_random_text_and_bytes_are_sanitized(random):
     for _ in range(50):
         codes = random.integers(0x20, 0x2FFFF, 40)
         text = "".join(character for character in map(chr, codes) if character.isprintable())

@@ -9,12 +9,12 @@ from daskgpt.config.run import RECIPES
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_a_recipe_is_flags_that_are_known(name):
+def test_recipes_have_known_flags(name):
     size = train.parser().parse_args(RECIPES[name].split()).preset
     assert train.parsed(["--preset", name]).preset == size
 
 
-def test_what_is_given_beside_a_recipe_comes_after_it(tmp_path):
+def test_flags_override_a_recipe(tmp_path):
     pytest.importorskip("tokenizers")
     out, text = tmp_path / "run", write_text(tmp_path)
     flags = ["--validation-batches", "2", "--steps", "3", "--warmup", "1", "--sample-tokens", "0", "--blocks", "1"]

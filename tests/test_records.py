@@ -1,4 +1,4 @@
-"""Tests of records of measurements: what a line holds, what is refused, and that a file has whole lines."""
+"""Tests of records of measurements: their content, errors, and complete lines."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def path(tmp_path):
     return tmp_path / "all.jsonl"
 
 
-def test_a_figure_has_its_turns_and_what_follows_from_them():
+def test_figures_have_turns_and_statistics():
     figure = RECORD.figures["step"]
     assert figure.turns == (300, 100, 200)
     assert (figure.least, figure.q1, figure.median, figure.q3, figure.largest) == (100, 150, 200, 250, 300)
@@ -33,7 +33,7 @@ def test_a_figure_has_its_turns_and_what_follows_from_them():
         Spread(())
 
 
-def test_what_is_written_is_read(path):
+def test_records_round_trip(path):
     other = replace(RECORD, against="PyTorch", note="quiet", settings={"batch_size": 4})
     append_records(path, [RECORD])
     append_records(path, [other, RECORD])
@@ -66,7 +66,7 @@ NO_RECORDS = [b"{}", b"[1]", b"no json", b'{"figures": {"a": 1}}', RECORD.line()
 
 
 @pytest.mark.parametrize("line", NO_RECORDS)
-def test_what_is_no_record_is_refused_and_nothing_is_added(path, line):
+def test_invalid_records_are_not_written(path, line):
     path.write_bytes(RECORD.line() + line + b"\n")
     with pytest.raises(ValueError, match="line=2"):
         check_records(path)
@@ -75,14 +75,14 @@ def test_what_is_no_record_is_refused_and_nothing_is_added(path, line):
     assert path.read_bytes() == RECORD.line() + line + b"\n"
 
 
-def test_a_line_that_a_power_cut_left_is_no_record_and_is_written_over(path):
+def test_partial_last_line_is_overwritten(path):
     path.write_bytes(RECORD.line() + RECORD.line()[:50])
     assert read_records(path) == [RECORD]
     append_records(path, [RECORD])
     assert path.read_bytes() == RECORD.line() * 2
 
 
-def test_where_there_is_no_room_the_file_stays_as_it_was(path, monkeypatch):
+def test_full_disk_leaves_the_file_unchanged(path, monkeypatch):
     append_records(path, [RECORD])
 
     def full(descriptor):
@@ -100,7 +100,7 @@ def test_several_add_whole_lines(path):
     assert read_records(path) == [RECORD] * 30
 
 
-def test_the_command_is_what_somebody_types_to_measure_the_same():
+def test_recorded_command_repeats_the_measurement():
     words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--log", "my file"]
     assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --log 'my file'"
     assert command_line("daskgpt.bench", ["--record=x", "--steps", "2"]) == "python -m daskgpt.bench --steps 2"

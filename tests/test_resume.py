@@ -1,4 +1,4 @@
-"""Tests of runs that are gone on with: the same bits as without a stop, what may change, and what is refused."""
+"""Tests of resumed runs: the bits of an uninterrupted run, settings that may change, and errors."""
 
 import math
 import os
@@ -39,7 +39,7 @@ def copy(stopped, tmp_path):
 
 
 def assert_whole(out, whole):
-    """It is as if it had never been stopped."""
+    """Check that a run equals an uninterrupted one."""
     assert losses_of(out) == losses_of(whole)
     assert tensors_of(out) == tensors_of(whole)
 
@@ -51,9 +51,7 @@ def resume(*arguments):
 @pytest.mark.parametrize(
     ("first", "then"), [(THREADS, SYNC), (SYNC, THREADS), (OVERLAPPING, SYNC), (THREADS, OVERLAPPING)]
 )
-def test_stopped_and_resumed_under_other_dials_is_the_run_that_was_not_stopped(
-    small_text, tmp_path, whole, first, then
-):
+def test_resume_with_other_dials_changes_no_bit(small_text, tmp_path, whole, first, then):
     out = tmp_path / "run"
     assert fit(small_text, out, dataflow=first, save_every=6, on_step=stopping_at(6)).stopped
     result = daskgpt.fit(resume=out, dataflow=then, quiet=True)
@@ -65,7 +63,7 @@ def test_stopped_and_resumed_under_other_dials_is_the_run_that_was_not_stopped(
     assert config_of(out)["dataflow"]["scheduler"] == then["scheduler"]
 
 
-def test_on_step_ends_a_run_that_is_gone_on_with_again_and_again(small_text, whole, tmp_path):
+def test_on_step_stops_and_run_resumes_repeatedly(small_text, whole, tmp_path):
     out, seen = tmp_path / "run", []
     fit(small_text, out, on_step=stopping_at(2))
     stop = lambda step, metrics: seen.append(step) or step in (2, 6)  # noqa: E731
@@ -79,10 +77,8 @@ def test_on_step_ends_a_run_that_is_gone_on_with_again_and_again(small_text, who
     assert_whole(out, whole)
 
 
-def test_a_cluster_goes_on_with_a_run_of_threads_and_threads_with_that_of_a_cluster(
-    small_text, tmp_path, whole, cluster, monkeypatch
-):
-    """The cluster's checkpoints are fetched while it goes on."""
+def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, cluster, monkeypatch):
+    """The cluster's checkpoints are fetched while it continues."""
     cluster.have(2)
     monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # it ends after one
     out = tmp_path / "run"
@@ -113,11 +109,11 @@ def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer,
         ("optimizer.safetensors", lambda content: content[:-9] + b"x" + content[-8:], "SHA-256"),
         ("optimizer.safetensors", None, "cannot be read"),
         ("state.json", lambda content: content[:300], "no JSON"),
-        ("state.json", lambda content: content.replace(b'"step": 7', b'"step": 8'), "not what was written"),
+        ("state.json", lambda content: content.replace(b'"step": 7', b'"step": 8'), "has changed"),
         ("state.json", None, "missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_passed_over_and_kept(copy, whole, capfd, name, damage, said):
+def test_damaged_checkpoint_is_reported_and_skipped(copy, whole, capfd, name, damage, said):
     folder = copy / "step-00000007"
     content = (folder / name).read_bytes()
     (folder / name).unlink()
@@ -170,12 +166,12 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
         ("--out", "elsewhere", "out=elsewhere"),
     ],
 )
-def test_what_a_run_keeps_is_refused_with_a_list_of_what_may_change(copy, flag, value, got):
+def test_refused_changes_list_what_may_change(copy, flag, value, got):
     with pytest.raises(ValueError, match=f"keeps .*{got}.* May change: --learning-rate, .*--window, --steps, .*--log"):
         resume(copy, flag, value)
 
 
-def test_python_s_arguments_are_looked_at(copy, small_text):
+def test_resume_checks_python_arguments(copy, small_text):
     with pytest.raises(ValueError, match="own parameters"):
         daskgpt.fit(resume=copy, parameters=daskgpt.initial_parameters(MODEL, 0))
     with pytest.raises(ValueError, match="config=None"):
@@ -185,7 +181,7 @@ def test_python_s_arguments_are_looked_at(copy, small_text):
     assert (result.first, len(result.losses)) == (7, STEPS)
 
 
-def test_what_is_given_as_it_was_is_no_change(copy, small_text, whole, monkeypatch):
+def test_unchanged_settings_are_accepted(copy, small_text, whole, monkeypatch):
     monkeypatch.chdir(copy.parent)
     same = ("--batch-size", 4, "--out", copy, "--encoding", "auto", "--precision", "auto", "--sample-tokens", 0)
     assert resume("run", "--data", small_text, *same) == 0
@@ -205,7 +201,7 @@ def test_steps_and_learning_rate_may_change(copy, whole):
     assert len(daskgpt.fit(resume=copy, run=daskgpt.RunConfig(steps=16, save_every=5), quiet=True).losses) == 16
 
 
-def test_a_run_folder_may_be_moved_and_copied_by_what_follows_links(stopped, whole, tmp_path):
+def test_moved_or_copied_run_resumes(stopped, whole, tmp_path):
     copy = shutil.copytree(stopped, tmp_path / "elsewhere")
     assert not (copy / "latest").is_symlink()
     daskgpt.fit(resume=copy, quiet=True)
@@ -214,7 +210,7 @@ def test_a_run_folder_may_be_moved_and_copied_by_what_follows_links(stopped, who
     assert config_of(copy)["run"]["out"] == str(copy)
 
 
-def test_metrics_beyond_the_checkpoint_are_not_counted_twice_and_missing_ones_are_told(copy, whole, capfd):
+def test_metrics_are_cut_back_and_gaps_reported(copy, whole, capfd):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     beyond = '{"step": 7, "loss": 9.0}\n{"step": 8, "loss": 9.0}\n{"step": 9, "lo'
     (copy / "metrics.jsonl").write_text("".join(lines[:2] + lines[4:]) + beyond)
@@ -227,7 +223,7 @@ def test_metrics_beyond_the_checkpoint_are_not_counted_twice_and_missing_ones_ar
     assert [(record["step"], record["loss"]) for record in records[2:]] == list(enumerate(losses_of(whole)))[4:]
 
 
-def test_data_that_have_changed_are_refused(small_text, tmp_path):
+def test_changed_data_are_refused(small_text, tmp_path):
     other = shutil.copy(small_text, tmp_path / "text.txt")
     fit(other, tmp_path / "run", on_step=stopping_at(3))
     Path(other).write_text("L" + small_text.read_text()[1:])
@@ -237,7 +233,7 @@ def test_data_that_have_changed_are_refused(small_text, tmp_path):
     daskgpt.fit(resume=tmp_path / "run", quiet=True)
 
 
-def test_a_run_is_held_while_it_trains_and_by_the_process_that_is_named(small_text, tmp_path):
+def test_run_folder_is_locked(small_text, tmp_path):
     refusals = []
 
     def on_step(step, metrics):
@@ -250,7 +246,7 @@ def test_a_run_is_held_while_it_trains_and_by_the_process_that_is_named(small_te
     RunFolder(str(tmp_path / "run"), resumed=True).close()
 
 
-def test_what_killed_processes_have_left_is_removed(copy, whole):
+def test_leftovers_of_killed_processes_are_removed(copy, whole):
     for name in (".step-00000009.1-ab.tmp", ".step-00000003.1-ab.tmp"):
         (copy / name).mkdir()
         (copy / name / "model.safetensors").write_bytes(b"half")

@@ -1,4 +1,4 @@
-"""Tests of objects as people look at them: a screen in a terminal, and HTML in a notebook."""
+"""Tests of the display of objects: text in a terminal, and HTML in a notebook."""
 
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -66,7 +66,7 @@ def timeline():
 
 
 @pytest.mark.parametrize(("make", "parts"), SHOWN)
-def test_a_repr_fits_on_a_screen_and_html_says_the_same(make, parts, timeline):
+def test_repr_and_html_agree(make, parts, timeline):
     made = make(timeline)
     shown = repr(made)
     assert len(shown.splitlines()) <= 40
@@ -78,13 +78,13 @@ def test_a_repr_fits_on_a_screen_and_html_says_the_same(make, parts, timeline):
     assert len(made._repr_html_()) < 200_000
 
 
-def test_what_is_not_the_default_stands_first():
+def test_changed_settings_come_first():
     text = text_of(daskgpt.OptimizerConfig(weight_decay=0.25)._repr_html_())
     assert text.index("weight_decay 0.25 *") < text.index("learning_rate")
     assert text.count("*") == 1
 
 
-def test_a_plan_is_of_so_many_workers():
+def test_plan_for_workers():
     assert len(daskgpt.plan(MODEL, DATA | {"groups": 2}, dataflow={"batch_chunk": 2}, workers=2).loads) == 2
     with pytest.raises(ValueError, match="workers must come without local_steps"):
         daskgpt.plan(MODEL, DATA, local={"local_steps": 5}, workers=2)
@@ -98,7 +98,7 @@ def test_a_timeline_is_drawn_with_a_bounded_number_of_strips(timeline):
     assert "no events" in text_of(empty._repr_html_())
 
 
-def test_a_curve_has_what_is_finite_and_its_end():
+def test_curve_has_finite_values_and_its_end():
     points = svg_curve([*np.linspace(5, 1, 9999), float("inf"), 0.0], "loss").split('points="')[1].split('"')[0]
     assert len(points.split()) <= 402
     assert points.split()[0] == "0.0,4.0"
@@ -106,5 +106,5 @@ def test_a_curve_has_what_is_finite_and_its_end():
     assert svg_curve([1.0], "loss") == svg_curve([], "loss") == svg_curve([float("nan")] * 3, "loss") == ""
 
 
-def test_what_stands_in_a_cell_is_text():
+def test_cells_are_escaped():
     assert text_of(html_table("<i>", [["a & b", "<script>"]])) == "<i> a & b <script>"

@@ -1,4 +1,4 @@
-"""Tests of a run's folder: when it is written, what its files say, and what is refused."""
+"""Tests of a run's folder: when it is written, the content of its files, and errors."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from daskgpt.training import run_folder
 from daskgpt.training.run_folder import RunFolder
 
 
-def test_a_folder_that_is_named_is_written_and_none_otherwise(small_text, tmp_path, monkeypatch):
+def test_only_a_named_folder_is_written(small_text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert fit(small_text, "", steps=3).checkpoint is None
     assert list(tmp_path.iterdir()) == []
@@ -23,7 +23,7 @@ def test_a_folder_that_is_named_is_written_and_none_otherwise(small_text, tmp_pa
     assert {path: path.read_bytes() for path in Path("named").rglob("*") if path.is_file()} == before
 
 
-def test_the_command_line_names_a_folder_itself(small_text, tmp_path, monkeypatch, capfd):
+def test_command_line_chooses_a_folder(small_text, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_folder.time, "strftime", lambda pattern: "now")
     Path("runs/now").mkdir(parents=True)
@@ -34,7 +34,7 @@ def test_the_command_line_names_a_folder_itself(small_text, tmp_path, monkeypatc
     assert config_of(folder)["run"]["out"] == str(folder.resolve())
 
 
-def test_the_configuration_is_what_was_used(small_text, tmp_path, monkeypatch):
+def test_configuration_matches_the_run(small_text, tmp_path, monkeypatch):
     monkeypatch.chdir(small_text.parent)
     folder = tmp_path / "run"
     fit("text.txt", os.path.relpath(folder), dataflow={"precision": "auto"}, steps=2)
@@ -58,7 +58,7 @@ def test_the_configuration_of_a_run_on_a_cluster(small_text, tmp_path, cluster):
     assert (dataflow["threads"], dataflow["grain"]) == (2, "auto")  # each worker chooses its own
 
 
-def test_names_that_toml_has_to_escape_come_back(tmp_path):
+def test_toml_escapes_round_trip(tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
     names = {"a": 'quote " backslash \\ tab \t', "b": "\x7f delete, \u2028 line, 😀 beyond the first plane", "c": "ü"}
     folder.begin({"data": names})
@@ -78,7 +78,7 @@ def test_two_runs_into_one_folder(tmp_path):
 
 
 @pytest.mark.parametrize("below", ["file", "file/run", "file/a/b"])
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path, below):
+def test_impossible_folder_is_refused_at_once(tmp_path, below):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ValueError, match=f"{tmp_path / 'file'} is a file"):
         RunFolder(str(tmp_path / below))

@@ -92,7 +92,7 @@ NOT_WRITTEN = [
 
 
 @pytest.mark.parametrize(("tensors", "path", "error", "keyword"), NOT_WRITTEN)
-def test_what_is_not_written(tmp_path, tensors, path, error, keyword):
+def test_writes_that_are_refused(tmp_path, tensors, path, error, keyword):
     with pytest.raises(error, match=keyword):
         write_tensor_file(tmp_path / path, tensors, {}, where="test")
     assert os.listdir(tmp_path) == []
@@ -143,7 +143,7 @@ NO_INDEX = [
 
 
 @pytest.mark.parametrize(("content", "keyword"), NO_INDEX)
-def test_an_index_that_is_none(index, content, keyword):
+def test_invalid_index_is_refused(index, content, keyword):
     index.write_bytes(content)
     refused(index, keyword)
 

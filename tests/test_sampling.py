@@ -1,4 +1,4 @@
-"""Tests of tokens from a model: those of training's layers, whoever writes others; and the command that writes."""
+"""Tests of sampling: it matches the layers of training, texts of a batch are independent; and the command."""
 
 import io
 import re
@@ -22,7 +22,7 @@ def parameters():
     return random_parameters(SMALL, np.random.default_rng(5))
 
 
-def test_a_seed_gives_the_same_tokens_whatever_was_read_of_them(parameters):
+def test_seed_determines_the_tokens(parameters):
     first = list(daskgpt.sample(SMALL, parameters, [1, 2], 30, seed=3))
     tokens = daskgpt.sample(SMALL, parameters, np.array([1, 2]), 30, seed=3)
     assert [next(tokens) for _ in range(5)] == first[:5]
@@ -31,14 +31,14 @@ def test_a_seed_gives_the_same_tokens_whatever_was_read_of_them(parameters):
     assert all(type(token) is int and 0 <= token < SMALL.vocabulary for token in first)
 
 
-def test_one_likeliest_token_leaves_no_choice(parameters):
+def test_top_k_one_is_greedy(parameters):
     greedy = list(daskgpt.sample(SMALL, parameters, [4], 12, temperature=0))
     assert list(daskgpt.sample(SMALL, parameters, [4], 12, top_k=1, seed=9)) == greedy
     assert list(daskgpt.sample(SMALL, parameters, [4], 0)) == []
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_scores_are_those_of_training(norm, random):
+def test_scores_match_training(norm, random):
     rest = {"vocabulary": 37, "padded_vocabulary": 40, "positions": 90, "norm": norm}
     for heads, channels in ((3, 30), (2, 16), (1, 48), (5, 320)):
         config = daskgpt.GPT2Config(blocks=2, heads=heads, channels=channels, **rest)
@@ -53,7 +53,7 @@ def test_scores_are_those_of_training(norm, random):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_what_is_kept_changes_no_bit_of_the_scores_also_beyond_the_context(parameters, precision):
+def test_cache_changes_no_bit_of_the_scores(parameters, precision):
     weights = Weights(SMALL, parameters, precision)
     texts = Texts(weights, [[3, 1]], threads=2)
     for _ in texts.write(60, Choice()):  # almost four times the positions
@@ -64,12 +64,12 @@ def test_what_is_kept_changes_no_bit_of_the_scores_also_beyond_the_context(param
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_neither_threads_nor_other_texts_change_a_text(parameters, random, precision):
+def test_threads_and_other_texts_change_no_text(parameters, random, precision):
     weights = Weights(SMALL, parameters, precision)
     prompts = [random.integers(0, SMALL.vocabulary, length).tolist() for length in (1, 40, 7, 16, 17, 3, 9, 2, 5)]
     texts, again = (Texts(weights, prompts, threads=threads) for threads in (3, 1))
     assert len(list(texts.write(30, Choice(top_p=0.9), seed=7))) == 30
-    for count in (11, 19):  # gone on with where it was
+    for count in (11, 19):  # continued where it was
         assert len(list(again.write(count, Choice(top_p=0.9), seed=7))) == count
     assert again.tokens == texts.tokens
     first = daskgpt.sample(SMALL, parameters, prompts[0], 30, top_p=0.9, seed=7, precision=precision)
@@ -80,7 +80,7 @@ def test_neither_threads_nor_other_texts_change_a_text(parameters, random, preci
     assert len(set(map(tuple, same.tokens))) == 3  # samples of one prompt are different ones
 
 
-def test_a_text_ends_at_its_end_and_others_go_on(parameters):
+def test_each_text_ends_separately(parameters):
     texts = Texts(Weights(SMALL, parameters, "float32"), [[1], [2], [3]])
     found = np.array(list(texts.write(200, Choice(), seed=1, end=7)), object).T
     for row, tokens in zip(found, texts.tokens):
@@ -91,7 +91,7 @@ def test_a_text_ends_at_its_end_and_others_go_on(parameters):
     assert list(daskgpt.sample(SMALL, parameters, [1], 200, seed=1, end=7)) == texts.tokens[0][1:]
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely(random):
+def test_token_frequencies_match_probabilities(random):
     logits = random.normal(size=11).astype(np.float32) * 2
     weights = np.exp(logits.astype(np.float64) / 0.7)
     order = np.argsort(-weights)
@@ -107,12 +107,12 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(random):
         assert np.abs(draws - expected).max() < 5 * 0.5 / np.sqrt(4000)  # five standard deviations
 
 
-def test_top_p_is_of_the_tokens_that_top_k_leaves(random):
+def test_top_p_applies_after_top_k(random):
     logits = np.log(np.array([0.5, 0.3, 0.2], np.float32))
     assert {Choice(top_k=2, top_p=0.9)(logits, random) for _ in range(100)} == {0, 1}
 
 
-def test_an_interrupted_answer_leaves_a_text_that_goes_on(parameters):
+def test_interrupted_reply_can_be_continued(parameters):
     texts = Texts(Weights(SMALL, parameters, "float32"), [[1]], threads=2)
     writing = texts.write(20, Choice(), seed=2)
     assert len([next(writing) for _ in range(5)]) == 5
@@ -121,7 +121,10 @@ def test_an_interrupted_answer_leaves_a_text_that_goes_on(parameters):
     assert texts.tokens[0][1:] == list(daskgpt.sample(SMALL, parameters, [1], 20, seed=2))
 
 
-NO_ARGUMENTS = [({"prompt": []}, "prompt must have a token"), ({"prompt": [1, 29]}, "largest=29, vocabulary=29")]
+NO_ARGUMENTS = [
+    ({"prompt": []}, "prompt must have at least one token"),
+    ({"prompt": [1, 29]}, "largest=29, vocabulary=29"),
+]
 NO_ARGUMENTS += [({"prompt": [-1]}, "least=-1"), ({"top_p": 0}, "top_p=0"), ({"top_p": 1.1}, "top_p=1.1")]
 NO_ARGUMENTS += [({"precision": "bfloat"}, "bfloat16?"), ({"threads": -1}, "threads=-1")]
 NO_ARGUMENTS += [({"temperature": -1}, "temperature=-1"), ({"count": -1}, "count=-1")]
@@ -129,12 +132,12 @@ NO_ARGUMENTS += [({"prompt": "text"}, "prompt='text'")]
 
 
 @pytest.mark.parametrize(("arguments", "told"), NO_ARGUMENTS, ids=str)
-def test_what_cannot_be_sampled_is_refused_at_once(parameters, arguments, told):
+def test_bad_sampling_arguments_are_refused(parameters, arguments, told):
     with pytest.raises((ValueError, TypeError), match=re.escape(told)):
         daskgpt.sample(SMALL, parameters, **{"prompt": [1], "count": 1} | arguments)
 
 
-def test_a_model_that_is_no_model_is_refused(parameters):
+def test_invalid_model_is_refused(parameters):
     with pytest.raises(ValueError, match=r"ln_f\.bias, which is missing"):
         daskgpt.sample(SMALL, {n: v for n, v in parameters.items() if n != "ln_f.bias"}, [1], 1)
     broken = parameters | {"ln_f.bias": np.full_like(parameters["ln_f.bias"], np.nan)}
@@ -169,7 +172,7 @@ def written(model, capsys):
     return run
 
 
-def test_a_batch_is_the_texts_one_by_one(written):
+def test_batch_gives_the_texts_of_single_runs(written):
     arguments = "--tokens", 40, "--seed", 3
     parts = written("--prompt", "abc", "--prompt", "x", "--samples", 2, *arguments).out.split("--- ")[1:]
     names, texts = zip(*(part.split("\n", 1) for part in parts))
@@ -183,7 +186,7 @@ def test_a_batch_is_the_texts_one_by_one(written):
     assert written("--prompt", "abc", *arguments, "--precision", "bfloat16", "--top-p", 0.5).out != texts[0]
 
 
-def test_a_text_ends_at_words_that_are_waited_for(written):
+def test_until_ends_a_text(written):
     arguments = "--prompt", "abc", "--tokens", 200, "--seed", 3
     whole = written(*arguments).out
     assert written(*arguments, "--until", whole[60:62]).out == whole[: whole.index(whole[60:62], 3) + 2] + "\n"
@@ -197,7 +200,7 @@ def test_end_of_text_is_not_shown_and_words_may_span_tokens():
     assert bytes(shown(encoding, "a né new".encode(), until="né")).decode() == "a né"
 
 
-def test_a_chat_is_one_text(model, written, monkeypatch):
+def test_chat_continues_one_text(model, written, monkeypatch):
     chat = "-i", "--tokens", 12, "--temperature", 0
     monkeypatch.setattr("sys.stdin", io.StringIO("abc\n\nxyz\n"))
     said = written(*chat).out
@@ -218,7 +221,7 @@ NO_FLAGS += [(["--precision", "float16"], SystemExit), (["--threads", -1], Value
 
 
 @pytest.mark.parametrize(("flags", "error"), NO_FLAGS, ids=str)
-def test_what_cannot_be_written_is_refused(written, flags, error, capsys):
+def test_bad_generate_flags_are_refused(written, flags, error, capsys):
     with pytest.raises(error) as told:
         written(*flags)
     assert flags[0].strip("-").replace("-", "_") in str(told.value) + capsys.readouterr().err

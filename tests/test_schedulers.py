@@ -1,4 +1,4 @@
-"""Tests of schedulers in this process: addresses, refusals, what is counted, looked after and said of a cluster."""
+"""Tests of schedulers in this process: addresses, errors, recovery, membership and metrics of a cluster."""
 
 import asyncio
 import socket
@@ -23,7 +23,7 @@ OPTIONS = {"threads_per_worker": 1, "processes": False, "dashboard_address": "12
 
 @pytest.fixture(scope="module")
 def threads():
-    """A cluster of two workers in this process, and a client of somebody else, who stays."""
+    """Return a cluster of two workers in this process, and a borrowed client, which stays open."""
     with LocalCluster(n_workers=2, **OPTIONS) as found, Client(found):
         yield found
 
@@ -45,7 +45,7 @@ def client(threads):
         ("tls://node0:8786", "file:", "tcp://10.0.0.1:5"),
     ],
 )
-def test_what_address_is_meant(setting, address, resolved, tmp_path):
+def test_resolved_addresses(setting, address, resolved, tmp_path):
     (tmp_path / "scheduler.json").write_text('{"address": "tcp://10.0.0.1:5"}')
     address = f"file:{tmp_path / 'scheduler.json'}" if address == "file:" else address
     connect.check_address(address)
@@ -69,7 +69,7 @@ def test_addresses_at_which_no_scheduler_answers(address, kind, keyword, monkeyp
         pass
 
 
-def test_clients_that_no_run_can_borrow(threads, small_text, monkeypatch):
+def test_unusable_clients_are_refused(threads, small_text, monkeypatch):
     monkeypatch.setattr(connect, "WORKERS_TIMEOUT", 0.1)
     with pytest.raises(TypeError, match="distributed.Client"):
         fit(small_text, client="tcp://127.0.0.1:8786")
@@ -93,7 +93,7 @@ def test_clients_that_no_run_can_borrow(threads, small_text, monkeypatch):
     ("said", "reason", "advice"),
     [
         ("no ssl_context given", "no certificate", "DASK_CONFIG"),
-        ("bad TLS certificate", "another cluster's", "DASK_CONFIG"),
+        ("bad TLS certificate", "certificate differs", "DASK_CONFIG"),
         ("encryption required", "asks for TLS", "begins with tls://"),
         ("in <TCP (closed)>", "closed the connection", "tls:// where"),
         ("refused\nand more", "refused", "dask scheduler"),
@@ -107,7 +107,7 @@ def test_why_a_scheduler_does_not_answer(said, reason, advice):
     assert advice in found[1]
 
 
-def test_losses_are_told_as_one_error():
+def test_losses_raise_one_error():
     kinds = ("running", failures.WorkerLost, "worker"), ("closed", failures.ClusterLost, "scheduler")
     for status, kind, keyword in kinds:
         for error in (*failures.SIGNS[:1], *failures.SIGNS[2:]):
@@ -119,7 +119,7 @@ def test_losses_are_told_as_one_error():
             assert type(caught.value) is kind
 
 
-def test_a_run_that_does_not_get_on_between_losses_ends():
+def test_run_without_progress_between_losses_ends():
     counted = recovery.Losses()
     loss = failures.WorkerLost("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
     for done in range(20):
@@ -136,7 +136,7 @@ def test_a_run_that_does_not_get_on_between_losses_ends():
     ("run", "again"),
     [({"snapshot_every": 3}, 1), ({"snapshot_every": 0, "save_every": 5}, 3), ({"snapshot_every": 0}, 8)],
 )
-def test_after_a_loss_the_newest_state_is_gone_on_with(client, small_text, run, again, tmp_path, monkeypatch):
+def test_recovery_continues_from_the_newest_state(client, small_text, run, again, tmp_path, monkeypatch):
     lost, steps_run = [], RankSteps.run
 
     def losing(self, state, *rest):
@@ -155,7 +155,7 @@ def test_after_a_loss_the_newest_state_is_gone_on_with(client, small_text, run, 
 
 
 def recovering(who, *, asked=False, minutes=10.0):
-    """A recovery whose workers are, look by look, those given; what it says, and how many were told of."""
+    """Return a recovery that finds the given workers at each look, its output, and the number of reports."""
     there, said, told = iter(who), [], []
     scheduler = SimpleNamespace(in_place=False, addresses=lambda: set(next(there)), silent=lambda: {"b"})
     job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))
@@ -163,16 +163,16 @@ def recovering(who, *, asked=False, minutes=10.0):
     return recovery.Recovery(job, scheduler, steps, None, None, said.append, lambda: asked), said, told
 
 
-def test_who_comes_and_goes_is_said():
+def test_worker_changes_are_reported():
     found, said, told = recovering(["a", "ab", "ab", "ac"])
     for _ in range(4):
         found._look()
-    assert said == ["workers    new: b", "workers    gone: b, which said nothing; new: c"]
+    assert said == ["workers    new: b", "workers    gone: b, which sent no heartbeat; new: c"]
     assert told == [1, 2, 2, 2]
     assert (found.gone, found.known) == (["b"], {"a", "c"})
 
 
-def test_recovery_points_come_as_often_as_they_cost_a_hundredth_or_losses_ask_for(monkeypatch):
+def test_recovery_interval_follows_cost_and_losses(monkeypatch):
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
     points = RecoveryPoints(job, SimpleNamespace(in_place=False), print)
     points.cost = 2.0
@@ -191,7 +191,7 @@ def test_recovery_points_come_as_often_as_they_cost_a_hundredth_or_losses_ask_fo
 @pytest.mark.parametrize(
     ("other", "there", "outcome"), [(False, True, ""), (True, True, "refused"), (True, False, "closed")]
 )
-def test_a_worker_of_another_arithmetic_is_refused_or_ends(other, there, outcome, monkeypatch):
+def test_worker_with_other_arithmetic_is_refused(other, there, outcome, monkeypatch):
     closed = []
     loop = SimpleNamespace(add_callback=lambda *_, **own: closed.append(own))
     worker = SimpleNamespace(address="tcp://a:1", loop=loop, close=None, status=Status.running)
@@ -209,7 +209,7 @@ def test_a_worker_of_another_arithmetic_is_refused_or_ends(other, there, outcome
     assert bool(closed) == (outcome == "closed") == (worker.status == Status.paused)
 
 
-def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, client, small_text):
+def test_concurrent_runs_keep_their_plugins(threads, client, small_text):
     wanted = fit(small_text, client=client)
 
     def plugins():
@@ -231,7 +231,7 @@ def test_the_first_of_two_runs_at_once_takes_nothing_from_the_other(threads, cli
 
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
-def test_a_local_cluster_is_of_this_machine_alone_and_looked_after_less_often(setting, monkeypatch):
+def test_local_cluster_address_and_intervals(setting, monkeypatch):
     (tick, profile, disk), asked = connect.BETWEEN_TASKS, {}
 
     def started(**options):
@@ -256,14 +256,14 @@ OWN = ["tcp://127.8.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "inproc://192.
 
 
 @pytest.mark.parametrize("host", REACHED + OWN)
-def test_what_other_machines_can_reach_without_tls_is_warned_of_once(host, monkeypatch, capsys):
+def test_open_cluster_warns_once(host, monkeypatch, capsys):
     monkeypatch.setattr(connect, "_said", set())
     for _ in range(2):
         connect.warn_of_open(["tcp://127.0.0.1:1", host])
-    assert capsys.readouterr().err.count(f"no TLS: whoever reaches {host} ") == (host in REACHED)
+    assert capsys.readouterr().err.count(f"no TLS: anyone who reaches {host} ") == (host in REACHED)
 
 
-def test_every_source_file_counts_for_the_identity(tmp_path, monkeypatch):
+def test_identity_covers_every_source_file(tmp_path, monkeypatch):
     monkeypatch.setattr(daskgpt, "__file__", str(tmp_path / "__init__.py"))
     found = []
     for name, words in (("a.py", "1"), ("a.txt", "1"), ("a.py", "2"), ("b.py", "")):
@@ -273,7 +273,7 @@ def test_every_source_file_counts_for_the_identity(tmp_path, monkeypatch):
     assert len(set(found)) == 3
 
 
-def test_a_worker_is_waited_for_until_the_end_of_patience():
+def test_waiting_for_a_worker_ends():
     lost = failures.WorkerLost("here", "rule", "got")
     for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when a stop was requested")):
         with pytest.raises(failures.ClusterLost, match=got):
@@ -284,7 +284,7 @@ def test_a_worker_is_waited_for_until_the_end_of_patience():
         assert len(said) == words
 
 
-def test_what_workers_did_is_told_between_looks_and_at_the_end():
+def test_worker_usage_is_reported():
     later, before = (
         worker_metrics.Use(1.0, 10.0, 2, 30, 8, 500, 100, 7, 3.0),
         worker_metrics.Use(1.0, 4.0, 2, 10, 4, 200, 100, 5, 2.0),
@@ -312,7 +312,7 @@ def test_what_workers_did_is_told_between_looks_and_at_the_end():
     assert found.lines()[-2].strip() == "and 2 more"
 
 
-def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatch):
+def test_worker_usage_counts_from_its_start(monkeypatch):
     monkeypatch.setattr(worker_metrics, "product_rate", lambda *_: 5.0)
     state, monitor = SimpleNamespace(nthreads=2, executed_count=3), SimpleNamespace(recent=lambda: {"memory": 11})
     worker = type("Worker", (), {"state": state, "monitor": monitor, "transfer_outgoing_bytes_total": 50})()
@@ -331,7 +331,7 @@ def test_a_worker_counts_what_it_does_from_the_beginning_of_the_count(monkeypatc
     assert (found[0].threads, found[0].memory, found[0].products) == (2, 11, 5.0)
 
 
-def test_a_rate_is_of_all_products_of_all_threads(monkeypatch):
+def test_product_rate_counts_all_threads(monkeypatch):
     done = []
     monkeypatch.setattr(machine, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
     assert machine.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * machine.SIZE**3 / 0.03

@@ -1,4 +1,4 @@
-"""Tests of learning rates beside PyTorch's, and of how long a run is: steps, tokens, minutes."""
+"""Tests of learning rates against PyTorch's, and of the length of a run: steps, tokens, minutes."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ def metrics_of(folder):
 
 @pytest.mark.parametrize("warmup", [8, "20%", "17.6%"])
 @pytest.mark.parametrize("name", sorted({*SCHEDULES, *TORCH}))
-def test_rates_are_those_of_torch(name, warmup):
+def test_rates_match_pytorch(name, warmup):
     config = OptimizerConfig(schedule=name, warmup=warmup, cooldown="25%", learning_rate=1e-3, final_learning_rate=1e-4)
     steps = len(TORCH[name])
     assert [learning_rate(config, step, steps) for step in range(steps)] == pytest.approx(TORCH[name], rel=1e-6)
@@ -48,12 +48,12 @@ def test_amounts_of_tokens_and_steps():
 
 
 @pytest.mark.parametrize("wrong", ["", "5%%", "101%", "-1%", "x", "nan%"])
-def test_what_is_no_amount_is_refused(wrong):
+def test_invalid_amounts_are_refused(wrong):
     with pytest.raises(ValueError, match=f"warmup={wrong!r}"):
         OptimizerConfig(warmup=wrong)
 
 
-def test_tokens_say_how_many_steps(small_text, tmp_path):
+def test_tokens_determine_the_steps(small_text, tmp_path):
     with pytest.raises(ValueError, match="tokens=100, minutes=1"):
         fit(small_text, tmp_path / "run", tokens=100, minutes=1)
     result = fit(small_text, tmp_path / "run", steps=99, tokens="500")
@@ -87,7 +87,7 @@ def test_estimates_follow_the_clock():
 
 
 @pytest.mark.parametrize("barrier", ["step", "none"])
-def test_minutes_end_a_run_and_its_rates_with_it(small_text, tmp_path, barrier):
+def test_minutes_end_a_run_and_its_schedule(small_text, tmp_path, barrier):
     out = tmp_path / "run"
     optimizer = replace(OPTIMIZER, warmup="10%", schedule="linear")
     result = fit(small_text, out, optimizer=optimizer, dataflow={"barrier": barrier}, steps=100, minutes=0.05)
@@ -100,8 +100,8 @@ def test_minutes_end_a_run_and_its_rates_with_it(small_text, tmp_path, barrier):
         daskgpt.fit(resume=out, quiet=True)
 
 
-def test_what_a_run_of_minutes_was_told_is_told_again(small_text, tmp_path):
-    """A checkpoint knows the estimates: steps that are made again have the learning rates that they had."""
+def test_resume_keeps_the_estimated_horizon(small_text, tmp_path):
+    """A checkpoint holds the estimates, so repeated steps have the same learning rates."""
     out, changes = tmp_path / "run", {"save_every": 1, "keep": 100, "minutes": 0.05, "steps": 100}
     fit(small_text, out, **changes)
     early, *_, late = (json.loads((folder / "state.json").read_text()) for folder in sorted(out.glob("step-*")))

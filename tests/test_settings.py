@@ -1,4 +1,4 @@
-"""Tests of configurations: what their fields refuse and hold, and that `help` lists them."""
+"""Tests of configurations: the checks and values of their fields, and their `help`."""
 
 import math
 import re
@@ -41,19 +41,19 @@ CONFIGS = list(dict.fromkeys([*PUBLIC, GenerateConfig, BenchConfig, StudyConfig,
         (StudyConfig, {"minutes": math.inf}, ValueError, "finite"),
     ],
 )
-def test_a_value_that_a_field_does_not_allow_is_refused(config, values, error, said):
+def test_disallowed_values_are_refused(config, values, error, said):
     with pytest.raises(error, match=f"{config.__name__}: .*{re.escape(said)}"):
         config(**values)
 
 
-def test_the_ends_of_bounds_are_held():
+def test_bounds_are_inclusive_or_exclusive():
     optimizer = daskgpt.OptimizerConfig(beta1=0, learning_rate=1e-30, beta2=0.9999999)
     assert (optimizer.beta1, optimizer.learning_rate, optimizer.beta2) == (0.0, 1e-30, 0.9999999)
     assert (daskgpt.RunConfig(steps=1).steps, daskgpt.RunConfig(seed=0).seed) == (1, 0)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_number_has_bounds_and_no_field_takes_another_type(config):
+def test_fields_check_bounds_and_types(config):
     for f in fields(config):
         wrong = 1.5 if f.metadata["parse"] else 5 if isinstance(f.default, str) else "5"
         with pytest.raises(TypeError, match=f"^{config.__name__}: {f.name} must be "):
@@ -63,7 +63,7 @@ def test_every_number_has_bounds_and_no_field_takes_another_type(config):
                 config(**{f.name: -2})  # -1 may be a word's number
 
 
-def test_numbers_of_numpy_and_paths_become_what_the_field_holds(tmp_path):
+def test_numpy_numbers_and_paths_are_converted(tmp_path):
     run = daskgpt.RunConfig(steps=np.int64(5), out=tmp_path)
     optimizer = daskgpt.OptimizerConfig(learning_rate=np.float32(0.5), eps=0)
     held = run.steps, run.out, optimizer.learning_rate, optimizer.eps

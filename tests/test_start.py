@@ -1,4 +1,4 @@
-"""Tests of where a run starts: what --init takes from a run or a model file, and which encoding a model means."""
+"""Tests of the start of a run: settings that --init takes from a run or a model file, and the encoding of a model."""
 
 import shutil
 
@@ -39,7 +39,7 @@ def model_of(path, **numbers):
 
 
 @pytest.mark.parametrize("path", ["", "latest", "latest/model.safetensors"])
-def test_a_run_that_goes_on_takes_everything_from_the_first(first, tmp_path, path):
+def test_init_takes_settings_from_the_first_run(first, tmp_path, path):
     out = tmp_path / "second"
     assert begin("--init", first / path, SHORT, "--out", out) == 0
     old, new = config_of(first), config_of(out)
@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_takes_everything_from_the_first(first, tmp_path, pat
     assert losses_of(out)[0] < np.mean(losses_of(first)[-3:]) + 0.3 < losses_of(first)[0]
 
 
-def test_a_model_file_alone_knows_its_encoding_and_length(first, small_text, tmp_path):
+def test_model_file_has_encoding_and_length(first, small_text, tmp_path):
     alone = shutil.copy(first / "latest" / "model.safetensors", tmp_path / "alone.safetensors")
     with pytest.raises(ValueError, match="encoding=gpt2, init="):
         begin("--init", alone, "--data", small_text, "--encoding gpt2 --out", tmp_path / "out")
@@ -66,13 +66,13 @@ def test_a_model_file_alone_knows_its_encoding_and_length(first, small_text, tmp
         ("--encoding gpt2", r"encoding=gpt2, init=.*\(bytes\)"),
     ],
 )
-def test_a_flag_that_does_not_fit_the_first_run_is_refused(first, tmp_path, flags, said):
+def test_init_refuses_conflicting_flags(first, tmp_path, flags, said):
     with pytest.raises(ValueError, match=said):
         begin("--init", first, flags, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_file_alone_says_its_encoding_by_its_vocabulary(small_text, tmp_path, monkeypatch):
+def test_vocabulary_size_determines_the_encoding(small_text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert begin("--init", model_of(tmp_path / "bytes.bin"), "--data", small_text, SHORT, "--out", out) == 0
     assert (config_of(out)["data"]["encoding"], config_of(out)["data"]["sequence_length"]) == ("bytes", 32)
@@ -84,7 +84,7 @@ def test_a_model_file_alone_says_its_encoding_by_its_vocabulary(small_text, tmp_
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_is_started_from_although_its_configuration_cannot_be_read(first, tmp_path):
+def test_init_without_a_readable_configuration(first, tmp_path):
     """The checkpoint has all of it."""
     copy = shutil.copytree(first, tmp_path / "copy")
     (copy / "config.toml").write_text("no toml")
@@ -93,7 +93,7 @@ def test_a_run_is_started_from_although_its_configuration_cannot_be_read(first, 
     assert config_of(tmp_path / "second")["data"] == config_of(first)["data"] | {"sequence_length": 16}
 
 
-def test_from_python_the_configuration_must_be_that_of_the_model(first, small_text):
+def test_fit_checks_the_configuration_of_init(first, small_text):
     data = daskgpt.DataConfig(data=str(small_text), sequence_length=32, batch_size=4)
     settings = daskgpt.RunConfig(steps=1, validation_batches=1, init=str(first))
     config, parameters = daskgpt.load(first)
@@ -105,7 +105,7 @@ def test_from_python_the_configuration_must_be_that_of_the_model(first, small_te
         daskgpt.fit(other, data, run=daskgpt.RunConfig(steps=1), parameters=parameters)
 
 
-def test_gpt2_means_its_encoding(small_text, tmp_path, monkeypatch):
+def test_gpt2_preset_uses_gpt2_encoding(small_text, tmp_path, monkeypatch):
     monkeypatch.setenv("DASKGPT_VOCABULARY", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=NOWHERE):
         begin("--data", small_text, GPT2, "--out", tmp_path / "out")

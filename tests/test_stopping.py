@@ -1,4 +1,4 @@
-"""Tests of Ctrl-C and SIGTERM: a run ends after a step, with its model, and no interrupt is overheard."""
+"""Tests of Ctrl-C and SIGTERM: a run ends after a step, with its model, and no interrupt is missed."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from daskgpt.kernels.compilation import compile_all
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_after_a_step_with_its_model(number, tmp_path):
+def test_signal_stops_after_a_step(number, tmp_path):
     """As a process of its own."""
     compile_all(np.float32)
     out, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
@@ -46,7 +46,7 @@ def swallowed():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_that_a_callback_swallows_is_raised_again():
+def test_swallowed_interrupt_is_raised_again():
     with heeding_interrupts() as check:
         check()
     heeding, reached = heeding_interrupts(), []
@@ -61,7 +61,7 @@ def test_an_interrupt_that_a_callback_swallows_is_raised_again():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_interrupts(number):
+def test_second_signal_interrupts(number):
     said, before = [], signal.getsignal(number)
     with finishing_first(said.append) as asked:
         assert not asked()
@@ -73,7 +73,7 @@ def test_the_first_signal_asks_and_the_second_interrupts(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_that_is_ignored_stays_so():
+def test_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with finishing_first(print) as asked:
@@ -84,7 +84,7 @@ def test_a_signal_that_is_ignored_stays_so():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_another_thread_trains_without_a_say_in_signals():
+def test_other_threads_leave_signals_alone():
     def entered():
         with finishing_first(print) as asked, heeding_interrupts() as check:
             check()
@@ -94,14 +94,14 @@ def test_another_thread_trains_without_a_say_in_signals():
         assert not pool.submit(entered).result()
 
 
-def test_a_process_started_without_interrupts_ignores_them():
+def test_started_process_ignores_interrupts():
     with delayed_interrupts():
         process = subprocess.Popen(["sh", "-c", "read line; echo lived"], stdin=-1, stdout=-1, text=True)
     process.send_signal(signal.SIGINT)
     assert process.communicate("\n")[0] == "lived\n"
 
 
-def test_an_interrupt_is_delayed_whichever_thread_takes_it():
+def test_interrupt_is_delayed_in_any_thread():
     over, found = threading.Event(), []
     threading.Thread(target=over.wait, daemon=True).start()
 

@@ -107,7 +107,7 @@ REFUSED += [("--minutes -1", "minutes=-1"), ("--timelines --record x", "record")
 
 
 @pytest.mark.parametrize(("flags", "keyword"), REFUSED)
-def test_bad_input_is_refused_before_anything_runs(flags, keyword, tmp_path, monkeypatch):
+def test_bad_input_is_refused_at_once(flags, keyword, tmp_path, monkeypatch):
     with pytest.raises((ValueError, SystemExit), match=keyword):
         main([*flags.split(), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -57,7 +57,7 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
         return step, recorder.finish()
 
 
-def test_every_kernel_call_of_the_recorded_steps_is_an_event_in_the_words_of_the_model():
+def test_every_kernel_call_is_an_event():
     step, timeline = recorded("step", [(7,), (8,)], scheduler="sync")
     calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
     counts = Counter(event.key for event in timeline.events)
@@ -79,7 +79,7 @@ def test_every_kernel_call_of_the_recorded_steps_is_an_event_in_the_words_of_the
     assert all(first.end <= second.start for first, second in pairwise(timeline.events)), "one thread"
 
 
-def test_nothing_is_recorded_unless_asked_for():
+def test_recording_is_off_by_default():
     assert RECORDER.spans is None
     with recorded_spans() as outer:
         with recorded_spans() as inner:

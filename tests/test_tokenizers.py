@@ -87,7 +87,7 @@ def test_other_tokenizers_are_refused_by_name(part, value, keyword, tmp_path):
         encoding_named(str(tmp_path))
 
 
-def test_two_special_tokens_of_which_none_is_end_of_text_are_refused(tmp_path):
+def test_ambiguous_end_of_text_is_refused(tmp_path):
     trained(("<a>", "<b>")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="eos_token"):
         encoding_named(str(tmp_path))
@@ -116,7 +116,7 @@ def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):
     ("vocabulary", "encoding"),
     [(257, "bytes"), (300, "bytes"), (50257, "gpt2"), (50304, "gpt2"), (256, ""), (1000, "")],
 )
-def test_a_model_without_an_encoding_has_that_of_its_ids_or_asks(vocabulary, encoding):
+def test_model_without_encoding(vocabulary, encoding):
     if encoding:
         assert encoding_of_model(vocabulary) == encoding
     else:

@@ -1,4 +1,4 @@
-"""Tests of what `--plan --workers` says of a step that workers share."""
+"""Tests of `--plan --workers`, the plan of a step that workers share."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +30,7 @@ def trained(count, groups, precision="float32", config=CONFIG):
 
 
 @pytest.mark.parametrize(("count", "groups", "precision"), [(2, 2, "float32"), (3, 12, "float32"), (3, 6, "bfloat16")])
-def test_what_workers_send_is_what_was_predicted(count, groups, precision):
+def test_traffic_matches_the_plan(count, groups, precision):
     steps, passed = trained(count, groups, precision)
     for step in steps:
         for rank, own in enumerate(loads(step)):
@@ -39,7 +39,7 @@ def test_what_workers_send_is_what_was_predicted(count, groups, precision):
                 assert own.received[kind] == sum(passed[other, rank, kind] for other in range(count))
 
 
-def test_in_bfloat16_weights_pass_in_bfloat16():
+def test_bfloat16_weights_are_sent_in_bfloat16():
     """Halves but of vectors and of tables."""
     whole, half = (
         sum(own.sent["weights"] for own in loads(trained(2, 2, name)[0][0])) for name in ("float32", "bfloat16")
@@ -48,7 +48,7 @@ def test_in_bfloat16_weights_pass_in_bfloat16():
     assert whole - half == matrices / 2
 
 
-def test_memory_of_a_worker_is_its_part():
+def test_memory_of_a_worker():
     def job_of(workers):
         asked = bench.BenchConfig(batch_size=8, sequence_length=12, groups=4)
         return bench.job_of(CONFIG, asked, DataflowConfig(scheduler="local", threads=workers))
@@ -59,7 +59,7 @@ def test_memory_of_a_worker_is_its_part():
     assert len(shared.loads) == 4
 
 
-def test_the_table_of_a_plan_for_workers(capsys):
+def test_plan_table_for_workers(capsys):
     assert bench.main(["--plan", "--workers", "2", "--groups", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (head,) = [number for number, line in enumerate(lines) if line.startswith("worker ")]

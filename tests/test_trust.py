@@ -1,4 +1,4 @@
-"""What a run does in folders that are not, or no longer, its own, and what a folder from elsewhere can make it do."""
+"""Tests of runs in folders that are not, or no longer, their own, and of folders from untrusted sources."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ def resume(folder, **changes):
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
-def test_a_link_in_a_run_folder_is_not_written_through(name, small_text, tmp_path):
+def test_links_in_a_run_folder_are_not_followed(name, small_text, tmp_path):
     victim, out = tmp_path / "victim", tmp_path / "run"
     fit(small_text, out)
     shutil.move(out / name, victim)
@@ -28,7 +28,7 @@ def test_a_link_in_a_run_folder_is_not_written_through(name, small_text, tmp_pat
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_run_whose_folder_is_lost_ends_and_keeps_its_model_beside(taken, small_text, tmp_path):
+def test_lost_folder_ends_the_run_and_keeps_its_model(taken, small_text, tmp_path):
     out, moved = tmp_path / "run", tmp_path / "moved"
 
     def lose(step, metrics):
@@ -47,7 +47,7 @@ def test_a_run_whose_folder_is_lost_ends_and_keeps_its_model_beside(taken, small
     assert (losses_of(kept), tensors_of(kept)) == (losses_of(tmp_path / "whole"), tensors_of(tmp_path / "whole"))
 
 
-def test_a_folder_that_two_runs_have_written_into_is_not_gone_on_with(small_text, tmp_path):
+def test_folder_of_two_runs_is_not_resumed(small_text, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     fit(small_text, one)
     fit(small_text, other, seed=3)
@@ -60,7 +60,7 @@ def test_a_folder_that_two_runs_have_written_into_is_not_gone_on_with(small_text
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "file:scheduler.json"])
-def test_an_address_that_stands_in_a_folder_is_not_connected_to(address, small_text, tmp_path, monkeypatch):
+def test_address_in_a_folder_is_not_used(address, small_text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     fit(small_text, out)
     (state,) = out.glob("step-*/state.json")
@@ -79,7 +79,7 @@ def test_an_address_that_stands_in_a_folder_is_not_connected_to(address, small_t
     assert len(resume(out, run={"steps": 14}, dataflow={"scheduler": "threads"}).losses) == 14
 
 
-def test_a_damaged_step_number_costs_its_own_line(small_text, tmp_path):
+def test_damaged_step_number_costs_one_line(small_text, tmp_path):
     out = tmp_path / "run"
     fit(small_text, out)
     metrics = out / "metrics.jsonl"
@@ -91,7 +91,7 @@ def test_a_damaged_step_number_costs_its_own_line(small_text, tmp_path):
     assert result.losses[3] != result.losses[3], "it is not a number"
 
 
-def test_changed_data_are_noticed_wherever_they_changed(small_text, tmp_path):
+def test_changes_anywhere_in_the_data_are_detected(small_text, tmp_path):
     out, text = tmp_path / "run", tmp_path / "text.txt"
     known = small_text.read_text()
     text.write_text(known)
@@ -102,7 +102,7 @@ def test_changed_data_are_noticed_wherever_they_changed(small_text, tmp_path):
         resume(out, run={"steps": 14})
 
 
-def test_a_model_file_beside_its_checksum_is_held_to_it(small_text, tmp_path):
+def test_model_file_in_a_checkpoint_is_checked(small_text, tmp_path):
     fit(small_text, tmp_path)
     (model,) = tmp_path.glob("step-*/model.safetensors")
     content = bytearray(model.read_bytes())
@@ -112,7 +112,7 @@ def test_a_model_file_beside_its_checksum_is_held_to_it(small_text, tmp_path):
         daskgpt.load(model)
 
 
-def test_a_closed_terminal_ends_a_run_with_a_checkpoint(small_text, tmp_path):
+def test_closed_terminal_stops_with_a_checkpoint(small_text, tmp_path):
     def close(step, metrics):
         if step == 4:
             signal.raise_signal(signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""Tests of what a validation tells, and of samples of text while a run goes on."""
+"""Tests of validations, and of samples of text during a run."""
 
 import math
 
@@ -17,7 +17,7 @@ from daskgpt.training.job_steps import training_step
 from daskgpt.training.start import Resumed, open_dataset
 
 
-def test_bits_a_byte_count_the_bytes_that_were_predicted(small_text, tmp_path):
+def test_bits_per_byte_count_predicted_bytes(small_text, tmp_path):
     out = tmp_path / "run"
     fit(small_text, out, validate_every=4, save_every=4)
     validated = [record for record in metrics_of(out) if "validation_loss" in record]
@@ -31,7 +31,7 @@ def test_bits_a_byte_count_the_bytes_that_were_predicted(small_text, tmp_path):
         assert record["validation_bits_a_byte"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_batches_that_are_validated_together_give_the_loss_of_each_alone(small_text):
+def test_validation_in_one_graph_matches_single_batches(small_text):
     """More of them than one graph has."""
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     run, tokens = RunConfig(validation_batches=TOGETHER + 2), open_dataset(data, MODEL.vocabulary)
@@ -47,7 +47,7 @@ def test_batches_that_are_validated_together_give_the_loss_of_each_alone(small_t
 
 
 @pytest.mark.parametrize("barrier", ["step", "none"])
-def test_samples_are_shown_while_a_run_goes_on(small_text, tmp_path, barrier, capfd):
+def test_samples_during_a_run(small_text, tmp_path, barrier, capfd):
     flags = [*FLAGS.split(), "--data", small_text, "--steps", 7, "--barrier", barrier, "--out", tmp_path / "run"]
     assert train.main([*map(str, flags), "--sample-tokens", "5", "--sample-every", "3"]) == 0
     heads = [line for line in capfd.readouterr().out.splitlines() if line.startswith("--- sample")]

@@ -1,4 +1,4 @@
-"""What Python's interface and the flags answer to values of wrong kinds, shapes and sizes."""
+"""Tests of errors of the Python interface and the flags for values of wrong kinds, shapes and sizes."""
 
 import threading
 
@@ -44,7 +44,7 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
         (lambda: daskgpt.save("model.safetensors", CONFIG, DOUBLE), TypeError, "float32"),
     ],
 )
-def test_python_refuses_in_one_line(call, kind, keyword, tmp_path, monkeypatch):
+def test_python_errors_are_one_line(call, kind, keyword, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(kind, match=keyword) as refused:
         call()
@@ -58,13 +58,13 @@ HUGE |= dict.fromkeys(("steps", "seed", "keep", "sample-tokens", "tokens", "warm
 
 
 @pytest.mark.parametrize(("flag", "value"), HUGE.items())
-def test_an_absurd_number_is_refused_before_anything_is_built(flag, value, small_text, tmp_path):
+def test_huge_numbers_are_refused_at_once(flag, value, small_text, tmp_path):
     with pytest.raises((ValueError, SystemExit)):
         train.main([f"--{flag}", value, "--data", str(small_text), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_fit_into_memory_is_refused(monkeypatch):
+def test_too_little_memory_is_refused(monkeypatch):
     parts = daskgpt.OptimizerConfig(), daskgpt.DataflowConfig(scheduler="threads"), daskgpt.RunConfig()
     job = Job(daskgpt.preset("tiny"), daskgpt.DataConfig(), *parts)
     held = 3 * 4 * value_count(job.config)  # weights and two moments
@@ -78,7 +78,7 @@ def test_what_cannot_fit_into_memory_is_refused(monkeypatch):
                 require_memory(job)
 
 
-def test_a_second_run_in_another_thread_is_refused_and_the_first_goes_on(small_text):
+def test_second_run_in_a_process_is_refused(small_text):
     begun, refused, results = threading.Event(), [], []
 
     def wait(step, metrics):

@@ -51,7 +51,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
     # Nats of a token from float32 scores of some units, whose sums have another order.
     "nats a token": {"rtol": 0.0, "atol": 2e-5},
     # Most bytes at once of a micro-batch among others beside one alone: Dask orders tasks otherwise where more follow,
-    # and the logits of another chunk are there at the same time (3 to 4 % where they are a tenth of all).
+    # and the logits of another chunk exist at the same time (3 to 4 % if they are a tenth of all).
     "memory of a micro-batch": {"factor": 1.05},
     # Bytes that workers wrote to one another beside the bytes of the arrays: names, shapes, strides of each array and
     # the frame of each message, some hundred bytes, where a message has some ten thousand.

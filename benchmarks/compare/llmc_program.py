@@ -1,4 +1,4 @@
-"""llm.c's side of a comparison: its compiled `train_gpt2` for processors, which prints how long each step took.
+"""llm.c's side of a comparison: its compiled CPU program `train_gpt2`, which prints the time of each step.
 
 It cannot be stopped between two steps, so it runs once, between two halves of ours. Its batch is fixed when it is
 compiled (4 sequences of 64 tokens in the published source); it reads its model and tokens from where it is started.
@@ -28,7 +28,7 @@ SIZES = {"num_layers": "blocks", "num_heads": "heads", "channels": "channels"}
 def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Programs:
     """Run half of our steps, the program's, the other half of ours; each half of ours makes a turn with theirs.
 
-    Errors   ValueError where its model is of another size, RuntimeError where it prints too few steps
+    Errors   ValueError if its model is of another size, RuntimeError if it prints too few steps
     """
     require_published_model(steps.job)
     steps.run(warmup)
@@ -74,7 +74,7 @@ def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> 
 def read_steps(lines: IO[str], config: GPT2Config, steps: int) -> list[tuple[float, float]]:
     """Return loss and seconds of each step that the lines report, at most so many.
 
-    Errors   ValueError where the lines report a model of another size
+    Errors   ValueError if the lines report a model of another size
     """
     found: list[tuple[float, float]] = []
     for line in lines:

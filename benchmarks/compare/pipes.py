@@ -74,7 +74,7 @@ class Process:
     def send(self, name: str, *arguments: Any) -> None:
         """Call a function there; `answer` returns its result.
 
-        Errors   RuntimeError where the process has ended; what it printed stands above
+        Errors   RuntimeError if the process has ended; what it printed stands above
         """
         try:
             pickle.dump((name, arguments), self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,9 +1,9 @@
 """Programs of other processes that take turns with ours: PyTorch, one or several, and Hugging Face's transformers.
 
-They are processes of their own so that neither side's threads and memory are in the other's way. OpenMP threads spin
-for some milliseconds after their last work, which is over before our turn begins; forbidding it (in the environment,
-OMP_WAIT_POLICY=passive) makes PyTorch's steps slower where they are short, so it is left as it is. The price: a thread
-that spins for one which another program keeps from running makes PyTorch many times slower, see `take_turns`.
+They are separate processes so that threads and memory do not interfere. OpenMP threads spin for some milliseconds after
+their last work, which is over before our turn begins; disabling this (OMP_WAIT_POLICY=passive in the environment) makes
+short steps of PyTorch slower, so it stays enabled. The price: if another program delays a thread for which others spin,
+PyTorch becomes many times slower, see `take_turns`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE_MINUTES = 10.0
 
 
 def require_installed(program: str, *packages: str) -> None:
-    """Errors   RuntimeError where a package is not installed"""
+    """Errors   RuntimeError if a package is not installed"""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         advice = "Install it: pip install 'daskgpt[test-peers]'."
@@ -79,7 +79,7 @@ class TorchSide(OtherProcesses):
     ) -> None:
         """threads   of each process
 
-        Errors    ValueError where the processes cannot have equal parts of a batch
+        Errors    ValueError if the processes cannot have equal parts of a batch
         """
         super().__init__()
         size, count = job.batch_shape[0], len(places)

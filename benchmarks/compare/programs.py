@@ -1,4 +1,4 @@
-"""Programs that take turns with the same steps: what they took, and in which proportion."""
+"""Programs that take turns with the same steps: their times and ratios."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Programs:
         return Spread.of(turn.means[self.names.index(name)] for turn in self.turns)
 
     def ratio(self, one: str, other: str) -> Spread:
-        """Of one program's mean step to the other's in the same turn: below 1 where it is faster."""
+        """Of one program's mean step to the other's in the same turn: below 1 if it is faster."""
         return Spread.of(a / b for a, b in zip(self.step(one).values, self.step(other).values))
 
     def longest(self, name: str) -> float:
@@ -182,7 +182,7 @@ def require_published_model(job: Job) -> None:
 
 
 def check_losses(first: tuple[float, float], precision: str) -> None:
-    """Errors   RuntimeError where two losses of the same model and tokens differ by more than the precision explains"""
+    """Errors   RuntimeError if two losses of the same model and tokens differ by more than the precision explains"""
     ours, theirs = first
     allowed = LOSS_TOLERANCE[precision]
     if not abs(ours - theirs) <= allowed:

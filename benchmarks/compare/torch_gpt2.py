@@ -132,7 +132,7 @@ class Training:
             rank, size, meeting, minutes = member
             limit, store = timedelta(minutes=minutes), dist.FileStore(meeting, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-            # gloo averages gradients while the backward pass goes on.
+            # gloo averages gradients while the backward pass continues.
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.model = torch.compile(model) if options.compiled else model
         self.bf16 = options.bf16

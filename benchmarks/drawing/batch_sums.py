@@ -27,7 +27,7 @@ def batch_sums() -> str:
 
 
 def _calls(picture: Picture, order: SumOrder) -> None:
-    """A cell for what one call of the kernel sums, in the order of the calls, coloured by group."""
+    """A cell for what one call of the kernel sums, in the order of the calls, colored by group."""
     begins = [sum(SEQUENCES[:b]) for b in range(len(SEQUENCES))]
     number = 0
     for piece, chunks in enumerate(order.pieces):

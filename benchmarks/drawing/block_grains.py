@@ -131,7 +131,7 @@ def _panel(
 
 
 def _frame(picture: Picture, x: float, cells: Sequence[Cell], rows: Mapping[str, int], block: int) -> None:
-    """A frame around the calls of one task, open where it goes on in another block."""
+    """A frame around the calls of one task, open where it continues in another block."""
     places = [_place(x, cell, rows) for cell in cells if cell.stage in rows]
     if not places:
         return

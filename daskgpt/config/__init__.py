@@ -1,1 +1,1 @@
-"""Configurations of models and runs, and the form of flags, files and errors. Imports nothing else of the package."""
+"""Configurations of models and runs, and the form of flags, files and errors. Nothing else of the package is used."""

@@ -1,4 +1,4 @@
-"""How errors are worded, and where they are raised."""
+"""The wording of errors, and functions that raise them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ E = TypeVar("E", bound=Exception)
 
 
 def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, Any] | str, advice: str) -> E:
-    """Return an error in the one form that all share, `{where}: {rule}; got {name}={value}. {advice}`, to be raised.
+    """Return an error in the common form, `{where}: {rule}; got {name}={value}. {advice}`, to be raised.
 
-    kind   ValueError for input, TypeError for its type, RuntimeError for state, or what OSError says of files
-    got    values by name, or what was found, in words
+    kind   ValueError for input, TypeError for its type, RuntimeError for state, or an OSError for files
+    got    values by name, or a description of what was found
     """
     found = got if isinstance(got, str) else ", ".join(f"{name}={value}" for name, value in got.items())
     return kind(f"{where}: {rule}; got {found}. {advice}")
@@ -27,7 +27,7 @@ def require(
     advice: str,
     kind: type[Exception] = ValueError,
 ) -> None:
-    """Raise the `refusal` of these words unless `holds`."""
+    """Raise a `refusal` with these arguments unless `holds`."""
     if not holds:
         raise refusal(kind, where, rule, got, advice)
 
@@ -39,8 +39,8 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor nearest to what is wanted, the larger of two; 1 where none is near."""
-    # Both may come from a broken file and be huge: looked for outwards, and not for ever.
+    """Return the divisor nearest to `wanted`, the larger of two; 1 if none is near."""
+    # Both may come from a broken file and be huge: the search goes outward and is bounded.
     for distance in range(min(wanted, 100_000)):
         for n in (wanted + distance, wanted - distance):
             if n <= number and number % n == 0:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and which ones a glob names."""
+"""Files that are complete or absent, and the files that a glob matches."""
 
 import errno
 import glob
@@ -17,12 +17,12 @@ from daskgpt.config.errors import refusal, require
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
-    """Yield a file under a temporary name in the same folder, which takes the final name when all of it is on the disk.
+    """Yield a file under a temporary name in the same folder; it gets the final name when all of it is on the disk.
 
     where    opens error messages
 
-    Errors   ValueError where path is a folder, FileNotFoundError where its folder is missing, OSError where the system
-             refuses (no room, no permission), with the path and the reason
+    Errors   ValueError if path is a folder, FileNotFoundError if its folder is missing, OSError if the system refuses
+             (no room, no permission), with the path and the reason
     """
     target = Path(path)
     require(not target.is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
@@ -45,8 +45,8 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
 def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
     """Write parts of a file one after another; return the SHA-256 of all of them, in hexadecimal.
 
-    Making and hashing a part takes as long as writing one, so the next one is made by another thread meanwhile. The
-    system brings each to the disk at once: else it would begin when all are written.
+    Making and hashing a part takes as long as writing one, so another thread makes the next part meanwhile. Each part
+    is flushed to the disk at once; otherwise flushing would begin when all are written.
     """
     digest, left, position = hashlib.sha256(), iter(parts), file.tell()
 
@@ -69,7 +69,7 @@ def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
 
 
 def open_no_link(path: Path, mode: str) -> BinaryIO:
-    """Open a file, unbuffered, unless its name is a symbolic link, which could mean any file of the user's.
+    """Open a file, unbuffered, unless its name is a symbolic link, which could point to any file of the user.
 
     Errors   ValueError for a link
     """
@@ -87,7 +87,7 @@ def open_no_link(path: Path, mode: str) -> BinaryIO:
 
 
 def set_aside(path: Path, what: str) -> None:
-    """Rename what is in the way of something new, such as `metrics.jsonl.damaged-1`: it is never deleted."""
+    """Rename a file whose name is needed, for example to `metrics.jsonl.damaged-1`; it is never deleted."""
     number = 0
     while path.exists():
         number += 1
@@ -97,7 +97,7 @@ def set_aside(path: Path, what: str) -> None:
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Bring the names in a folder to the disk: what was renamed or removed there stays so if the power goes."""
+    """Flush the names in a folder to the disk, so that renamed and removed files survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -106,24 +106,24 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 
 
 def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSError:
-    """Return the system's error with the path, which it lacks where a disk is full."""
-    got, advice = f"path={path} ({error.strerror or error})", "Make room there, or name another place."
+    """Return the system's error with the path, which it lacks when a disk is full."""
+    got, advice = f"path={path} ({error.strerror or error})", "Free space there, or name another place."
     return refusal(type(error), where, "all of the file must be written", got, advice)
 
 
 @contextmanager
 def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
-    """Yield a folder under a temporary name, which takes the final name when what was written in it is on the disk.
+    """Yield a folder under a temporary name; it gets the final name when its content is on the disk.
 
     where    opens error messages
 
-    Errors   ValueError where something is there already, FileNotFoundError where the folder to put it in is missing,
-             OSError where the system refuses, with the path and the reason
+    Errors   ValueError if the path exists already, FileNotFoundError if its parent is missing, OSError if the system
+             refuses, with the path and the reason
     """
     target = Path(path)
     taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
     require(
-        not taken, where, "the folder must be new, or empty", {"path": path}, "Nothing is written over: name another."
+        not taken, where, "the folder must be new, or empty", {"path": path}, "Nothing is overwritten: name another."
     )
     parent = target.parent
     require(parent.is_dir(), where, "the folder must exist", {"path": parent}, "Make it first.", FileNotFoundError)
@@ -144,7 +144,7 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
 def matching_files(source: str, where: str) -> list[Path]:
     """Return the file itself, or every file that the glob matches, sorted.
 
-    Errors   FileNotFoundError where there is no such file or the glob matches none; `where` opens the message
+    Errors   FileNotFoundError if there is no such file or the glob matches none; `where` opens the message
     """
     path = Path(source).expanduser()
     if path.is_file():

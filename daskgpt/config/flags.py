@@ -1,4 +1,4 @@
-"""Command-line flags from the fields of frozen dataclasses, and how commands start and end."""
+"""Command-line flags from the fields of frozen dataclasses, and the start and end of commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskgpt.config.settings import help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What nanoGPT, llm.c and transformers call flags of this program, without dashes and with - for _.
+# Names in nanoGPT, llm.c and transformers for flags of this program, without leading dashes and with - for _.
 _SYNONYMS = {
     "learning-rate": "lr max-lr",
     "final-learning-rate": "min-lr",
@@ -49,8 +49,8 @@ _SYNONYMS = {
 }
 SYNONYMS = {synonym: name for name, synonyms in _SYNONYMS.items() for synonym in synonyms.split()}
 MISSING = {
-    "device": "Everything runs on CPUs: --scheduler and --threads say where.",
-    "epochs": "A run is counted in --steps, --tokens or --minutes, and batches are drawn at random.",
+    "device": "Everything runs on CPUs: --scheduler and --threads choose where.",
+    "epochs": "The length of a run is --steps, --tokens or --minutes, and batches are drawn at random.",
     "compile": "Kernels are always compiled, at the first start on a machine.",
 }
 MISSING["num-train-epochs"] = MISSING["epochs"]
@@ -65,9 +65,9 @@ def called(command: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that names the nearest flag, prints one line and exits with 2.
+    """An argument parser that suggests the nearest flag, prints errors in one line and exits with 2.
 
-    No flag may be shortened, which a new one would make ambiguous; a description's lines stay as they are.
+    Flags cannot be abbreviated, since a new flag would make abbreviations ambiguous. A description keeps its lines.
 
     prog   `daskgpt.NAME` stands for what the user typed
     """
@@ -84,13 +84,13 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("-"):
                 message = f"{name} must be a known flag. {suggestion(name, known)}"
             else:
-                message = f"{name} must follow a flag. " + "A text is named by --data." * ("--data" in known)
+                message = f"{name} must follow a flag. " + "Name a text by --data." * ("--data" in known)
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
 def suggestion(flag: str, known: list[str]) -> str:
-    """Return what a command has for a flag that it does not know, among the flags that it knows."""
+    """Return the advice for an unknown flag, given the flags of the command."""
     name = flag.lstrip("-").lower().replace("_", "-")
     answer = MISSING.get(name, "")
     if answer and all(word.strip(",.:") in known for word in answer.split() if word.startswith("--")):
@@ -100,7 +100,8 @@ def suggestion(flag: str, known: list[str]) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", of_preset: bool = False) -> None:
-    """A flag for each field that `setting` made. The namespace gets only what the user gave, also if it is the default.
+    """Add a flag for each field that `setting` made. The namespace gets only flags that the user gave, defaults
+    included.
 
     of_preset   whether a preset decides the default
     """
@@ -124,15 +125,15 @@ def _type(f: Field[Any]) -> Callable[[str], Any]:
     def number(text: str) -> int:
         return words[text] if text in words else int(text)
 
-    number.__name__ = f"number or {' or '.join(words)}"  # argparse says this of a text that is neither
+    number.__name__ = f"number or {' or '.join(words)}"  # shown by argparse for a text that is neither
     return number
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that describe a step instead of running it."""
-    text = "print tasks and memory of a step and whether they fit here, and run nothing"
+    """Add flags that describe a step instead of running it."""
+    text = "print tasks and memory of a step and whether it fits in memory, without running it"
     parser.add_argument("--plan", action="store_true", help=text)
-    text = "with --plan: of a step that so many workers share, what each sends, and what one runs and holds"
+    text = "with --plan: number of workers that share the step; prints what each sends, runs and holds"
     parser.add_argument("--workers", type=int, help=text)
 
 
@@ -142,24 +143,24 @@ def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:
 
 
 def from_flags(config: type, values: argparse.Namespace) -> Any:
-    """Return the dataclass of the flags' values."""
+    """Return the dataclass with the values of the flags."""
     return config(**given_flags(config, values))
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command line: what is wrong with its input is one line and exit code 2 (DASKGPT_DEBUG=1: the traceback).
+    """Run a command line; report bad input in one line, with exit code 2 (with DASKGPT_DEBUG=1: a traceback).
 
     A command whose output is no longer read (`| head`) ends without a message, as other programs do.
     """
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what an ASCII terminal cannot show ends no run
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal cannot show must not end a run
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # taken away while modules were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored while modules were imported
     code: Any = 0
     try:
         try:
             code = main(sys.argv[1:])
-        except SystemExit as ended:  # of --help, and of flags that are wrong
+        except SystemExit as ended:  # from --help and wrong flags
             code = ended.code
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -174,28 +175,28 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
         try:
             if stream is not None:
                 stream.flush()
-        except OSError:  # Python would try it again as it ends, and complain
+        except OSError:  # Python would try again at exit, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
 
 
 def _failed(error: Exception) -> int:
-    """Print what ended a command; return the code with which it ends."""
+    """Print the error that ended a command; return its exit code."""
     if isinstance(error, BrokenPipeError) and _is_unread():
         return 128 + signal.SIGPIPE
-    # A file's error comes with its path, this one from what is printed.
+    # The error of a file has its path; without one, it is that of standard output.
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
-        advice = "Make room where it goes, or send it elsewhere."
-        error = refusal(OSError, "stdout", "what is printed must have somewhere to go", str(error.strerror), advice)
+        advice = "Free space there, or send the output elsewhere."
+        error = refusal(OSError, "stdout", "standard output must be writable", str(error.strerror), advice)
     if isinstance(error, MemoryError):
-        rule, advice = "what is computed must fit into memory", "Make the model, the batch or the text smaller."
+        rule, advice = "the computation must fit in memory", "Make the model, the batch or the text smaller."
         error = refusal(MemoryError, "daskgpt", rule, str(error) or "no memory left", advice)
     _print_error(error)
     return STOPPED if isinstance(error, CanGoOn) else 2
 
 
 def _is_unread() -> bool:
-    """Return whether standard output is a pipe whose reader has gone."""
+    """Return whether standard output is a pipe whose reader has ended."""
     if sys.stdout is None or not hasattr(select, "poll"):
         return False
     poll = select.poll()
@@ -204,7 +205,7 @@ def _is_unread() -> bool:
 
 
 def _print_error(what: object) -> None:
-    """A line on standard error, if that is open."""
+    """Print a line on standard error, if that is open."""
     with suppress(OSError):
         if sys.stderr is not None:
             print(what, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Groups of a batch: how many sequences are summed in one chain, before the totals meet (`graph.sum_order`)."""
+"""Groups of a batch: the sequences that are summed in one chain, before totals are added (`graph.sum_order`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.settings import setting
 
-# Tokens of a group, at least. Another group costs an addition for each number of a gradient, 0.1 ns in a cache, where a
-# token costs 0.075 ns at 80 GFLOP/s; and another call of each summing kernel, which is what small models notice: tiny,
+# The least number of tokens in a group. Another group costs an addition for each number of a gradient, 0.1 ns in a
+# cache (a token costs 0.075 ns at 80 GFLOP/s), and another call of each summing kernel, which slows small models: tiny,
 # 12 x 64 tokens, takes the same time with 1 group and with 2, and a fifth more with 6 (Zen 3, two threads). Workers
-# share a batch by groups: with fewer of them than workers some would have nothing to do.
+# share a batch by groups: with fewer groups than workers, some workers would be idle.
 LEAST_ROWS = 384
 
 
@@ -19,9 +19,9 @@ LEAST_ROWS = 384
 class Groups:
     """Consecutive groups of a batch.
 
-    count   how many they are
+    count   number of these groups
     first   number of the first one
-    batch   how many the batch has; 0 = these are all
+    batch   number of groups in the batch; 0 = these are all
     """
 
     count: int = 1
@@ -30,7 +30,7 @@ class Groups:
 
     @property
     def whole(self) -> int:
-        """How many groups the batch has where these are all; else 0."""
+        """The number of groups in the batch if these are all; else 0."""
         return self.count if self.batch in (0, self.count) else 0
 
 
@@ -38,29 +38,29 @@ ONE_GROUP = Groups()
 
 
 def groups_of_rank(rank: int, count: int, groups: int) -> Groups:
-    """The groups of one of several ranks: consecutive ones, nearly as many as the others have."""
+    """Return the groups of one of several ranks: consecutive ones, nearly as many for each rank."""
     own = share_of_rank(rank, count, groups)
     return Groups(len(own), own.start, groups)
 
 
 def share_of_rank(rank: int, count: int, things: int) -> range:
-    """The share of one of several ranks in some things: consecutive ones, nearly as many as the others have."""
+    """Return the share of one of several ranks: consecutive items, nearly as many for each rank."""
     return range(rank * things // count, (rank + 1) * things // count)
 
 
 def groups_setting() -> Any:
-    """A field for G, the groups of a batch."""
+    """Return a field for G, the number of groups in a batch."""
     return setting(
         0,
-        "G, groups of sequences that are summed apart; divides B; auto or 0 = by the batch's shape",
+        "G, groups of sequences that are summed separately; divides B; auto or 0 = by the batch's shape",
         least=0,
         words={"auto": 0},
     )
 
 
 def groups_of_batch(batch_size: int, sequence_length: int, given: int = 0) -> int:
-    """Into how many groups of sequences the sums over a batch are divided: as many as are given, or, for 0, what its
-    shape alone leads to. The bits of a result depend on them, and so they must not depend on who computes it.
+    """Return the number of groups of sequences for sums over a batch: the given number or, for 0, one that follows
+    from the shape alone. Bits depend on it, so it must not depend on where the batch is computed.
 
     It is the largest number that divides the batch size and leaves a group at least LEAST_ROWS tokens.
     """
@@ -71,7 +71,7 @@ def groups_of_batch(batch_size: int, sequence_length: int, given: int = 0) -> in
 
 
 def check_groups(where: str, groups: int, name: str, sequences: int) -> None:
-    """Errors   ValueError where the number of groups does not divide that of the sequences (of this name)"""
+    """Check the number of groups. Errors   ValueError if it does not divide that of the sequences (of this name)"""
     if groups < 1 or sequences % groups:
         near = nearest_divisor(sequences, groups)
         rule = f"groups must divide {name}"

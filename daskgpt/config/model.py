@@ -1,4 +1,4 @@
-"""What a model is made of, and the published sizes."""
+"""The configuration of a model, and the published sizes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from daskgpt.config.settings import Checked, documented, setting
 class GPT2Config(Checked):
     """The size of a GPT-2 model.
 
-    Errors   ValueError where a number is below 1, heads does not divide channels, or padding is below the vocabulary;
-             TypeError for what is no whole number
+    Errors   ValueError if a number is below 1, heads does not divide channels, or padding is below the vocabulary;
+             TypeError if one is not a whole number
     Source   Radford et al. 2019, table 2 (names of the published sizes)
     """
 
@@ -27,7 +27,7 @@ class GPT2Config(Checked):
         0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", least=0, most=2**25
     )
     positions: int = setting(64, "longest sequence", unit="tokens", least=1, most=2**24)
-    norm: str = setting("layernorm", "normalisation of a block's inputs", choices=("layernorm", "rmsnorm"))
+    norm: str = setting("layernorm", "normalization of a block's inputs", choices=("layernorm", "rmsnorm"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +57,7 @@ PRESETS: dict[str, GPT2Config] = {
 
 
 def preset(name: str, **overrides: Any) -> GPT2Config:
-    """The named size with some numbers replaced.
+    """Return the named size with some numbers replaced.
 
     Errors   ValueError for an unknown name
 

@@ -1,4 +1,4 @@
-"""Objects as a notebook shows them: tables and curves in HTML and SVG, without a script, a style sheet or a network."""
+"""Objects in notebooks: tables and curves in HTML and SVG, without scripts, style sheets or a network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 CELL = "text-align: left; vertical-align: top; padding: 2px 10px 2px 0; white-space: normal"
 NUMBER = "text-align: right; padding: 2px 0 2px 14px; font-variant-numeric: tabular-nums"
-WIDTH, HEIGHT, POINTS = 420, 90, 400  # of a curve: pixels, and points at most
+WIDTH, HEIGHT, POINTS = 420, 90, 400  # of a curve: size in pixels, and greatest number of points
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
@@ -37,7 +37,7 @@ def html_table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str]
 
 
 def svg_curve(values: Sequence[float], label: str, colour: str = "#4269d0") -> str:
-    """Return values as a line, those that are not finite left out; empty where there are not two."""
+    """Return finite values as a line; empty if there are fewer than two."""
     known = [(number, value) for number, value in enumerate(values) if math.isfinite(value)]
     every = max(1, math.ceil(len(known) / POINTS))
     known = known[::every] + known[-1:] * bool(known and (len(known) - 1) % every)
@@ -52,5 +52,5 @@ def svg_curve(values: Sequence[float], label: str, colour: str = "#4269d0") -> s
 
 
 def html_text(text: str) -> str:
-    """Return lines as they are, in letters of one width."""
+    """Return lines unchanged, in a monospaced font."""
     return f'<pre style="white-space: pre; overflow-x: auto; line-height: 1.3">{escape(text)}</pre>'

@@ -1,4 +1,4 @@
-"""What a run is made of: data, optimizer, local steps, dataflow, length."""
+"""The configuration of a run: data, optimizer, local steps, dataflow, length."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ AUTO = {"auto": 0}
 @documented
 @dataclass(frozen=True)
 class DataConfig(Checked):
-    """Where tokens come from and how many make a batch."""
+    """The source of tokens, and the size of a batch."""
 
     data: str = setting(
         "stdlib", "stdlib (this Python's library source), a text file, folder or glob, .bin files, or prepared tokens"
     )
     encoding: str = setting(
         "auto",
-        "text to token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024, which learns one of so many "
-        "ids from the text; auto = that of prepared tokens, gpt2 for other token files and models like it, else bytes",
+        "text to token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024, which learns one of 1,024 "
+        "ids from the text; auto = that of prepared tokens, gpt2 for other token files and for models with GPT-2's "
+        "vocabulary, else bytes",
     )
     order: str = setting(
         "auto",
-        "sequences of a step: at random, or each once in an epoch; auto = epochs of prepared tokens, else random",
+        "order of sequences: drawn at random, or each once per epoch; auto = epochs of prepared tokens, else random",
         choices=("auto", "random", "epochs"),
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
-    held_out: str = setting("spans", "which share: spans all over the text, or its end", choices=("spans", "end"))
-    batch_size: int = setting(12, "B, sequences a step; of a micro-batch, where there are several", least=1, most=2**20)
+    held_out: str = setting(
+        "spans", "which part is held out: spans all over the text, or its end", choices=("spans", "end")
+    )
+    batch_size: int = setting(12, "B, sequences per step; with --accumulate, per micro-batch", least=1, most=2**20)
     accumulate: int = setting(
-        1, "N, micro-batches of B sequences: one step of N x B in the memory of one of B", least=1, most=2**20
+        1, "N, micro-batches of B sequences: a step of N x B sequences in the memory of one with B", least=1, most=2**20
     )
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
@@ -45,19 +48,21 @@ class DataConfig(Checked):
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Number of sequences in a step."""
         return self.batch_size * self.accumulate
 
 
 @documented
 @dataclass(frozen=True)
 class OptimizerConfig(Checked):
-    """How parameters are updated, the learning rate over the steps, and what restrains the model.
+    """Updates of parameters, the learning rate over the steps, and regularization.
 
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101; dropout: Srivastava et al. 2014, JMLR 15
     """
 
-    optimizer: str = setting("adamw", "adamw, muon (matrices of blocks; adamw the rest), or momentum (SGD, beta1)")
+    optimizer: str = setting(
+        "adamw", "adamw, muon (for matrices of blocks; adamw for the rest), or momentum (SGD with beta1)"
+    )
     learning_rate: float = setting(1e-3, "largest learning rate", least=0)
     schedule: str = setting(
         "cosine",
@@ -66,49 +71,65 @@ class OptimizerConfig(Checked):
     )
     warmup: int | str = setting(
         100,
-        "first steps, or share such as 5%, of rising rate",
+        "first steps, in which the rate rises; a number or a share such as 5%",
         unit="steps",
         least=0,
         parse=count_or_share,
     )
     cooldown: int | str = setting(
-        "20%", "last steps, or share, of falling rate (wsd only)", unit="steps", least=0, parse=count_or_share
+        "20%",
+        "last steps, in which the rate falls (wsd only); a number or a share",
+        unit="steps",
+        least=0,
+        parse=count_or_share,
     )
     final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0)
-    clip: float = setting(0.0, "norm to which larger gradients are scaled, all together; 0 = never", least=0)
+    clip: float = setting(
+        0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never", least=0
+    )
     skip_outliers: float = setting(
-        0.0, "skip updates so many standard deviations above the loss or norm of 128 steps, say 6; 0 = none", least=0
+        0.0,
+        "skip updates whose loss or norm is this many standard deviations above the mean of 128 steps, such as 6; "
+        "0 = none",
+        least=0,
     )
     beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
-    eps: float = setting(1e-8, "added to the root of v", least=0)
-    muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m, Nesterov's way", least=0, below=1)
-    muon_scale: float = setting(0.2, "Muon: root mean square of a step by learning rate; AdamW's is about 0.2", least=0)
+    eps: float = setting(1e-8, "added to the square root of v", least=0)
+    muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m (Nesterov)", least=0, below=1)
+    muon_scale: float = setting(
+        0.2, "Muon: root mean square of an update, divided by the learning rate; AdamW's is about 0.2", least=0
+    )
     weight_decay: float = setting(0.1, "decoupled weight decay", least=0)
     dropout: float = setting(
-        0.0, "share dropped at random of embeddings, attention's probabilities, and blocks' outputs", least=0, below=1
+        0.0,
+        "share of embeddings, attention's probabilities and blocks' outputs that is dropped at random",
+        least=0,
+        below=1,
     )
-    decay: str = setting("matrices", "which tensors decay: 2-D ones, or every one", choices=("matrices", "all"))
+    decay: str = setting("matrices", "which tensors decay: 2-D ones, or all", choices=("matrices", "all"))
 
 
 @documented
 @dataclass(frozen=True)
 class LocalConfig(Checked):
-    """Local steps: replicas that train on their own and meet now and then. They decide bits, as the batch size does.
+    """Local steps: replicas train separately and are averaged now and then. They decide bits, as the batch size does.
 
     Source   DiLoCo, Douillard et al. 2023, arXiv:2311.08105
     """
 
-    local_steps: int = setting(0, "H, steps of each replica until all meet; 0 = one model", unit="steps", least=0)
+    local_steps: int = setting(0, "H, steps of each replica between two averages; 0 = one model", unit="steps", least=0)
     replicas: int = setting(1, "R, replicas that share the batch size equally", least=1, most=2**12)
-    outer_learning_rate: float = setting(0.7, "learning rate where they meet, along their mean change", least=0)
-    outer_momentum: float = setting(0.9, "Nesterov momentum of that step", least=0, below=1)
+    outer_learning_rate: float = setting(
+        0.7, "learning rate of the outer step, along the replicas' mean change", least=0
+    )
+    outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", least=0, below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.local_steps:
             for name, value in asdict(self).items():
-                rule, advice = f"{name} must come with local_steps", "Give --local-steps, say 50."
+                rule, advice = f"{name} must come with local_steps", "Give --local-steps 50, for example."
                 require(value == getattr(LocalConfig, name), "LocalConfig", rule, {name: value}, advice)
 
 
@@ -133,7 +154,7 @@ class DataflowConfig(Checked):
     )
     grain: str = setting(
         "auto",
-        "size of a task; auto = from measured kernel times",
+        "size of a task; auto = by measured kernel times",
         choices=("kernel", "segment", "block", "chunk", "auto"),
     )
     barrier: str = setting(
@@ -143,75 +164,75 @@ class DataflowConfig(Checked):
     )
     engine: str = setting(
         "ranks",
-        "on a cluster: ranks = a task of each worker makes some steps, and workers exchange data; tasks = Dask's "
-        "scheduler schedules each task of a step, which is slow and does not recover from a loss",
+        "on a cluster: ranks = each worker runs some steps as one task, and workers exchange data; tasks = Dask's "
+        "scheduler schedules each task of a step, which is slow and does not recover from a lost worker",
         choices=("ranks", "tasks"),
     )
-    window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**12)
+    window: int = setting(4, "steps in flight with --barrier none", unit="steps", least=1, most=2**12)
     precision: str = setting(
         "float32",
-        "operands of matrix products; bfloat16 rounds them; auto = bfloat16 where it is faster; float64 to verify only",
+        "operands of matrix products; bfloat16 rounds them; auto = bfloat16 if it is faster; float64 only to verify",
         choices=("float32", "bfloat16", "auto", "float64"),
     )
-    threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one a core", least=0, most=2**12)
+    threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", least=0, most=2**12)
 
 
 @documented
 @dataclass(frozen=True)
 class RunConfig(Checked):
-    """One training run: how long, from where, and where it is written."""
+    """One training run: its length, its start, and its output."""
 
     steps: int = setting(2000, "optimizer steps", least=1)
-    tokens: int = setting(0, "the same in tokens, such as 10M: as many steps as these take", least=0, parse=count)
+    tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", least=0, parse=count)
     minutes: float = setting(
         0.0,
-        "the same in minutes of training, all processes of the run together; the number of steps, which the learning "
-        "rate follows, is estimated again and again; 0 = by steps",
+        "length of the run in minutes of training, all its processes together; the number of steps, which the learning "
+        "rate depends on, is estimated repeatedly; 0 = by steps",
         unit="minutes",
         least=0,
     )
-    seed: int = setting(0, "seed of initial values, batches and the sample", least=0)
+    seed: int = setting(0, "seed of initial values, batches and samples", least=0)
     init: str = setting("", "run folder, or any model that daskgpt.convert reads, to start from; empty = random values")
     out: str = setting("", "folder for the run; empty = runs/DATE-TIME on the command line, none from Python")
-    validate_every: int = setting(500, "steps between validations, 0 = at the end only", unit="steps", least=0)
-    validation_batches: int = setting(16, "batches of a validation loss", least=1, most=2**16)
-    save_every: int = setting(0, "steps between checkpoints, 0 = by time only", unit="steps", least=0)
+    validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps", least=0)
+    validation_batches: int = setting(16, "batches per validation", least=1, most=2**16)
+    save_every: int = setting(0, "steps between checkpoints; 0 = only by time", unit="steps", least=0)
     save_minutes: float = setting(
-        10.0, "minutes between checkpoints, and one at the end; 0 = at the end only", unit="minutes", least=0
+        10.0, "minutes between checkpoints, and one at the end; 0 = only at the end", unit="minutes", least=0
     )
-    keep: int = setting(3, "how many of the newest checkpoints stay", least=1)
+    keep: int = setting(3, "number of newest checkpoints to keep", least=1)
     keep_best: int = setting(
-        1, "keep a checkpoint of the lowest validation loss so far: RUN/best; 0 = none", least=0, below=2
+        1, "keep a checkpoint of the lowest validation loss so far as RUN/best; 0 = none", least=0, below=2
     )
-    keep_every: int = setting(0, "steps between checkpoints that are never deleted, 0 = none", unit="steps", least=0)
+    keep_every: int = setting(0, "steps between checkpoints that are never deleted; 0 = none", unit="steps", least=0)
     snapshot_every: int = setting(
         -1,
-        "on a cluster, steps between recovery points, copies of the state on other workers; auto = when copying costs "
-        "below 1 % of the time, 0 = none",
+        "on a cluster, steps between recovery points (copies of the state on other workers); auto = by the cost of "
+        "copying, which stays below 1 % of the time; 0 = none",
         unit="steps",
         least=-1,
         words={"auto": -1},
     )
     worker_minutes: float = setting(
-        10.0, "on a cluster, how long to wait for a worker once all are gone", unit="minutes", least=0
+        10.0, "on a cluster, how long to wait for a worker after all are lost", unit="minutes", least=0
     )
     worker_seconds: float = setting(
         60.0,
-        "on a cluster, how long a worker may be silent before the run goes on without it; 0 = as long as Dask waits",
+        "on a cluster, how long a worker may be silent before the run continues without it; 0 = Dask's own limit",
         unit="seconds",
         least=0,
     )
-    log: str = setting("", "where metrics go as well as to RUN/metrics.jsonl: tensorboard (needs its extra)")
-    sample_tokens: int = setting(200, "length of a text sample, 0 = none", unit="tokens", least=0, most=2**20)
+    log: str = setting("", "where metrics are written in addition to RUN/metrics.jsonl: tensorboard (needs its extra)")
+    sample_tokens: int = setting(200, "length of a text sample; 0 = none", unit="tokens", least=0, most=2**20)
     sample_every: int = setting(
-        0, "on the command line, steps between text samples, 0 = at the end only", unit="steps", least=0
+        0, "on the command line, steps between text samples; 0 = only at the end", unit="steps", least=0
     )
 
 
 def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:
-    """Errors   ValueError where local steps do not fit the batch, its groups or the barrier"""
+    """Check local steps. Errors   ValueError if they do not fit the batch, its groups or the barrier"""
     size, replicas = data.batch_size, local.replicas
-    rule, count = "accumulate must be 1 where replicas make steps of their own", data.accumulate
+    rule, count = "accumulate must be 1 with local steps", data.accumulate
     require(not local.local_steps or count == 1, "train", rule, {"accumulate": count}, "Leave one of them out.")
     if size % replicas:
         advice = f"Try replicas={nearest_divisor(size, replicas)}."
@@ -220,15 +241,17 @@ def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:
         )
     if replicas > 1 and data.groups:
         check_groups("train", data.groups, "batch_size / replicas", size // replicas)
-    rule = "barrier must be step where replicas make steps of their own"
+    rule = "barrier must be step with local steps"
     got = {"barrier": barrier, "local_steps": local.local_steps}
     require(not local.local_steps or barrier == "step", "train", rule, got, "Leave one of them out.")
 
 
 def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig, size: str = "batch_size") -> None:
-    """size   what the number of sequences is called
+    """Check the sizes of chunks.
 
-    Errors   ValueError where a chunk that is given does not divide what it cuts
+    size     name of the number of sequences
+
+    Errors   ValueError if a chunk that is given does not divide what it cuts
     """
     for name, whole_name, part, whole in (
         ("batch_chunk", size, dataflow.batch_chunk, batch_size),
@@ -239,11 +262,10 @@ def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig
             raise refusal(ValueError, "DataflowConfig", rule, {name: part, whole_name: whole}, advice)
 
 
-# Recipes: flags of a run that belong together, under one name of `daskgpt.train --preset`; others come after them.
+# Recipes: flags of a run that belong together, under one name of `daskgpt.train --preset`; further flags override them.
 RECIPES: dict[str, str] = {
-    # The fastest way known to us to 1.88 nats a character of the last tenth of tinyshakespeare: the blocks of nanoGPT's
-    # recipe for laptops, another optimizer, and tokens of some characters instead of one. 51 batches are all of that
-    # tenth.
+    # The fastest way known to us to 1.88 nats per character of the last tenth of tinyshakespeare: the blocks of
+    # nanoGPT's recipe for laptops, another optimizer, and tokens of several characters. 51 batches cover that tenth.
     "speedrun": "--preset tiny --encoding learn:4096 --held-out end --validation-batches 51 --validate-every 0"
     " --batch-size 12 --sequence-length 64 --optimizer muon --learning-rate 0.01 --schedule linear --warmup 20"
     " --final-learning-rate 0 --steps 100",

@@ -1,4 +1,4 @@
-"""Fields of configurations, from which checks, command-line flags and docstrings derive; and amounts, such as 10M."""
+"""Fields of configurations, from which checks, command-line flags and docstrings derive; amounts such as 10M."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.rich import html_table
 
-DOC_WIDTH = 67  # with the indentation and what `help` puts before it, 80 columns
+DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
 FIELDS = "Fields   "
-MOST = 2**63 - 1  # of a whole number without another bound: what 64 bits hold
+MOST = 2**63 - 1  # bound of a whole number without another one: 64 bits
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _COUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d{1,2}))? ?([kmgb]?)", re.IGNORECASE)
@@ -36,12 +36,12 @@ def setting(
     parse: Callable[[str], Any] | None = None,
     **bounds: float,
 ) -> Any:
-    """A dataclass field that can be a flag, with its help text, unit and allowed values. The default decides its type.
+    """Return a dataclass field that can be a flag, with help, unit and allowed values. Its default decides its type.
 
-    choices   the texts that are allowed, all if none is named
-    words     that may be given for numbers: {"auto": 0}
-    parse     what a text means that may be given for the number: `count`, or `count_or_share`
-    bounds    of numbers: `least` and `most`, which are allowed, `above` and `below`, which are not
+    choices   the allowed texts; all if none is named
+    words     words that stand for numbers: {"auto": 0}
+    parse     converts a text that is given for the number: `count` or `count_or_share`
+    bounds    of numbers: inclusive `least` and `most`, exclusive `above` and `below`
     """
     if not isinstance(default, float):
         bounds = {"most": MOST} | bounds
@@ -51,7 +51,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Checked:
-    """A configuration of fields that `setting` made: it holds only values of their types, within their bounds.
+    """A configuration whose fields `setting` made, and whose values have their types and lie within their bounds.
 
     Errors   TypeError for a value of another type, ValueError for one that is not allowed, both naming the field
     """
@@ -68,14 +68,14 @@ class Checked:
                 _check_bounds(where, f, value)
 
     def _repr_html_(self) -> str:
-        """For notebooks: a row a field, those first that are not the default."""
+        """Return a table for notebooks, a row per field, those first that are not the default."""
         own = sorted(fields(self), key=lambda f: getattr(self, f.name) == f.default)
         rows = [[f.name, _shown(f, getattr(self, f.name)), help_of(f)] for f in own]
         return html_table(type(self).__name__, rows)
 
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
-    """Return the value as the type of the field: NumPy's whole numbers are, a word for one is, and a path is a text."""
+    """Return the value as the type of the field: NumPy integers and words become numbers, a path becomes a text."""
     parse = f.metadata["parse"]
     wanted: Any = int if parse else type(f.default)
     if isinstance(value, str | os.PathLike) and wanted is str:
@@ -118,12 +118,12 @@ def _word(f: Field[Any], value: Any) -> str:
 
 
 def _shown(f: Field[Any], value: Any) -> str:
-    """Return a value as it would be given, with a star where it is not the default."""
+    """Return a value as it would be given, with a star if it is not the default."""
     return _word(f, value) + ("" if value == f.default else " *")
 
 
 def help_of(f: Field[Any], default: str = "") -> str:
-    """Return what a field means, its choices, unit and default; `default` says it in other words."""
+    """Return the help of a field with its choices, unit and default; `default` replaces the latter."""
     choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
     return f"{f.metadata['help']}{choices}{unit} (default: {default or _word(f, f.default)})"
@@ -163,9 +163,9 @@ def count_or_share(text: str) -> int | str:
 
 
 def part_of(amount: int | str, whole: int) -> int:
-    """Return how many an amount is: itself, or its share of a whole, rounded up."""
+    """Return an amount as a number: itself, or its share of a whole, rounded up."""
     return math.ceil(float(amount.rstrip("%")) * whole / 100) if isinstance(amount, str) else amount
 
 
-count.__name__ = "number such as 10M"  # argparse says this of a text that is none
+count.__name__ = "number such as 10M"  # shown by argparse for a text that is none
 count_or_share.__name__ = "number or share such as 5%"

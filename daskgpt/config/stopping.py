@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a run stops where nothing is lost, and no signal is missed."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP: a run stops where nothing is lost, and no signal is missed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-# With what a command ends that was stopped and can be gone on with: sysexits.h's EX_TEMPFAIL. The second signal is 130.
+# Exit code of a command that was stopped and can be continued: EX_TEMPFAIL of sysexits.h. A second signal gives 130.
 STOPPED = 75
 HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # a closed terminal; Windows has none
 
 
 class CanGoOn(RuntimeError):
-    """What ended a run is not its own fault, and it has a checkpoint to go on from: a command ends with STOPPED."""
+    """The end of a run for an external reason, with a checkpoint to continue from: a command ends with STOPPED."""
 
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -23,10 +23,10 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @contextmanager
 def heeding_interrupts() -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C end what runs inside; yield a check to be called now and then.
+    """Let Ctrl-C end the `with` block; yield a check to be called now and then.
 
-    A KeyboardInterrupt that falls into a callback from C (LLVM calls back when it has compiled a function, and that is
-    the first moment at which Python can look at a signal) is printed and forgotten: the check raises it again.
+    A KeyboardInterrupt within a callback from C is printed and lost (LLVM calls back when it has compiled a function,
+    and only then can Python handle a signal): the check raises it again.
     """
     heard = False
 
@@ -46,12 +46,12 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[Callable[[], bool]]:
-    """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but not before `what` is done; yield whether to stop.
+    """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but only after `what`; yield a check for it.
 
     The second Ctrl-C or SIGTERM interrupts at once. A second SIGHUP does not: shells send it together with others.
 
     say    prints a line
-    what   is finished first
+    what   name of the work that is finished first
     """
     requested = False
 
@@ -63,7 +63,7 @@ def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[
             raise KeyboardInterrupt
         requested = True
         with suppress(RuntimeError, OSError):  # in the middle of a line to the same stream, or the terminal is gone
-            say(f"stopping after this {what}, and saving; once more stops at once and saves nothing more")
+            say(f"stopping after this {what}, and saving; a second signal stops at once without saving")
 
     with _handled(ask, signal.SIGINT, signal.SIGTERM, *HANGUP):
         yield lambda: requested
@@ -71,10 +71,10 @@ def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C and SIGHUP until this is over; threads and processes that are started inside never receive them.
+    """Delay Ctrl-C and SIGHUP until the end; threads and processes that are started inside never receive them.
 
-    They inherit that it is blocked. Threads that were there before take it, and Python then interrupts the main one:
-    so it is kept until the end as well.
+    They inherit the blocked signals. Older threads still receive them, and Python then interrupts the main thread: so
+    handlers hold these signals back until the end, too.
     """
     heard = set()
 

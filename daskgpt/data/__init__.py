@@ -1,1 +1,1 @@
-"""From text to tokens to batches. Nothing here knows of Dask."""
+"""From text to tokens to batches. This package does not use Dask."""

@@ -1,4 +1,4 @@
-"""Token ids to train and to validate on, from texts, token files or prepared folders, and batches of them."""
+"""Token ids for training and validation from texts, token files or prepared folders, and batches of them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ HASHED_TOKENS = 2**22  # at a time
 
 
 class MappedTokens:
-    """Several rows of tokens as one, which stay mapped: indexed by a slice or by places, it gives arrays.
+    """Several memory-mapped rows of tokens as one; indexing by a slice or by positions returns arrays.
 
     Shapes   (N,), N the sum of its parts
     Dtype    uint16
-    Cost     what is taken out of it is copied, nothing else is read
+    Cost     selected tokens are copied, nothing else is read
     """
 
     dtype = np.dtype(np.uint16)
@@ -52,7 +52,7 @@ class MappedTokens:
         return self.size
 
     def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
-        """Errors   IndexError for a place beyond the end"""
+        """Return selected tokens. Errors   IndexError for a position beyond the end"""
         places = np.arange(*places.indices(self.size)) if isinstance(places, slice) else np.asarray(places)
         numbers = np.searchsorted(self.ends, places, side="right")
         found = np.empty(places.shape, self.dtype)
@@ -67,11 +67,11 @@ Tokens = np.ndarray | MappedTokens
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Two rows of tokens that share none.
+    """Two disjoint rows of tokens.
 
-    origin   where they come from, for people
-    order    in which steps take sequences where the run does not say: see `batch`
-    shards   SHA-256 of the files that the tokens are in, where these are known
+    origin   a description of their source
+    order    default order of sequences: see `batch`
+    shards   SHA-256 of the token files, if known
 
     Shapes   training (N,), validation (M,)
     Dtype    uint16
@@ -87,14 +87,15 @@ class Dataset:
 
     @property
     def description(self) -> str:
-        """Origin and sizes, for people."""
+        """Origin and sizes as text."""
         sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
         return f"{self.origin}: {sizes} ({self.encoding_name})"
 
     def checked(self, where: str, batch_size: int, sequence_length: int) -> Dataset:
         """Return the dataset.
 
-        Errors   ValueError for fewer tokens than a batch to train on, or a sequence to validate on, and one more
+        Errors   ValueError if training has fewer tokens than a batch and one more, or validation fewer than a sequence
+                 and one more
         """
         for kind, tokens, sequences in (("training", self.training, batch_size), ("validation", self.validation, 1)):
             rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
@@ -107,7 +108,7 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 that identifies these tokens: of all of them, or of the digests of their files.
+        """The SHA-256 of all tokens, or of the digests of their files.
 
         Cost     reads all tokens once, unless the digests of their files are known
         """
@@ -136,19 +137,19 @@ def load_dataset(
 ) -> Dataset:
     """Read a source, encode it, and hold a part out (`data/text.py`).
 
-    Without an encoding, token files are taken for GPT-2's and text for bytes; learn:1024 is a vocabulary of so many ids
-    that is learned from the training part. Every document begins with end-of-text, and so does every piece of one that
-    was cut for validation.
+    Without an encoding, token files are assumed to be GPT-2's and text to be bytes; learn:1024 learns a vocabulary of
+    1,024 ids from the training part. Every document begins with end-of-text, and so does every piece of one that was
+    cut for validation.
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    uint16
     Cost     everything is held in memory
     Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text;
-             FileNotFoundError where a source or GPT-2's vocabulary is missing
+             FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
     name = encoding or ("gpt2" if is_token_source(source) else "bytes")
     where, learned = "load_dataset", is_to_be_learned(name)
-    size_to_learn(name) if learned else vocabulary_size(name)  # nothing is read to find out
+    size_to_learn(name) if learned else vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source}
     require(not (learned and is_token_source(source)), where, rule, got, "Name the encoding of these tokens.")
     rule = "validation_fraction must lie between 0 and 1"
@@ -191,7 +192,7 @@ def _load(
 
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
-    """Return the pieces in one row, each opened by end-of-text: what follows does not go on from what precedes it."""
+    """Return the pieces in one row, each after an end-of-text, since no piece continues the previous one."""
     mark = np.array([end_of_text], np.uint16)
     marked = [array for piece in pieces for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]
@@ -200,7 +201,7 @@ def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
 def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
     """Check that every id is one of the vocabulary's.
 
-    Cost     reads all tokens once, and once more to say where a wrong one is
+    Cost     reads all tokens once, and once more to locate a wrong one
     Errors   ValueError for the first id that is not, with its place
     """
     if tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < vocabulary):
@@ -215,30 +216,29 @@ def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
 
 
 def is_token_folder(source: str) -> bool:
-    """Return whether a source is a folder that `daskgpt.prepare` has made, or has begun."""
+    """Return whether a source is a folder that `daskgpt.prepare` has written, completely or in part."""
     folder = Path(source).expanduser()
     return any((folder / name).is_file() for name in (MANIFEST, JOURNAL))
 
 
 def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence_length: int = 1) -> Dataset:
-    """Open the tokens of a prepared folder. Its shards stay mapped, whatever their size.
+    """Open the tokens of a prepared folder. Its shards stay memory-mapped.
 
-    encoding   that is expected, "" = whatever its own is
+    encoding   the expected one, "" = the folder's own
 
     Shapes   each part at least (T + 1,), and the training part B sequences of T tokens and their targets
-    Cost     headers are read, and the whole of a shard that was written to after the manifest
-    Errors   FileNotFoundError where it is not whole; ValueError for another encoding, shards that are not as they were
-             written, and too few tokens
+    Cost     headers are read, and all of a shard that was written to after the manifest
+    Errors   FileNotFoundError if it is incomplete; ValueError for another encoding, changed shards, and too few tokens
     """
     path, where = Path(folder).expanduser(), "load_prepared"
     manifest = read_manifest(path, where)
     own = manifest.encoding
     found = read_vocabulary(path / VOCABULARY_FILE) if is_learned(own) else own
     got = {"folder": folder, "encoding": f"{found} of {vocabulary_size(found)} ids"}
-    rule = f"the vocabulary must be as it was written, {own} of {manifest.ids} ids"
+    rule = f"the vocabulary must be unchanged, {own} of {manifest.ids} ids"
     require(found == own and vocabulary_size(own) == manifest.ids, where, rule, got, "Prepare it again.")
     encoding = encoding_named(encoding) if encoding else own
-    rule, advice = "the encoding must be the one that the tokens were made with", "Leave --encoding out."
+    rule, advice = "the encoding must be that of the tokens", "Leave --encoding out."
     require(encoding == own, where, rule, {"encoding": encoding, "folder": f"{folder} ({own})"}, advice)
     finished = (path / MANIFEST).stat().st_mtime_ns
     training, validation = (_mapped(path, part, finished, where) for part in (manifest.train, manifest.val))
@@ -251,13 +251,13 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
 def _mapped(folder: Path, part: Part, finished: int, where: str) -> MappedTokens:
     """Map the shards of a part.
 
-    finished   when the manifest was written, in nanoseconds: a shard of a later time is compared with its SHA-256
+    finished   time at which the manifest was written, in nanoseconds: a later shard is compared with its SHA-256
     """
     rows: list[np.ndarray] = []
     for shard in part.shards:
         path = folder / shard.file
         tokens = read_tokens(path)
-        rule, got = "a shard must be as it was written", {"path": path, "tokens": tokens.size}
+        rule, got = "a shard must be unchanged", {"path": path, "tokens": tokens.size}
         require(tokens.size == shard.tokens, where, rule, got, "Prepare it again.")
         if path.stat().st_mtime_ns > finished:
             with path.open("rb") as file:
@@ -280,13 +280,13 @@ def batch(
     order: str = RANDOM,
     vocabulary: int = 0,
 ) -> Batch:
-    """Return sequences and the tokens that follow each of theirs: the same for the same seed and step, always.
+    """Return sequences and the token after each of theirs; seed and step determine both.
 
     targets[b, t] = tokens[start[b] + t + 1]
 
     order        random: start[b] = Philox(seed, step)[b] mod (N - T). epochs: the tokens are cut into (N - 1) // T
                  sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
-    vocabulary   that every id must be below; 0 = not looked at
+    vocabulary   bound of every id; 0 = not checked
 
     Shapes   tokens (N,) -> tokens (B, T), targets (B, T)
     Dtype    int32
@@ -306,7 +306,7 @@ def batch(
 
 
 def _at_random(size: int, batch_size: int, sequence_length: int, seed: int, step: int) -> np.ndarray:
-    # The raw stream: NumPy keeps it as it is for good, which it does not promise of random integers.
+    # The raw stream, which NumPy keeps stable; it does not promise this for random integers.
     raw = np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(batch_size)
     return (raw % np.uint64(size - sequence_length)).astype(np.int64)
 
@@ -327,7 +327,7 @@ def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int,
 
     Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T)
     Dtype    int32
-    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is asked for
+    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is made
     """
     _check_sizes("validation_batches", tokens, batch_size=batch_size, sequence_length=sequence_length, count=count)
     windows = batch_size * count
@@ -350,8 +350,8 @@ def _check_sizes(where: str, tokens: Tokens, **sizes: int) -> None:
 
 
 class BatchLoader:
-    """Batches of a dataset by the numbers of their steps. A thread reads those of the steps that come next, so that no
-    step waits for a disk; which batch a step has is a function of its number all the same.
+    """Batches of a dataset by the numbers of their steps. A thread reads those of the next steps ahead, so that no step
+    waits for a disk; the batch of a step is still a function of its number.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, sequence_length: int, seed: int, order: str) -> None:
@@ -365,14 +365,14 @@ class BatchLoader:
             vocabulary=dataset.vocabulary,
         )
         self.reader = ThreadPoolExecutor(1, "batches")
-        self.numbers: Sequence[int] = ()  # of the batches that are coming
+        self.numbers: Sequence[int] = ()  # of the next batches
         self.coming: Future[list[Batch]] = Future()
 
     def _read(self, numbers: Sequence[int]) -> list[Batch]:
         return [self.make(step=number) for number in numbers]
 
     def take(self, numbers: Sequence[int]) -> list[Batch]:
-        """Return the batches of these steps; as many that follow them are begun.
+        """Return the batches of these steps, and begin to read as many after them.
 
         Errors   ValueError for a token beyond the vocabulary, OSError of the disk
         """
@@ -396,14 +396,14 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def shuffled(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return which of `count` sequences stand at some places of an epoch.
+    """Return which of `count` sequences are at some positions of an epoch.
 
-    A Feistel network permutes the next larger square power of two; what falls beyond `count` is permuted again, which
-    ends, since the places are on circles of it.
+    A Feistel network permutes the next larger square power of two; a result beyond `count` is permuted again, which
+    terminates, since each position lies on a cycle of the permutation.
 
-    Shapes   places (n,) -> (n,)
+    Shapes   positions (n,) -> (n,)
     Dtype    int64, from 0 to count - 1
-    Cost     no memory that grows with count, whatever it is
+    Cost     constant memory for any count
     Source   Black and Rogaway 2002, Ciphers with arbitrary finite domains: cycle walking
     """
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)

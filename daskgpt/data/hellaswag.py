@@ -1,4 +1,4 @@
-"""HellaSwag's questions: a JSON object a line, with the beginning of a story and ways to go on."""
+"""HellaSwag's questions: a JSON object per line, with the beginning of a story and several endings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ENDING = ".jsonl"
 def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Question]:
     """Read the questions of `hellaswag_val.jsonl` and its like: `ctx`, `endings` and `label` of every line.
 
-    A completion is a space and an ending, encoded for itself: what llm.c and the published figures of GPT-2 do.
+    A completion is a space and an ending, encoded separately, as in llm.c and the published figures of GPT-2.
 
-    Errors   FileNotFoundError where nothing is there; ValueError naming the first line that is no such object, or has
-             no label (the test part has none)
+    Errors   FileNotFoundError if there is no file; ValueError naming the first line that is not such an object, or
+             lacks a label (as in the test part)
     Source   Zellers et al. 2019, arXiv:1905.07830
     """
     questions, where = list[Question](), "read_hellaswag"
@@ -37,7 +37,7 @@ def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Que
             raise refusal(ValueError, where, rule, got, "Give HellaSwag's training or validation part.") from error
         completions = tuple(encode(encoding, " " + ending).astype(np.int64) for ending in endings)
         questions.append(Question(encode(encoding, context).astype(np.int64), completions, label))
-    advice = "Give a JSON object a line."
+    advice = "Give a JSON object per line."
     require(bool(questions), where, "the file must hold questions", {"path": path}, advice)
     return questions
 
@@ -46,7 +46,7 @@ def _fields(line: bytes) -> tuple[str, list[str], int]:
     known = json.loads(line.decode())
     context, endings, label = known["ctx"], known["endings"], int(known["label"])
     if not (isinstance(context, str) and context and isinstance(endings, list) and len(endings) > 1):
-        raise ValueError("no ctx, or less than two endings")
+        raise ValueError("no ctx, or fewer than two endings")
     if not all(isinstance(each, str) for each in endings) or not 0 <= label < len(endings):
-        raise ValueError("endings that are no texts, or a label that names none of them")
+        raise ValueError("an ending that is not a text, or a label of no ending")
     return context, endings, label

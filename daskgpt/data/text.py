@@ -1,9 +1,9 @@
-"""Text: the standard library's source, a file, a folder or a glob, read as documents, and what of it is held out.
+"""Text: the standard library's source, a file, a folder or a glob, read as documents, and the part that is held out.
 
-Every n-th span is held out for validation, not the end, unless the settings say so: the end of a book, or the last
-files of a library, are unlike the rest, and a loss measured there says little about the whole. Spans are long beside a
-sequence, so that few windows cross a joint, and short beside the whole, so that many places are sampled. Text is cut
-before it is encoded: the same text is then held out whatever the encoding, and losses a byte can be compared.
+Every n-th span is held out for validation unless the settings name the end: the end of a book, or the last files of a
+library, differ from the rest, so a loss measured there tells little about the whole. Spans are long compared with a
+sequence, so few windows cross a joint, and short compared with the whole, so many places are sampled. Text is cut
+before it is encoded: the held-out text does not depend on the encoding, and losses per byte can be compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STANDARD_LIBRARY = "stdlib"
 # Whole files up to this size in all. Python 3.11 to 3.13 stay below it; a later, larger library is cut.
 STANDARD_LIBRARY_BYTES = 9_000_000
 
-# Copies of other programs, an editor, and tables in the form of modules: they would teach little but themselves.
+# Copies of other programs, an editor, and tables in the form of modules, from which a model would learn little.
 _LEFT_OUT = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
 _LEFT_OUT_FOLDERS = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
 
@@ -40,12 +40,11 @@ def read_text(source: str) -> list[str]:
     """Return the documents of a source, in the order of their paths; empty ones are dropped.
 
     `stdlib` is the source of this Python's standard library. A folder is read with all folders below it, but without
-    hidden ones. In folders and globs a file that is not UTF-8, or holds a NUL, is skipped; a file named alone must be
-    UTF-8.
+    hidden ones. In folders and globs a file that is not UTF-8, or holds a NUL, is skipped; a single file must be UTF-8.
 
     Cost     reads every file once; the text stays in memory
-    Errors   FileNotFoundError where nothing is there; ValueError where there is no text, or it is not UTF-8; OSError
-             where a file cannot be read
+    Errors   FileNotFoundError if no file is there; ValueError if there is no text, or it is not UTF-8; OSError if a
+             file cannot be read
     """
     path, where = Path(source).expanduser(), "read_text"
     if source == STANDARD_LIBRARY:
@@ -71,9 +70,9 @@ def read_text(source: str) -> list[str]:
 
 
 def _standard_library(root: Path) -> list[Path]:
-    """Return the files of the library at `root`, up to a size in all.
+    """Return the files of the library at `root`, up to a total size.
 
-    Only names that Python itself lists count: a distribution may put files of its own beside them.
+    Only names that Python itself lists count: a distribution may add files.
     """
     found, size = list[Path](), 0
     for path in files_below(root, left_out=_LEFT_OUT_FOLDERS):
@@ -83,13 +82,13 @@ def _standard_library(root: Path) -> list[Path]:
             if size > STANDARD_LIBRARY_BYTES:
                 break
             found.append(path)
-    rule, advice = "the standard library must be there as source", "Give a text file instead."
+    rule, advice = "the source of the standard library must be installed", "Give a text file instead."
     require(bool(found), "read_text", rule, {"folder": root}, advice, FileNotFoundError)
     return found
 
 
 def _decoded(paths: list[Path]) -> list[str]:
-    """Return the texts of files, without those that are no text."""
+    """Return the texts of files, except those that are not text."""
     documents = []
     for path in paths:
         with readable(path, "read_text"):
@@ -102,7 +101,7 @@ def _decoded(paths: list[Path]) -> list[str]:
 
 @contextmanager
 def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
-    """Raise the system's errors in the form that all errors have."""
+    """Raise the system's errors in the common form."""
     try:
         yield
     except OSError as error:
@@ -112,12 +111,12 @@ def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
 
 
 def files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Return all files in the folder and those below it, sorted; nothing that is hidden or in a folder left out."""
+    """Return all files in the folder and below it, sorted, except hidden ones and those in excluded folders."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
-    # By parts, not by the text of the path: the order is then the same whatever separates the folders.
+    # By parts, not by the text of the path, so that the order does not depend on the separator of folders.
     return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
 
 
@@ -127,13 +126,13 @@ SPANS, END = "spans", "end"
 SPAN_CHARACTERS = 16384
 SPAN_TOKENS = 4096
 
-# A cut in a text moves on to the end of its line, if that is near.
+# A cut in a text moves to the end of its line, if that is near.
 LINE_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring spans that go into the same part: [start, stop), held out or not."""
+    """Neighboring spans of the same part: [start, stop), held out or not."""
 
     start: int
     stop: int
@@ -143,8 +142,8 @@ class Run:
 def runs(total: int, span: int, fraction: float, held_out: str = SPANS) -> list[Run]:
     """Cut `total` items into runs, so that a fraction of the spans is held out, evenly spread; or the end, to the item.
 
-    Span i is held out where floor(i * fraction + 1/2) grows: 4, 14, 24, ... for a tenth. What is too short for that is
-    cut into shorter spans.
+    Span i is held out where floor(i * fraction + 1/2) grows: 4, 14, 24, ... for a tenth. A short text is cut into
+    shorter spans.
     """
     # As a fraction: the float 0.1 is not quite a tenth, and its multiples would fall to either side of a whole number.
     share = Fraction(fraction).limit_denominator(1_000_000)
@@ -164,7 +163,7 @@ def runs(total: int, span: int, fraction: float, held_out: str = SPANS) -> list[
 
 
 def split_text(documents: list[str], fraction: float, held_out: str = SPANS) -> tuple[list[str], list[str]]:
-    """Return pieces of text for training and for validation. Spans end with lines, where these are not too long.
+    """Return pieces of text for training and for validation. Spans end with lines, unless these are too long.
 
     Errors   none: a text too short to be split leaves one part empty
     """
@@ -184,10 +183,10 @@ def split_text(documents: list[str], fraction: float, held_out: str = SPANS) -> 
 
 
 def _line_end(text: str, position: int, following: Run, held_out: str) -> int:
-    """Return where the line ends that reaches to or over a position, if it ends soon; the end is held out exactly."""
+    """Return the end of the line at a position, if it is near; with `held_out="end"` the position itself."""
     if held_out == END:
         return position
-    # Half of the run that follows at most, so that some of it is left.
+    # At most half of the next run, so that some of it is left.
     limit = min(LINE_CHARACTERS, (following.stop - following.start) // 2)
     found = text.find("\n", position - 1, position + limit)
     return position if found == -1 else found + 1

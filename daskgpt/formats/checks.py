@@ -16,21 +16,21 @@ CONVERT = "`python -m daskgpt.convert --help` has the lines that convert one."
 
 
 def refuse_pickle(path: Path, where: str, advice: str = CONVERT) -> None:
-    """Raise ValueError for a file of pickled Python objects, which can run anything when they are read.
+    """Raise ValueError for a file of pickled Python objects, which can execute anything when they are read.
 
-    Such a file is recognized by its first bytes or, if they say nothing else, by its ending.
+    Such a file is recognized by its first bytes or, if these are ambiguous, by its ending.
     """
     start = b""
-    with suppress(OSError), open(path, "rb") as file:  # the reader reports what cannot be opened
+    with suppress(OSError), open(path, "rb") as file:  # the reader reports a file that cannot be opened
         start = file.read(4)
     pickled = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
     pickled = pickled or start == b"PK\x03\x04" or path.suffix in PICKLE_ENDINGS  # PyTorch writes zip archives
-    rule = "the file must be one that can be read without running what is in it, not pickled Python objects"
+    rule = "the file must be readable without executing it, not pickled Python objects"
     require(not pickled, where, rule, {"path": path}, advice)
 
 
 def require_file(path: Path, where: str) -> None:
-    """Raise FileNotFoundError where there is no such file."""
+    """Raise FileNotFoundError if there is no such file."""
     advice = "Check the spelling and the folder."
     require(path.is_file(), where, "the file must exist", {"path": path}, advice, FileNotFoundError)
 
@@ -40,7 +40,7 @@ def read_json(path: Path, where: str, what: str) -> dict[str, Any]:
 
     what     the object's name in error messages
 
-    Errors   FileNotFoundError; ValueError for a file that is too long, or no object
+    Errors   FileNotFoundError; ValueError for a file that is too long or not an object
     """
     require_file(path, where)
     size = path.stat().st_size
@@ -55,6 +55,6 @@ def read_json(path: Path, where: str, what: str) -> dict[str, Any]:
 
 
 def short(value: Any, most: int = 40) -> str:
-    """Return a value of a foreign file as one printable line of at most so many characters."""
+    """Return a value of a foreign file as one printable line of at most `most` characters."""
     text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2: a folder with config.json, the tensors as safetensors, and perhaps files of a tokenizer."""
+"""Hugging Face's GPT-2: a folder with config.json, the tensors as safetensors, and optional files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 READ, WRITE = "read_huggingface", "write_huggingface"
 
-# Fields of config.json that say how large the model is, and what GPT2Config calls them.
+# Fields of config.json with the sizes of the model, and their names in GPT2Config.
 SIZES = {"n_layer": "blocks", "n_head": "heads", "n_embd": "channels"}
 SIZES |= {"vocab_size": "vocabulary", "n_positions": "positions"}
-# Fields that change what a model computes, with the values that mean what this program computes; the first of them is
-# what a file without the field means. `reorder_and_upcast_attn` is not among them: it asks for attention's scores in
-# float32, which they are here.
+# Fields that change the computation of a model, with the values that this program supports; the first one is the
+# default of a file without the field. `reorder_and_upcast_attn` is not among them: it requires attention's scores in
+# float32, as they are here.
 MEANT: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -47,25 +47,25 @@ MEANT: dict[str, tuple[Any, ...]] = {
 # Triangles of ones that older files hold for each block.
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 HEAD, PREFIX = "lm_head.weight", "transformer."
-DAMAGED = "The folder is of another kind of model, or damaged: copy it again."
+DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether a path is such a folder, or the model's file in one."""
+    """Return whether a path is such a folder, or the model's file in one."""
     if path.is_dir():
         return (path / CONFIG).is_file()
     return path.name == CONFIG or (path.name in (MODEL, INDEX) and path.with_name(CONFIG).is_file())
 
 
 def open_huggingface(path: str | os.PathLike[str]) -> StoredModel:
-    """Open a GPT-2 of Hugging Face's. No tensor is read but an output layer, which must be wte.weight.
+    """Open a GPT-2 of Hugging Face. No tensor is read except an output layer, which must equal wte.weight.
 
     path     the folder, or a file in it
 
     Dtype    float32, float16 and bfloat16 in the files
-    Errors   FileNotFoundError where the folder has no config.json or no model.safetensors and no index of one;
-             ValueError for a configuration that this program cannot express, with the field, and for tensors that are
-             missing, unknown, twice there, or of another shape or dtype
+    Errors   FileNotFoundError if the folder has no config.json or no model.safetensors and no index of one; ValueError
+             for a configuration that this program cannot express, with the field, and for tensors that are missing,
+             unknown, duplicated, or of another shape or dtype
     Source   transformers, GPT2Config and GPT2LMHeadModel
     """
     path = Path(path)
@@ -84,7 +84,7 @@ def open_huggingface(path: str | os.PathLike[str]) -> StoredModel:
     for name, tensor in files.items():
         bare = name.removeprefix(PREFIX)
         if not MASK.fullmatch(bare):
-            rule, got = "every tensor must be there once", {"path": files.path, "tensor": short(bare)}
+            rule, got = "every tensor must occur once", {"path": files.path, "tensor": short(bare)}
             require(bare not in stored, READ, rule, got, DAMAGED)
             stored[bare] = tensor
     head = stored.pop(HEAD, None)
@@ -92,8 +92,8 @@ def open_huggingface(path: str | os.PathLike[str]) -> StoredModel:
     if head:  # this program has one table for both
         table = stored["wte.weight"]
         same = head.dtype == table.dtype and np.array_equal(head.read(), table.read())
-        rule = f"{HEAD} must be wte.weight again, value for value: this program's output layer is the embedding"
-        require(same, READ, rule, {"path": files.path, HEAD: "another"}, "A model with two tables is not known here.")
+        rule = f"{HEAD} must equal wte.weight, value for value: this program's output layer is the embedding"
+        require(same, READ, rule, {"path": files.path, HEAD: "another"}, "A model with two tables is not supported.")
     dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
     listed = (folder / CONFIG, *([files.path] if files.path.name == INDEX else []), *files.files)
     encoding = encoding or encoding_in(folder)
@@ -101,33 +101,33 @@ def open_huggingface(path: str | os.PathLike[str]) -> StoredModel:
 
 
 def _model_in(folder: Path) -> Path:
-    """Return the file of tensors, or the index of several. Where there are both, transformers takes the file too."""
+    """Return the file of tensors, or the index of several. If both exist, the file is used, as by transformers."""
     for name in (MODEL, INDEX):
         if (folder / name).is_file():
             return folder / name
     pickled = any((folder / name).is_file() for name in PICKLED)
-    advice = "`python -m daskgpt.convert --help` says how to convert pytorch_model.bin, which is not opened here."
+    advice = "`python -m daskgpt.convert --help` shows how to convert pytorch_model.bin, which is not opened here."
     advice = advice if pickled else f"There is no model beside {CONFIG}: copy the folder again."
     rule = f"the folder must hold {MODEL}, or {INDEX}"
     raise refusal(FileNotFoundError, READ, rule, {"path": folder}, advice)
 
 
 def _config_of(path: Path) -> GPT2Config:
-    """Return what config.json says, where this program can express it."""
+    """Return the configuration in config.json, if this program can express it."""
     known = read_json(path, READ, CONFIG)
 
     def check(name: str, right: bool, rule: str, advice: str) -> None:
         value = short(_json(known[name])) if name in known else "missing"
         require(right, READ, f"{name} must be {rule}", {"path": path, name: value}, advice)
 
-    check("model_type", known.get("model_type") == "gpt2", "gpt2", "Other models are not known here.")
+    check("model_type", known.get("model_type") == "gpt2", "gpt2", "Other models are not supported.")
     for name in SIZES:
         size = known.get(name)
         check(name, type(size) is int and 1 <= size < 2**31, "a whole number from 1 on", DAMAGED)
     for name, values in (MEANT | {"n_inner": (None, 4 * known["n_embd"])}).items():
         value = known.get(name, values[0])
         right = any(type(value) is type(one) and value == one for one in values)
-        check(name, right, " or ".join(map(_json, values)), "This program's GPT-2 has no other.")
+        check(name, right, " or ".join(map(_json, values)), "Other values are not supported.")
     try:
         return GPT2Config(**{own: known[name] for name, own in SIZES.items()})
     except ValueError as error:
@@ -147,16 +147,16 @@ def write_huggingface(
     end_of_text: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that transformers reads; it appears under its name only when it is whole.
+    """Write a folder that transformers reads; it appears under its name only when it is complete.
 
-    folder        is not there yet, or is empty
-    tokenizer     files to put beside the model, by name
-    end_of_text   its id, None where that is not known
+    folder        does not exist yet, or is empty
+    tokenizer     files to add to the model, by name
+    end_of_text   id of the token, None if unknown
 
     Layout   model.safetensors as of write_run_model, without rows of padding; float32
     Cost     the largest tensor, where it is not float32 in model
-    Errors   ValueError where the folder is there already, and for a configuration that config.json cannot express;
-             FileNotFoundError where the folder to put it in is missing; OSError where the system refuses
+    Errors   ValueError if the folder exists already, and for a configuration that config.json cannot express;
+             FileNotFoundError if its parent is missing; OSError if the system refuses
     Source   transformers, GPT2Config
     """
     model.check(WRITE)
@@ -175,7 +175,7 @@ def write_huggingface(
 def _fields(config: GPT2Config) -> dict[str, Any]:
     sizes = {name: getattr(config, own) for name, own in SIZES.items()}
     meant = {name: values[0] for name, values in MEANT.items() if values[0] not in ({}, None)}
-    # Dropout belongs to a run, not to its model; initial values have this standard deviation.
+    # Dropout belongs to a run, not to its model; 0.02 is the standard deviation of initial values.
     others = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02, "n_inner": None}
     names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "torch_dtype": "float32"}
     return names | sizes | meant | others | {"use_cache": True, "daskgpt_version": __version__}

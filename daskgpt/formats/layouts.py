@@ -1,8 +1,7 @@
-"""Between tensors as this program holds them and as files do: transposed matrices, padded vocabularies, 16-bit numbers.
+"""Conversion between tensors here and in files: transposed matrices, padded vocabularies, 16-bit numbers.
 
-Hugging Face's GPT-2 has the matrices of the blocks (in, out) and a vocabulary without padding, llm.c has them as they
-are here, and both know values of 16 bits as well. Whatever a file holds, what comes from here is float32 in the table's
-shape.
+Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding; llm.c has both as
+they are here. Both formats may also have 16-bit values. The result is always float32 in the table's shape.
 """
 
 from __future__ import annotations
@@ -22,21 +21,24 @@ PIECE_BYTES = 2**24
 
 
 def require_default_settings(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
-    """Check that all settings but those a format has a place for are GPT-2's: a reader would take others for them.
+    """Check that all settings that a format cannot hold are GPT-2's, since a reader would assume these.
 
     known    settings that the file holds
-    file     what would hold them, for error messages
+    file     name of the file, for error messages
 
     Errors   ValueError
     """
     for f in fields(config):
         value = getattr(config, f.name)
-        rule, advice = f"{file} has no {f.name}, which must be {f.default}", "Write a .safetensors file, which has all."
+        rule, advice = (
+            f"{file} has no {f.name}, which must be {f.default}",
+            "Write a .safetensors file, which has all settings.",
+        )
         require(f.name in known or value == f.default, where, rule, {f.name: value}, advice)
 
 
 def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
-    """Shapes that a file may hold it in: one, but two for a table with rows of padding."""
+    """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
     if tensor.row.is_conv1d:
         return [tensor.shape[::-1]]
     if tensor.row.axes[0] == "V" and config.padded_vocabulary > config.vocabulary:
@@ -45,10 +47,10 @@ def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]
 
 
 def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.ndarray:
-    """A view of a tensor as files hold it, which need not be contiguous.
+    """Return a view of a tensor in the layout of files, which need not be contiguous.
 
-    Shapes   tensor.shape -> one of published_shapes: padding is left out where all of its bits are 0, as they stay in
-             training; a model of another program may hold something there, which is kept
+    Shapes   tensor.shape -> one of published_shapes: padding is left out if all of its bits are 0, as training leaves
+             them; other values, from another program, are kept
     """
     if tensor.row.is_conv1d:
         return values.T
@@ -57,14 +59,14 @@ def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.n
 
 
 def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
-    """Values of a file in the table's shape: rows of padding are added as 0, or left out.
+    """Return values of a file in the table's shape: rows of padding are added as 0, or left out.
 
-    tensor   says by its shape how many rows there are to be
-    values   in the table's layout; its rows may be fewer or more
+    tensor   its shape has the number of rows to return
+    values   in the table's layout, with any number of rows
     dtype    of the values, one of READABLE
 
     Dtype    float32; 16-bit values are widened, which is exact
-    Cost     none for float32 that has all rows, which may be a view of read-only memory; else the tensor
+    Cost     none for float32 with all rows, which may be a view of read-only memory; else the tensor
     """
     values = values[: tensor.shape[0]]
     if dtype == "F32" and values.shape == tensor.shape:
@@ -80,13 +82,13 @@ def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
 
 
 def in_memory(values: np.ndarray) -> np.ndarray:
-    """The values as an array of one's own: contiguous, and writable. What is one already is not copied."""
+    """Return the values as a contiguous, writable array, copied only if necessary."""
     own = values.flags.c_contiguous and values.flags.writeable
     return values if own else values.copy(order="C")
 
 
 def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
-    """The values of an array in C order, in contiguous arrays of about that many bytes: views where they can be."""
+    """Yield the values of an array in C order, in contiguous arrays of about this many bytes, views if possible."""
     if values.ndim < 2 or values.nbytes <= most:
         yield np.ascontiguousarray(values)
         return

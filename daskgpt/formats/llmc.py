@@ -1,6 +1,6 @@
 """llm.c's files of models, debug states, tokens and questions: a header of 256 int32, then numbers, little-endian.
 
-nanoGPT's token files, which are ids without a header, are read here as well.
+This module also reads nanoGPT's token files, which are ids without a header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 
 HEADER_BYTES = 256 * 4
 MODEL, DEBUG_STATE, TOKENS, QUESTIONS = 20240326, 20240327, 20240520, 20240522
-KINDS = {  # of files, by the first number
+KINDS = {  # kinds of files, by the first number
     MODEL: "model",
     DEBUG_STATE: "debug state",
     20240328: "tokenizer",
@@ -36,25 +36,25 @@ KINDS = {  # of files, by the first number
     20240527: "train state; give the model file beside it",
 }
 FLOAT32_VERSION, BFLOAT16_VERSION = 3, 5
-DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # of a model's versions
+DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # dtypes by the version of a model file
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
-LARGEST_COUNT = 2**31 - 1  # of a token file
-META = "meta.pkl"  # nanoGPT's, beside ids of characters: which id is which
-START = 2**16 - 1  # before each question
+LARGEST_COUNT = 2**31 - 1  # version of a token file
+META = "meta.pkl"  # nanoGPT's file of the characters behind the ids
+START = 2**16 - 1  # number before each question
 
 FilePath = str | os.PathLike[str]
 
 
 def read_header(path: Path, where: str, magic: int, versions: Collection[int]) -> list[int]:
-    """Return the 256 numbers of a header, of which the first two say kind and version of the file.
+    """Return the 256 numbers of a header; the first two are kind and version of the file.
 
     Errors   FileNotFoundError; ValueError for another kind of file or version, or one that is too short
     """
     require_file(path, where)
     header: list[int] = np.fromfile(path, "<i4", 256).tolist()
     rule, got = f"the file must begin with a header of {HEADER_BYTES} bytes", {"path": path, "numbers": len(header)}
-    require(len(header) == 256, where, rule, got, "It is no llm.c file, or was cut short.")
-    found = f"It is an llm.c {KINDS[header[0]]}." if header[0] in KINDS else "It is no llm.c file, or damaged."
+    require(len(header) == 256, where, rule, got, "It is not an llm.c file, or is truncated.")
+    found = f"It is an llm.c {KINDS[header[0]]}." if header[0] in KINDS else "It is not an llm.c file, or is damaged."
     rule = f"the file must be an llm.c {KINDS[magic]} (magic {magic})"
     require(header[0] == magic, where, rule, {"path": path, "magic": header[0]}, found)
     rule, got = f"the version must be {' or '.join(map(str, versions))}", {"path": path, "version": header[1]}
@@ -78,7 +78,7 @@ def header_of(*numbers: int) -> bytes:
 
 
 def open_model(path: FilePath) -> StoredModel:
-    """Open an llm.c model file, none of whose tensors is read yet.
+    """Open an llm.c model file without reading tensors.
 
     Shapes   those of parameter_shapes; wte.weight keeps the rows of the padded vocabulary
     Dtype    float32; version 5 (bfloat16) is widened, which is exact
@@ -90,7 +90,7 @@ def open_model(path: FilePath) -> StoredModel:
     header = read_header(path, where, MODEL, DTYPES)
     sizes: dict[str, Any] = dict(zip(SIZES, header[2:8]))
     rule, rows = "the header must describe a GPT-2", sizes["padded_vocabulary"]
-    # GPT2Config reads 0 as "no padding"; in a file it is a layout without the padded size.
+    # GPT2Config reads 0 as "no padding"; in a file, 0 means a layout without the padded size.
     require(rows >= 1, where, rule, {"path": path, "padded_vocabulary": rows}, "Write the file again.")
     try:
         config = GPT2Config(**sizes)
@@ -99,7 +99,7 @@ def open_model(path: FilePath) -> StoredModel:
     dtype = DTYPES[header[1]]
     mapped_dtype = np.dtype("<f4" if dtype == "F32" else "<u2")
     _check_size(path, where, mapped_dtype.itemsize * value_count(config))
-    # The table's order, blocks in turn, is the file's.
+    # The order of the file is that of the table, blocks in turn.
     table, mapped = tensors(config), np.memmap(path, mapped_dtype, "r", offset=HEADER_BYTES)
     begins = dict(zip(table, accumulate((math.prod(tensor.shape) for tensor in table.values()), initial=0)))
 
@@ -113,25 +113,25 @@ def open_model(path: FilePath) -> StoredModel:
 def write_model(
     path: FilePath, config: GPT2Config, parameters: Mapping[str, np.ndarray], version: int = FLOAT32_VERSION
 ) -> None:
-    """Write an llm.c model file; it appears under its name only when it is whole.
+    """Write an llm.c model file; it appears under its name only when it is complete.
 
-    parameters   of another program's model, a ReadLater, may have more or fewer rows of padding
+    parameters   a ReadLater of another program's model may have more or fewer rows of padding
 
     Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
-    Cost     16 MiB, for version 5 some times that
+    Cost     16 MiB, for version 5 a few times that
     Errors   ValueError for an unknown version, a configuration that the header cannot hold, missing or unknown names,
-             wrong shapes; TypeError unless float32; FileNotFoundError where the folder is missing
+             wrong shapes; TypeError unless float32; FileNotFoundError if the folder is missing
     """
     where = "write_model"
     StoredModel(config, parameters).check(where)
-    rule, advice = "the version must be 3 (float32) or 5 (bfloat16)", "Use 3 where llm.c's C program is to read it."
+    rule, advice = "the version must be 3 (float32) or 5 (bfloat16)", "Use 3 for llm.c's C program."
     require(version in DTYPES, where, rule, {"version": version}, advice)
     require_default_settings(config, SIZES, where, "llm.c's header")
     with replacing(path, where) as file:
         file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))
         for name, tensor in tensors(config).items():
             for piece in pieces(held(tensor, parameters[name])):
-                # Not tofile: write says why the system refused (disk full, file too large).
+                # Not tofile: errors of write name the reason (disk full, file too large).
                 values = to_bfloat16(piece) if version == BFLOAT16_VERSION else piece
                 file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
 
@@ -141,7 +141,7 @@ def write_model(
 
 @dataclass(frozen=True, eq=False)
 class DebugState:
-    """One batch and what a forward and a backward pass must make of it.
+    """One batch and the results of a forward and a backward pass.
 
     Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters
     Dtype    tokens and targets int32, logits and gradients float32
@@ -155,7 +155,7 @@ class DebugState:
 
 
 def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
-    """Read the batch, logits, loss and gradients of an llm.c debug state; config is that of its model.
+    """Read the batch, logits, loss and gradients of an llm.c debug state; `config` is that of its model.
 
     Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters
     Dtype    tokens and targets int32, the rest float32
@@ -187,12 +187,12 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
 def read_tokens(source: FilePath) -> np.ndarray:
     """Return the tokens of one file, or of all files that a glob matches, one after the other in sorted order.
 
-    A file without llm.c's header is taken for one of nanoGPT's: uint16 ids and nothing else.
+    A file without llm.c's header is assumed to be nanoGPT's: uint16 ids and nothing else.
 
     Shapes   (N,)
     Dtype    uint16, read-only
     Cost     one file is mapped, not read; several are copied into memory
-    Errors   FileNotFoundError where nothing is there; ValueError for a file that is not a whole token file
+    Errors   FileNotFoundError if there is no file; ValueError for a file that is not a complete token file
     """
     paths = matching_files(os.fspath(source), "read_tokens")
     if len(paths) == 1:
@@ -207,8 +207,8 @@ def _map_tokens(path: Path) -> np.ndarray:
     got = {"path": path, "bytes": size}
     refuse_pickle(path, where, "Give the text that the ids were made from.")
     start = np.fromfile(path, "<i4", count=256)
-    # A header, good or damaged, is recognized by its first number, or by all the zeros behind the eighth: ids alone
-    # would begin so only with some 480 times the id 0.
+    # A header, good or damaged, is recognized by its first number, or by zeros after the eighth: ids alone would need
+    # some 480 ids of 0 at the beginning.
     zeros = start.size == 256 and np.count_nonzero(start[8:]) <= 8
     if zeros or (start.size > 0 and int(start[0]) in KINDS):
         count = read_header(path, where, TOKENS, (1,))[2]
@@ -221,8 +221,8 @@ def _map_tokens(path: Path) -> np.ndarray:
     rule, advice = "the file must hold token ids", "It is a safetensors model: give token files, or a text."
     require(not model, where, rule, got, advice)
     rule = "ids without a header must be 2 bytes each, as nanoGPT writes them"
-    require(size > 0 and size % 2 == 0, where, rule, got, "It is truncated, or none of token ids.")
-    rule = f"ids must be of an encoding that is known here, not of a {META}"
+    require(size > 0 and size % 2 == 0, where, rule, got, "It is truncated, or holds no token ids.")
+    rule = f"ids must be of a known encoding, not of a {META}"
     advice = "It holds pickled Python objects, which are not opened: give the text that the ids were made from."
     require(not path.with_name(META).exists(), where, rule, got, advice)
     return np.asarray(np.memmap(path, "<u2", mode="r"))
@@ -233,7 +233,7 @@ def _map_tokens(path: Path) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A beginning, some ways to go on from it, and which of them is right.
+    """A context, several completions, and the number of the right one.
 
     Dtype    context and completions token ids
     """
@@ -244,7 +244,7 @@ class Question:
 
 
 def is_question_file(path: FilePath) -> bool:
-    """Return whether a file begins as llm.c's evaluation files do."""
+    """Return whether a file begins like llm.c's evaluation files."""
     with open(path, "rb") as file:
         return int.from_bytes(file.read(4), "little") == QUESTIONS
 
@@ -252,7 +252,7 @@ def is_question_file(path: FilePath) -> bool:
 def read_questions(path: FilePath) -> list[Question]:
     """Read the questions of a file that llm.c's `write_evalfile` wrote (HellaSwag, MMLU), in version 1 (GPT-2's ids).
 
-    Errors   FileNotFoundError where nothing is there; ValueError for another file, or one that is damaged
+    Errors   FileNotFoundError if there is no file; ValueError for another file, or a damaged one
     """
     path, where, advice = Path(path), "read_questions", "The file is damaged: write it again."
     count = read_header(path, where, QUESTIONS, (1,))[2]
@@ -270,7 +270,7 @@ def read_questions(path: FilePath) -> list[Question]:
             right = right and 0 < length == lists[-1].size
             left = left[1 + length :]
         right = right and left.size == 0 and (mark, number) == (START, index) and completions > max(1, label)
-        rule = "every question must be whole, and its label one of the completions"
+        rule = "every question must be complete, and its label one of the completions"
         require(right, where, rule, {"path": path, "question": index}, advice)
         found.append(Question(lists[0], tuple(lists[1:]), label))
     rule, got = "nothing must follow the last question", {"path": path, "numbers": numbers.size}

@@ -1,4 +1,4 @@
-"""Which format a model has: recognized by its content when it is read, by its ending when it is written."""
+"""The format of a model, recognized by its content for reading and by its ending for writing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_model_file(path: str | os.PathLike[str]) -> StoredModel:
 
     path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
 
-    Errors   FileNotFoundError, or ValueError where it is not such a model
+    Errors   FileNotFoundError, or ValueError if it is not such a model
     """
     path = Path(path)
     if is_huggingface(path):
@@ -45,7 +45,7 @@ def open_model_file(path: str | os.PathLike[str]) -> StoredModel:
     refuse_pickle(path, "read_model_file")
     rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
-    require(llmc or not path.is_file(), "read_model_file", rule, got, "It is something else, or damaged.")
+    require(llmc or not path.is_file(), "read_model_file", rule, got, "It is another kind of file, or damaged.")
     return open_model(path)
 
 
@@ -59,16 +59,16 @@ def save(
 ) -> None:
     """Write a model file, which `daskgpt.load` reads: `.safetensors` is this program's own, `.bin` llm.c's (version 3).
 
-    It appears under its name only when it is whole; the same bits come back.
+    It appears under its name only when it is complete, and reading it returns the same bits.
 
     path              with one of these endings
-    encoding          bytes or gpt2; empty = not said, and guessed from the vocabulary (.safetensors only)
-    sequence_length   that it was trained on; 0 = not said, and taken to be its positions (.safetensors only)
+    encoding          bytes or gpt2; empty = unknown, and guessed from the vocabulary (.safetensors only)
+    sequence_length   length that it was trained on; 0 = unknown, and assumed to be its positions (.safetensors only)
 
     Dtype    float32
     Errors   ValueError for another ending, missing or unknown names, wrong shapes, a configuration that llm.c's file
-             cannot express, or a layer that was replaced; TypeError unless float32; FileNotFoundError where the folder
-             is missing
+             cannot express, or a layer that was replaced; TypeError unless float32; FileNotFoundError if the folder is
+             missing
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
@@ -79,7 +79,7 @@ def save(
     (True, True)
     """
     ending = Path(path).suffix
-    rule, advice = "the ending must be .safetensors or .bin (llm.c)", "Name the file so: its ending says the format."
+    rule, advice = "the ending must be .safetensors or .bin (llm.c)", "The ending decides the format."
     require(ending in (ENDING, LLMC), "save", rule, {"path": path}, advice)
     check_parameters(config, parameters)
     check_dtypes("save", parameters, np.float32)

@@ -31,24 +31,24 @@ from daskgpt.formats.vocabulary import is_learned, know_vocabulary, learned_voca
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import Tensor, tensors
 
-ENTRY = "daskgpt"  # of the metadata, a JSON object
-CHECK = "check"  # among its parts: a checksum of the others, since nothing else reveals a flipped bit there
-LAYERS = "layers"  # among its parts, where rows of the layer table were replaced: which, and by what
-VOCABULARY = "vocabulary"  # among its parts, where it was learned: the content of its file
+ENTRY = "daskgpt"  # entry of the metadata, a JSON object
+CHECK = "check"  # a part of the entry: a checksum of the others, since nothing else reveals a flipped bit there
+LAYERS = "layers"  # a part of the entry, if layers were replaced: their rows, and the replacements
+VOCABULARY = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
 VERSION = 1
 
 READ, WRITE = "read_run_model", "write_run_model"
-ALONE = "It was written by another program: a GPT-2 of Hugging Face's is read as a folder, with its config.json."
-FOREIGN = "It was written by another program, or is damaged: give a file that daskgpt wrote."
+ALONE = "Another program wrote it: a GPT-2 of Hugging Face is read as a folder with config.json."
+FOREIGN = "Another program wrote it, or it is damaged: give a file that daskgpt wrote."
 
 
 def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> None:
-    """Write a model as one file, which appears under its name only when it is whole and on the disk.
+    """Write a model as one file, which appears under its name only when it is complete and on the disk.
 
     Layout   formats/layouts.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
     Dtype    float32
-    Cost     16 MiB, and a tensor where these are read later
-    Errors   ValueError for missing or unknown names and wrong shapes; TypeError unless float32; FileNotFoundError where
+    Cost     16 MiB, and a tensor if tensors are read later
+    Errors   ValueError for missing or unknown names and wrong shapes; TypeError unless float32; FileNotFoundError if
              the folder is missing
     """
     model.check(WRITE)
@@ -58,7 +58,7 @@ def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> None:
 def write_run_models(
     folder: str | os.PathLike[str], model: StoredModel, *, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, str]:
-    """Write model.safetensors into a folder, or where that is larger than shard_bytes shards and an index.
+    """Write model.safetensors into a folder, or shards and an index if it is larger than shard_bytes.
 
     Returns  the SHA-256 of each file by its name
     Errors   as of write_run_model
@@ -68,7 +68,7 @@ def write_run_models(
 
 
 def named_tensors(model: StoredModel) -> list[NamedTensor]:
-    """Return what a file in Hugging Face's layout holds: every tensor of a model, read when it is its turn."""
+    """Return every tensor of a model in Hugging Face's layout; each is read when it is written."""
 
     def view(tensor: Tensor) -> np.ndarray:
         return to_published(model.config, tensor, held(tensor, model.parameters[tensor.name]))
@@ -76,14 +76,14 @@ def named_tensors(model: StoredModel) -> list[NamedTensor]:
     found = []
     for tensor in tensors(model.config).values():
         shapes = published_shapes(model.config, tensor)
-        # Only of the table of tokens does the shape depend on the values.
+        # Only the shape of the token table depends on its values.
         shape = shapes[0] if len(shapes) == 1 else view(tensor).shape
         found.append(NamedTensor(tensor.name, shape, "F32", partial(view, tensor)))
     return found
 
 
 def metadata_of(model: StoredModel) -> dict[str, str]:
-    """Return the metadata of a file that holds such a model; a learned vocabulary is in it."""
+    """Return the metadata of a model's file, including a learned vocabulary."""
     known = {
         "version": VERSION,
         "daskgpt": __version__,
@@ -93,9 +93,9 @@ def metadata_of(model: StoredModel) -> dict[str, str]:
     }
     if replaced := replaced_rows():
         known[LAYERS] = replaced
-    if is_learned(model.encoding):  # nobody else has it
+    if is_learned(model.encoding):  # no other place has it
         known[VOCABULARY] = learned_vocabulary(model.encoding).content
-    # transformers reads a file only if it says for which library it was written; the layout of all is the same.
+    # transformers reads a file only if its metadata names a library; the layout is the same for all.
     return {"format": "pt", ENTRY: json.dumps(known | {CHECK: _checksum(known)})}
 
 
@@ -134,7 +134,7 @@ def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Con
     table = tensors(config)
     for kind, wrong in (("missing", table.keys() - stored.keys()), ("unknown", stored.keys() - table.keys())):
         got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
-        require(not wrong, where, "the tensors must be those of the GPT-2 that is described", got, FOREIGN)
+        require(not wrong, where, "the tensors must be those of the described GPT-2", got, FOREIGN)
     for name, tensor in table.items():
         found, shapes = stored[name], published_shapes(config, tensor)
         rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(found.dtype)}
@@ -152,12 +152,12 @@ def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Con
 def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, int]:
     """Return configuration, encoding and sequence length in the metadata of a file.
 
-    Errors   ValueError where it has none, or not what was written
+    Errors   ValueError if they are missing or changed
     """
     rule = f"the metadata must have an entry {ENTRY} with the model's configuration"
     got: dict[str, Any] = {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"}
     require(ENTRY in metadata, READ, rule, got, ALONE)
-    rule = f"the metadata's {ENTRY} must be what was written, by its checksum"
+    rule = f"the metadata's {ENTRY} must match its checksum"
     try:
         known = json.loads(metadata[ENTRY])
         check = known.pop(CHECK)
@@ -174,8 +174,8 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, 
     if VOCABULARY in known:
         rule, got = "the vocabulary must be that of the encoding", {"path": path, "encoding": short(known["encoding"])}
         require(know_vocabulary(known[VOCABULARY], str(path)) == known["encoding"], READ, rule, got, FOREIGN)
-    try:  # a setting that came later than the file means its default
+    try:  # a setting that is newer than the file has its default
         return GPT2Config(**known["model"]), known["encoding"], known["sequence_length"]
     except (ValueError, TypeError) as error:
-        rule = "the metadata must describe a GPT-2 that is known here"
+        rule = "the metadata must describe a GPT-2 that is supported"
         raise refusal(ValueError, READ, rule, {"path": path}, short(error, 200)) from error

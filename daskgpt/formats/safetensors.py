@@ -1,7 +1,7 @@
 """Named tensors in safetensors files: one file, or shards with an index, written and read a tensor at a time.
 
-The library `safetensors` checks headers. Writing and mapping is done here: its writer needs every array contiguous and
-in memory at once, and its NumPy reader copies and knows no bfloat16.
+The library `safetensors` checks headers. This module writes and maps: the library's writer needs every array contiguous
+and in memory at once, and its NumPy reader copies and lacks bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from daskgpt.config.files import replacing, write_hashed
 from daskgpt.formats.checks import read_json, require_file, short
 from daskgpt.formats.layouts import pieces
 
-LONGEST_NAME = 255  # bytes of a name that file systems take
+LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 # NumPy has no bfloat16: its bits as uint16.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
@@ -34,10 +34,10 @@ COPY_AGAIN = "Copy the folder again."
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor to write, whose values are read when it is its turn.
+    """A tensor to write, whose values are read when they are needed.
 
     dtype    safetensors' name of it, a key of DTYPES
-    values   gives an array of this shape and dtype, which need not be contiguous
+    values   returns an array of this shape and dtype, which need not be contiguous
     """
 
     name: str
@@ -60,17 +60,17 @@ def write_tensor_files(
     name: str = "model",
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, str]:
-    """Write NAME.safetensors into a folder, or where that would exceed shard_bytes NAME-00001-of-0000N.safetensors and
-    so on, with NAME.safetensors.index.json, which says in which of them a tensor is.
+    """Write NAME.safetensors into a folder, or if that would exceed shard_bytes, NAME-00001-of-0000N.safetensors and so
+    on, with NAME.safetensors.index.json, which maps tensors to files.
 
     folder        holds no such files yet
     where         the caller's name in error messages
-    shard_bytes   of the tensors of one file; a tensor that is larger has a file of its own
+    shard_bytes   limit for the tensors of one file; a larger tensor has its own file
 
     Cost     one tensor's values at a time
     Returns  the SHA-256 of each file by its name, in hexadecimal; all are on the disk
-    Errors   as of write_tensor_file; ValueError where the folder has a model in the other form, which a reader would
-             take instead
+    Errors   as of write_tensor_file; ValueError if the folder has a model in the other form, which a reader would use
+             instead
     Source   huggingface_hub, split_state_dict_into_shards_factory: in the given order, a file until it is full
     """
     folder = Path(folder)
@@ -101,12 +101,12 @@ def write_tensor_files(
 def write_tensor_file(
     path: str | os.PathLike[str], tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, where: str
 ) -> str:
-    """Write one file, which appears under its name only when it is whole and on the disk.
+    """Write one file, which appears under its name only when it is complete and on the disk.
 
-    Cost     one tensor's values at a time, and 16 MiB where they are not contiguous
+    Cost     one tensor's values at a time, and 16 MiB if they are not contiguous
     Returns  the SHA-256 of the file, in hexadecimal
-    Errors   TypeError for values of another shape or dtype than declared; FileNotFoundError where the folder is
-             missing; OSError where the system refuses
+    Errors   TypeError for values of another shape or dtype than declared; FileNotFoundError if the folder is missing;
+             OSError if the system refuses
     Source   safetensors, README: Format
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -127,7 +127,7 @@ def _values(tensor: NamedTensor, where: str) -> np.ndarray:
     rule = f"{tensor.name} must have shape {tensor.shape} and dtype {dtype}"
     right = values.shape == tensor.shape and values.dtype == dtype
     got = {"shape": values.shape, "dtype": values.dtype}
-    require(right, where, rule, got, "Give the array that was declared.", TypeError)
+    require(right, where, rule, got, "Give an array as declared.", TypeError)
     return values
 
 
@@ -151,14 +151,14 @@ class StoredTensor:
 
 
 class TensorFiles(dict[str, StoredTensor]):
-    """The tensors of one file, or of all that an index names, by name. Opening reads and checks all headers.
+    """The tensors of one file, or of all files in an index, by name. Opening reads and checks all headers.
 
     path       .safetensors, or the index (.json)
     where      the caller's name in error messages
     metadata   of each file
 
-    Errors   FileNotFoundError; ValueError for a file that is no safetensors, truncated, or longer than its header says,
-             for an index that is none, and for a tensor that is in two files
+    Errors   FileNotFoundError; ValueError for a file that is not safetensors, truncated, or longer than by its header,
+             for an invalid index, and for a tensor that is in two files
     """
 
     def __init__(self, path: str | os.PathLike[str], where: str) -> None:
@@ -172,7 +172,7 @@ class TensorFiles(dict[str, StoredTensor]):
     def _shards(self) -> list[Path]:
         files = read_json(self.path, self.where, "the index").get("weight_map")
         names = sorted({str(name) for name in files.values()}) if isinstance(files, dict) else []
-        # The index is a foreign file: nothing outside of the folder is opened.
+        # The index is a foreign file: nothing outside the folder is opened.
         beside = (name == Path(name).name and name.endswith(ENDING) and name.isprintable() for name in names)
         short_names = all(len(os.fsencode(name)) <= LONGEST_NAME for name in names)
         rule, got = "weight_map must name .safetensors files beside the index", {"path": self.path}
@@ -188,13 +188,13 @@ class TensorFiles(dict[str, StoredTensor]):
     def _open(self, path: Path) -> dict[str, str]:
         """Add the tensors of a file, and return its metadata."""
         require_file(path, self.where)
-        with open(path, "rb") as file:  # names the path where the system refuses
+        with open(path, "rb") as file:  # names the path if the system refuses
             size = int.from_bytes(file.read(8), "little")
             try:
                 with safe_open(path, framework="numpy") as checked:
                     metadata = dict(checked.metadata() or {})
             except SafetensorError as error:
-                rule, advice = "the file must be a whole safetensors file", "It is of another kind, or damaged."
+                rule, advice = "the file must be a complete safetensors file", "It is of another kind, or damaged."
                 got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
                 raise refusal(ValueError, self.where, rule, got, advice) from error
             header = json.loads(file.read(size))

@@ -1,4 +1,4 @@
-"""A model in files, whose tensors may be read later: what every format's reader returns."""
+"""A model in files, whose tensors may be read later, as every format's reader returns it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from daskgpt.model.parameters import check_dtypes, check_parameters
 
 
 class ReadLater(Mapping[str, np.ndarray]):
-    """Tensors that are read each time that they are looked up.
+    """Tensors that are read each time they are looked up.
 
-    names   of them, in the order of the mapping
-    read    returns a tensor by its name, float32 in the shape that the model's table says
+    names   names in the order of the mapping
+    read    returns a tensor by its name, float32 in the shape of the model's table
     """
 
     def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
@@ -38,14 +38,14 @@ class ReadLater(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True, eq=False)
 class StoredModel:
-    """A model as files hold it. All that can be checked without the values has been checked.
+    """A model in files. Everything that can be checked without the values has been checked.
 
-    parameters        by name, float32; a reader's are read when they are looked up, and perhaps views of the files,
+    parameters        by name, float32; a reader's are read when they are looked up, and may be views of the files,
                       read-only and not contiguous
-    encoding          between text and token ids, "" where the files do not say
-    sequence_length   of the sequences it was trained on, 0 where the files do not say [tokens]
-    kind, dtype       the format's name and that of the values in the files, for people
-    files             that it is in
+    encoding          between text and token ids, "" if the files name none
+    sequence_length   length of the sequences it was trained on, 0 if unknown [tokens]
+    kind, dtype       names of the format and of the dtype in the files
+    files             paths of the files
     """
 
     config: GPT2Config

@@ -1,11 +1,10 @@
-"""Learned vocabularies: files of tiktoken and of Hugging Face, known by a name of their content.
+"""Learned vocabularies: files of tiktoken and of Hugging Face, named after their content.
 
-A file of tiktoken has a line a token, base64 and id. Special tokens have lines with a third word: `end` for
-end-of-text, `special` for others. A file without such lines has one special token, end-of-text, whose id is behind all
-others.
+A file of tiktoken has a line per token, base64 and id. Special tokens have lines with a third word: `end` for
+end-of-text, `special` for others. A file without such lines has one special token, end-of-text, with the last id.
 
-The name says size and digest: `learned-4096-1f2e3d4c5b6a`. Configurations, manifests and messages hold the name; a
-model's file holds the content as well, so that it is decoded wherever it goes. A vocabulary that was read once in a
+The name has size and digest: `learned-4096-1f2e3d4c5b6a`. Configurations, manifests and messages hold the name; a
+model's file also holds the content, so that its text can be decoded anywhere. A vocabulary that was read once in a
 process is found by its name from then on.
 """
 
@@ -27,8 +26,8 @@ from daskgpt.formats.checks import read_json
 WHERE = "read_vocabulary"
 END_OF_TEXT = "<|endoftext|>"
 PREFIX = "learned-"
-LARGEST = 2**16 - 1  # ids of two bytes, one of them end-of-text
-SIZE_LIMIT = 2**26  # bytes of a file
+LARGEST = 2**16 - 1  # ids have two bytes, and one is end-of-text
+SIZE_LIMIT = 2**26  # largest file, in bytes
 GPT2 = "306cd27f03c1"  # digest of GPT-2's own vocabulary, whose name is gpt2
 
 
@@ -36,14 +35,14 @@ GPT2 = "306cd27f03c1"  # digest of GPT-2's own vocabulary, whose name is gpt2
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 SETTINGS, SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
 READ_TOKENIZER = "read_tokenizer"
-OTHERS = "Other tokenizers are not known here: take its files out of the folder, and name an --encoding."
-# Settings of a model of pairs, with the values that GPT-2's has.
+OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
+# Settings of a BPE model, with the values of GPT-2.
 PAIR_SETTINGS = {"dropout": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False}
 PAIR_SETTINGS |= {"byte_fallback": False, "ignore_merges": False}
 
 
-# One printable character a byte: itself where it is printable, else one from 256 on, in turn.
-# Source: GPT-2, encoder.py: bytes_to_unicode.
+# One printable character per byte: itself if it is printable, else the next one from 256 on. Source: GPT-2, encoder.py:
+# bytes_to_unicode.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(_OTHERS)}
@@ -55,7 +54,7 @@ class Vocabulary:
     """The tokens of an encoding.
 
     ranks      ids of tokens, which are also the order of their merges
-    specials   ids of special tokens, end-of-text the first
+    specials   ids of special tokens, end-of-text first
     content    of its file
     """
 
@@ -64,7 +63,7 @@ class Vocabulary:
     content: str = ""
 
 
-KNOWN: dict[str, Vocabulary] = {}  # that were read in this process, by name
+KNOWN: dict[str, Vocabulary] = {}  # vocabularies that were read in this process, by name
 
 
 def is_learned(name: str) -> bool:
@@ -75,9 +74,9 @@ def is_learned(name: str) -> bool:
 def learned_vocabulary(name: str) -> Vocabulary:
     """Return a vocabulary that was read in this process.
 
-    Errors   ValueError where it was not
+    Errors   ValueError if it was not
     """
-    rule, advice = "the learned vocabulary must be at hand", "Give its file: --encoding FOLDER/vocabulary.tiktoken."
+    rule, advice = "the learned vocabulary must be available", "Give its file: --encoding FOLDER/vocabulary.tiktoken."
     require(name in KNOWN, "get_encoding", rule, {"encoding": name[:60]}, advice)
     return KNOWN[name]
 
@@ -85,7 +84,7 @@ def learned_vocabulary(name: str) -> Vocabulary:
 def written_vocabulary(ranks: Mapping[bytes, int], specials: Mapping[str, int] | None = None) -> str:
     """Return the content of a file, tokens in the order of their ids.
 
-    specials   special tokens with their ids, end-of-text first; None = end-of-text alone, behind all others
+    specials   special tokens with their ids, end-of-text first; None = end-of-text alone, with the last id
     """
     listed = {} if specials in (None, {END_OF_TEXT: len(ranks)}) else specials or {}
     rows = [(i, token, "") for token, i in ranks.items()]
@@ -96,8 +95,8 @@ def written_vocabulary(ranks: Mapping[bytes, int], specials: Mapping[str, int] |
 def read_vocabulary(path: str | os.PathLike[str]) -> str:
     """Return the name of the vocabulary in a file, which is known from here on.
 
-    Errors   OSError where it cannot be read; ValueError where it is no such file, its ids are not 0, 1, 2 ..., or a
-             byte is missing
+    Errors   OSError if it cannot be read; ValueError if it is not such a file, its ids are not 0, 1, 2 ..., or a byte
+             is missing
     """
     path = Path(path)
     try:
@@ -134,7 +133,7 @@ def _parsed(content: str, origin: str) -> Vocabulary:
             token, i, *kind = line.split()
             value = base64.b64decode(token, validate=True)
             name = value.decode() if kind else ""
-        except ValueError:  # of decoding as well
+        except ValueError:  # the limit of decoding, too
             i = ""
         rule = "a vocabulary's lines must be base64 and an id, from 0 on"
         require(i == str(number), WHERE, rule, {"path": origin, "line": f"{number + 1} ({line[:40]!r})"}, advice)
@@ -164,7 +163,7 @@ def tokenizer_files(vocabulary: Vocabulary, positions: int) -> dict[str, bytes]:
     positions   longest sequence of the model [tokens]
 
     Cost        a second for GPT-2's 50,257 tokens
-    Errors      ValueError where a token is no merge of two that come before it
+    Errors      ValueError if a token is not a merge of two earlier ones
     Source      transformers and tokenizers, as they write GPT-2's tokenizer
     """
     ids = token_ids(vocabulary)
@@ -199,9 +198,9 @@ def token_ids(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def encoding_in(folder: Path) -> str:
-    """Return the name of the encoding that a folder's tokenizer is, known from here on; "" where there is none.
+    """Return the name of the encoding of a folder's tokenizer, known from here on; "" without one.
 
-    Errors   ValueError where it is not byte-level pairs cut as GPT-2's are, with what is different, or is damaged
+    Errors   ValueError naming the difference if it is not byte-level BPE like GPT-2's, or if it is damaged
     """
     try:
         found = _read_tokenizer(folder)
@@ -252,9 +251,9 @@ def _end_of_text(folder: Path, specials: list[str]) -> str:
 
 
 def _check_pipeline(path: Path, known: Mapping[str, Any]) -> None:
-    """A tokenizer must be GPT-2's in all but its tokens and merges.
+    """Check that a tokenizer is GPT-2's except for tokens and merges.
 
-    Errors   ValueError naming the part that is not
+    Errors   ValueError naming the part that differs
     """
     model, pre = known.get("model") or {}, known.get("pre_tokenizer") or {}
     none = {f"model.{name}": model.get(name) for name in PAIR_SETTINGS}
@@ -270,7 +269,7 @@ def _check_pipeline(path: Path, known: Mapping[str, Any]) -> None:
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """The two tokens that each token of several bytes was merged from, in order: what all merges before it make of its
+    """Return the two tokens from which each longer token was merged, in order: the result of all earlier merges on its
     bytes.
     """
     found = []
@@ -287,7 +286,7 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
 
 
 def decoded(token: str) -> bytes:
-    """Return a token that these files write with one character a byte."""
+    """Return a token that these files write with one character per byte."""
     return bytes(BYTES[character] for character in token)
 
 

@@ -1,1 +1,1 @@
-"""Text from a model."""
+"""Generation of text, and likelihoods of texts."""

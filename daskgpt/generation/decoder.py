@@ -1,7 +1,7 @@
-"""Decoders read tokens of some texts and keep what later tokens attend to: a further token costs that token alone.
+"""Decoders read tokens of some texts and cache keys and values, so that each further token costs only itself.
 
-`Decoder` is GPT-2 in one kernel (`kernels.decoding`). `EagerDecoder` is any model: it walks `model.gpt2.transformer`
-and calls the forward kernel of each layer at once.
+`Decoder` runs GPT-2 in one kernel (`kernels.decoding`). `EagerDecoder` runs any model: it calls
+`model.gpt2.transformer` with the forward kernel of each layer at once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.local import at_once, usable_cores
 
-MOST_ROWS = 32  # of a step: tokens that are read together, so that weights are read once for all of them
-BYTES_A_THREAD = 1 << 22  # of weights, below which another thread would cost more than it brings
+MOST_ROWS = 32  # rows of a step: tokens that are read together, so that weights are read once for all of them
+BYTES_A_THREAD = 1 << 22  # bytes of weights below which another thread would cost more time than it saves
 
 
 class Weights:
-    """A model's weights as they are read: in float32 the caller's arrays, in bfloat16 rounded copies of matrices.
+    """A model's weights for decoding: the caller's arrays in float32, or rounded copies of matrices in bfloat16.
 
-    replaced   the layers that are not GPT-2's own, for which the decoding kernel is not used; empty where all are
+    replaced   the layers that are not GPT-2's own, which the decoding kernel cannot run; empty if there are none
     bytes      of the weights that a token reads: all but the table of positions
     """
 
@@ -57,13 +57,13 @@ class Weights:
 
 
 def decoder_of(weights: Weights, texts: int, capacity: int, threads: int = 0) -> Decoder | EagerDecoder:
-    """Return a decoder of so many texts, of each of which `capacity` tokens are kept.
+    """Return a decoder of several texts, with a cache of `capacity` tokens for each.
 
-    threads    0 = the cores, or fewer for a small model
+    threads    0 = all cores, or fewer for a small model
 
-    Errors   ValueError where the model has fewer positions, for a step reads memory by their numbers
+    Errors   ValueError if the model has fewer positions, since a step indexes memory by position
     """
-    rule, got = "a model must have as many positions as are kept", {"capacity": capacity}
+    rule, got = "a model must have as many positions as are cached", {"capacity": capacity}
     most = weights.config.positions
     require(capacity <= most, "Decoder", rule, got, f"Keep {most} at most.")
     if not weights.replaced:
@@ -78,7 +78,7 @@ def _say_replaced(replaced: str) -> None:
 
 
 class Decoder:
-    """Keys and values of some texts, and the memory to work in, for any number of steps of GPT-2; see `decoder_of`."""
+    """Cached keys and values of some texts, and scratch memory, for any number of steps of GPT-2; see `decoder_of`."""
 
     most_rows = MOST_ROWS
 
@@ -102,7 +102,7 @@ class Decoder:
         self.scores, self.row = np.zeros((self.threads, self.capacity), real), np.zeros((self.threads, width), real)
 
     def _addresses(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Where tensors lie, a row a block; 0 for those that the model does not have."""
+        """Return the addresses of tensors, a row per block; 0 for those that the model does not have."""
         known = {name: array.ctypes.data for name, array in arrays.items()}
         blocks = self.weights.config.blocks
         table = np.zeros((blocks + 1, len(TENSORS)), np.int64)
@@ -113,10 +113,10 @@ class Decoder:
         return table
 
     def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
-        """Read tokens, and return the scores of what may follow some of them.
+        """Read tokens, and return the scores of the next token after some of them.
 
-        rows     (text, position, token) each; positions of a text follow one another, from the first that is not kept
-        wanted   of which rows, by their numbers, in order
+        rows     (text, position, token) each; positions of a text are consecutive, from the first that is not cached
+        wanted   numbers of the rows to score, in order
 
         Shapes   -> logits (len(wanted), vocabulary) float32
         """
@@ -133,13 +133,13 @@ class Decoder:
         arrays = self.tensors, self.sizes, some, scored, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
         scratch = self.hidden[:n], self.scores, self.row, scores, self.counters
         share: Any = partial(decode_step, *arrays, *scratch)
-        # Threads wait for each other, for ever if one were interrupted before it began.
+        # Threads wait for each other; if one were interrupted before it began, the others would wait forever.
         with delayed_interrupts() if self.threads > 1 else nullcontext():
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
         return scores
 
     def share(self, text: int, others: Sequence[int], length: int) -> None:
-        """Copy what is kept of the first so many tokens of a text to others."""
+        """Copy the cache of the first tokens of a text to others."""
         config, width = self.weights.config, int(self.sizes[4])
         ends = _up(length, GROUP) * (config.channels // config.heads), length * width
         for kept, end in zip((self.keys, self.values), ends, strict=True):
@@ -147,18 +147,18 @@ class Decoder:
                 kept[:, other, :, :end] = kept[:, text, :, :end]
 
     def bytes_read(self, positions: Sequence[int]) -> int:
-        """Bytes of weights, keys and values that a step reads, each once, for tokens at these positions."""
+        """Return the bytes of weights, keys and values that a step reads, each once, for tokens at these positions."""
         channels, width = self.weights.config.channels, int(self.sizes[4]) * self.weights.config.heads
         kept = sum(position + 1 for position in positions) * (channels + width) * self.keys.itemsize
         return self.weights.bytes + kept * self.weights.config.blocks
 
 
 class EagerDecoder:
-    """What layers over whole sequences were given of some texts, for any number of steps of any model.
+    """Cached inputs of layers over whole sequences, for some texts and any number of steps of any model.
 
     In place of `model.tape.Tape` it calls the forward kernel of each layer at once, on the new tokens of all texts.
-    A layer over whole sequences gets the whole of each text: its input is kept, and its output of earlier tokens, which
-    cannot depend on later ones, is computed again and dropped.
+    A layer over whole sequences gets each text from its beginning: its input is cached, and its output for earlier
+    tokens, which cannot depend on later ones, is computed again and dropped.
     """
 
     most_rows, threads = 256, 1
@@ -189,19 +189,19 @@ class EagerDecoder:
         return np.concatenate(parts, axis=1)
 
     def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
-        """Read tokens, and return the scores of what may follow some of them, as `Decoder.read` does."""
+        """Read tokens, and return the scores of the next token after some of them, as `Decoder.read` does."""
         self.text_of, positions, tokens = np.array(rows, np.int32).T
         config, inputs = self.weights.config, {"tokens": tokens[None], "positions": positions}
         scores: np.ndarray = logits(self, config, self.weights.arrays, inputs, list(wanted))
         return scores[0, :, : config.vocabulary].copy()
 
     def share(self, text: int, others: Sequence[int], length: int) -> None:
-        """Copy what is kept of the first so many tokens of a text to others."""
+        """Copy the cache of the first tokens of a text to others."""
         for kept in self.kept.values():
             kept[list(others), :length] = kept[text, :length]
 
     def bytes_read(self, positions: Sequence[int]) -> int:
-        """Bytes of weights and of what is kept that a step reads, each once, for tokens at these positions."""
+        """Return the bytes of weights and cached inputs that a step reads, each once, for tokens at these positions."""
         widths: int = sum(kept[0, 0].nbytes for kept in self.kept.values())
         return self.weights.bytes + widths * sum(position + 1 for position in positions)
 

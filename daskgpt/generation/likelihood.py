@@ -1,4 +1,4 @@
-"""How likely a text is to a model, token by token, and which of some completions is the likeliest."""
+"""Likelihoods of a text's tokens by a model, and the likeliest of several completions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Row = tuple[int, int, int]  # text, position, token
 
 
 def losses_of(decoder: Decoder | EagerDecoder, rows: Sequence[Row], targets: Sequence[int]) -> np.ndarray:
-    """Return the nats of the tokens that follow some rows.
+    """Return the nats of the tokens after some rows.
 
     rows      as of `Decoder.read`
-    targets   what follows on each, -1 where it is not wanted
+    targets   the token after each row, -1 if it is not wanted
 
     Shapes    -> (number of wanted targets,) float64
     """
@@ -37,10 +37,10 @@ def losses_of(decoder: Decoder | EagerDecoder, rows: Sequence[Row], targets: Seq
 
 
 def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: int = 0) -> Iterator[np.ndarray]:
-    """Yield the nats of every token of a text but the first, in sequences that follow one another without overlap.
+    """Yield an array per sequence with the nats of every token of a text but the first, in consecutive sequences.
 
-    Each sequence is read from its own first token on, with the positions from 0: the first token that it predicts has
-    one token before it, the last one `length`. Yields an array a sequence.
+    Each sequence is read from its own first token on, with positions from 0: the first token that it predicts has one
+    token before it, the last one `length`.
 
     Shapes   tokens (N,), at least 2
     """
@@ -53,21 +53,21 @@ def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: 
 
 @dataclass(frozen=True)
 class Answer:
-    """Which completion a model takes for the likeliest, by the nats of all of its tokens, and by those of one."""
+    """The likeliest completion by the nats of all of its tokens together, and by their mean."""
 
     right: bool
     right_normalised: bool
 
 
 def answers(weights: Weights, questions: Iterable[Question], context: int, threads: int = 0) -> Iterator[Answer]:
-    """Yield what a model answers to each question; of a context that is too long the end is read.
+    """Yield a model's answer to each question; of a context that is too long, the end is read.
 
-    Errors   ValueError for a completion that does not fit the model's context behind one token
+    Errors   ValueError for a completion that does not fit the model's context after one token
     """
     decoder: Decoder | EagerDecoder | None = None
     for question in questions:
         longest, count = max(map(len, question.completions)), len(question.completions)
-        rule, got = "a completion must fit the model's context behind a token", {"tokens": longest, "context": context}
+        rule, got = "a completion must fit the model's context after a token", {"tokens": longest, "context": context}
         require(longest < context, "evaluate", rule, got, "Take a model with a longer context.")
         if decoder is None or decoder.texts < count:
             decoder = decoder_of(weights, count, context, threads)
@@ -78,7 +78,7 @@ def answers(weights: Weights, questions: Iterable[Question], context: int, threa
 
 
 def _completions(decoder: Decoder | EagerDecoder, context: list[int], completions: list[list[int]]) -> list[np.ndarray]:
-    """Nats of each completion's tokens. The context is read once, and what is kept of it copied for the others."""
+    """Return the nats of each completion's tokens. The context is read once, and its cache copied for the others."""
     *before, last = context
     if before:
         decoder.read([(0, position, token) for position, token in enumerate(before)], [])

@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time: which token follows, and texts that grow together."""
+"""Text from a model, a token at a time: the choice of the next token, and texts that grow together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PRECISIONS = ("float32", "bfloat16")
 class Choice:
     """How a token is chosen.
 
-    temperature  0 takes the likeliest token, 1 the model's own probabilities
-    top_k        choose among so many likeliest tokens only, 0 = all
-    top_p        choose among the fewest likeliest tokens whose probabilities, with the temperature and of those that
-                 top_k leaves, sum up to this much, 1 = all
+    temperature  0 = always the likeliest token, 1 = the model's own probabilities
+    top_k        choose among this many likeliest tokens, 0 = all
+    top_p        choose among the fewest likeliest tokens whose probabilities, after the temperature and among those
+                 that top_k leaves, sum up to at least this much, 1 = all
 
-    Errors       ValueError for a negative number, or a top_p that is no share
+    Errors       ValueError for a negative number, or a top_p that is not a share
     Source       Fan et al. 2018, arXiv:1805.04833, for top_k; Holtzman et al. 2020, arXiv:1904.09751, for top_p
     """
 
@@ -44,7 +44,7 @@ class Choice:
         require(0 < self.top_p <= 1, "sample", rule, {"top_p": self.top_p}, "Give 1 for all.")
 
     def __call__(self, logits: np.ndarray, random: np.random.Generator) -> int:
-        """One token by its scores.
+        """Return one token, chosen by the scores.
 
         Shapes   logits (vocabulary,) float32
         Errors   ValueError for scores that are not finite
@@ -58,12 +58,12 @@ class Choice:
             weights = np.exp((logits - top) / temperature)
         weights[weights < self._least(weights)] = 0
         sums = np.cumsum(weights, dtype=np.float64)
-        # A product with what is nearly 1 may be rounded up to the sum itself, behind the last token.
+        # A product with a number just below 1 may round up to the sum itself, beyond the last token.
         drawn = min(random.random() * sums[-1], np.nextafter(sums[-1], 0))
         return int(np.searchsorted(sums, drawn, side="right"))
 
     def _least(self, weights: np.ndarray) -> np.float32:
-        """The weight of the least likely token that may be chosen."""
+        """Return the weight of the least likely token that may be chosen."""
         least = np.float32(0)
         if 0 < self.top_k < weights.size:
             least = np.partition(weights, -self.top_k)[-self.top_k]
@@ -92,20 +92,21 @@ def sample(
     """Return an iterator of the next `count` token ids after the prompt, each computed when it is taken.
 
     prompt       token ids, at least one
-    context      how many tokens the model looks back, 0 = its positions; a model knows the positions it was trained on
-    temperature  0 takes the likeliest token, 1 the model's own probabilities
-    top_k        choose among so many likeliest tokens only, 0 = all
-    top_p        choose among the fewest likeliest tokens that have so much of the probability together, 1 = all
-    seed         of the choices: the same seed gives the same tokens
-    precision    float32, or bfloat16: matrices, keys and values are rounded to it, everything else is float32
-    threads      that share out the rows of each matrix, 0 = the cores, or fewer for a small model; they change no bit
-    end          a token after which nothing follows, such as end-of-text; None = none
+    context      greatest number of earlier tokens that the model reads, 0 = its positions
+    temperature  0 = always the likeliest token, 1 = the model's own probabilities
+    top_k        choose among this many likeliest tokens, 0 = all
+    top_p        choose among the fewest likeliest tokens with at least this much probability, 1 = all
+    seed         of the random choices
+    precision    float32, or bfloat16, which rounds matrices, keys and values; everything else stays float32
+    threads      threads that share the rows of each matrix, 0 = all cores, or fewer for a small model; they change no
+                 bit
+    end          a token that ends the text, such as end-of-text; None = none
 
     Dtype        parameters float32
     Errors       at once: ValueError for an empty prompt, a token outside the vocabulary, a number out of its bounds, an
                  unknown precision, parameters that are not of this configuration; TypeError for values of other kinds
-    Cost         a token reads every weight once, and the keys and values of the tokens that the model looks back at,
-                 which are kept. Where a text outgrows the context, its newer half is read again (`Texts`).
+    Cost         a token reads every weight once, and the cached keys and values of the context. When a text outgrows
+                 the context, its newer half is read again (`Texts`).
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
@@ -133,14 +134,14 @@ def sample(
 def sampled(
     config: GPT2Config, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
 ) -> list[int]:
-    """Return all tokens of `sample` as a list, which can be sent."""
+    """Return all tokens of `sample` as a list, which can be sent between processes."""
     return list(sample(config, parameters, prompt, count, **options))
 
 
 def token_ids(prompt: Any) -> list[int]:
     """Return a prompt as a list of whole numbers.
 
-    Errors   TypeError for what is no sequence of them, such as text, numbers with a fraction, or several rows
+    Errors   TypeError for anything else, such as text, numbers with a fraction, or several rows
     """
     tokens = prompt if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) else [None]
     ids = [int(token) if isinstance(token, Integral) else None for token in tokens]
@@ -150,11 +151,11 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
-    """Require token ids, at least one, that the model knows.
+    """Require at least one token id, all in the model's vocabulary.
 
     Errors   ValueError
     """
-    require(len(prompt) > 0, "sample", "the prompt must have a token", {"prompt": prompt}, "Give some text.")
+    require(len(prompt) > 0, "sample", "the prompt must have at least one token", {"prompt": prompt}, "Give some text.")
     least, largest = min(prompt), max(prompt)
     got = {"least": least, "largest": largest, "vocabulary": config.vocabulary}
     rule, advice = "tokens must lie in the vocabulary", "Use the encoding that the model was trained with."
@@ -162,9 +163,9 @@ def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
 
 
 def window(length: int, context: int) -> int:
-    """Return the first token of a text of this length that the model reads: 0 where the text fits the context.
+    """Return the first token of a text of this length that the model reads: 0 if the text fits the context.
 
-    A longer text moves on by half a context at a time: in between, what is kept of a token stays at its position.
+    The window of a longer text moves by half a context at a time; in between, cached tokens keep their positions.
     """
     if length <= context:
         return 0
@@ -173,15 +174,15 @@ def window(length: int, context: int) -> int:
 
 
 class Texts:
-    """Texts that grow together, with what is kept of them between two tokens.
+    """Texts that grow together, with their cache.
 
-    A text's tokens depend on its own tokens, its number and the seed: on no other text, and not on how many calls of
-    `write` made them.
+    A text's tokens depend only on its own tokens, its number and the seed, not on other texts or the number of calls
+    of `write`.
 
     prompts   token ids of each, at least one
-    context   how many tokens the model looks back, 0 = its positions
-    longest   that a text will become, 0 = not known: the memory for keys and values is that of the context, or less
-    threads   0 = the cores, or fewer for a small model
+    context   greatest number of earlier tokens that the model reads, 0 = its positions
+    longest   final length of the longest text, 0 = unknown; it may reduce the memory for keys and values
+    threads   0 = all cores, or fewer for a small model
     """
 
     def __init__(
@@ -193,13 +194,13 @@ class Texts:
         capacity = min(self.context, longest or self.context)
         self.decoder = decoder_of(weights, len(prompts), capacity, threads)
         self.tokens = [list(prompt) for prompt in prompts]
-        self.read = [0] * len(prompts)  # tokens of each text that were read, from the first one on
-        self.first = [0] * len(prompts)  # the first token that is looked at
+        self.read = [0] * len(prompts)  # number of tokens of each text that were read
+        self.first = [0] * len(prompts)  # first token of each text's window
         self.random: list[np.random.Generator] = []
         self.rate = Rate()
 
     def scores(self, numbers: Sequence[int]) -> np.ndarray:
-        """Return the scores of what may follow some of the texts.
+        """Return the scores of the next token of some of the texts.
 
         Shapes   -> logits (len(numbers), vocabulary) float32
         """
@@ -208,7 +209,7 @@ class Texts:
         for number in numbers:
             tokens, first = self.tokens[number], window(len(self.tokens[number]), self.context)
             begin = self.read[number] if first == self.first[number] else first
-            # A text that has not grown is scored after its last token again.
+            # A text that has not grown is scored again after its last token.
             begin = min(begin, len(tokens) - 1)
             rows += [(number, position - first, tokens[position]) for position in range(begin, len(tokens))]
             self.first[number], self.read[number] = first, len(tokens)
@@ -222,9 +223,9 @@ class Texts:
         return found
 
     def write(self, count: int, choice: Choice, seed: int = 0, end: int | None = None) -> Iterator[list[int | None]]:
-        """Up to `count` further tokens of every text, each time one of each; None for a text that has come to its end.
+        """Yield up to `count` further tokens of every text, one of each at a time; None for a text that has ended.
 
-        A text's first choices follow from the seed and its number; where it is written on, from where they were.
+        The random choices of a text follow from the seed and its number, and continue with the next call.
         """
         if not self.random:
             self.random = [np.random.default_rng([seed, number]) for number in range(len(self.tokens))]
@@ -243,7 +244,7 @@ class Texts:
 
 @dataclass
 class Rate:
-    """How fast tokens came, in steps that read one token of each text: how many, seconds, and bytes that they read."""
+    """The rate of steps that read one token of each text: number of tokens, seconds, and bytes read."""
 
     tokens: int = 0
     seconds: float = 0.0

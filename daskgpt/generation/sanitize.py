@@ -1,4 +1,5 @@
-"""A model's tokens as text to show: up to where it ends; it steers no terminal, and bytes that are no text are few."""
+"""A model's tokens as text to show, up to its end, without terminal control sequences and long runs of invalid
+bytes."""
 
 from __future__ import annotations
 
@@ -11,28 +12,28 @@ from tiktoken import Encoding
 
 from daskgpt.formats.vocabulary import END_OF_TEXT
 
-MOST_IN_A_RUN = 4  # characters that are shown of what cannot be shown as it is
+MOST_IN_A_RUN = 4  # escapes that are shown of a run of unprintable characters
 
-# Control characters but newline, tab and the return before a newline; what turns the direction of a line around; and
-# bytes that are not UTF-8, which the error handler `surrogateescape` leaves as U+DC80 to U+DCFF.
+# Control characters except newline, tab and the return before a newline; characters that reverse the direction of a
+# line; and bytes that are not UTF-8, which the error handler `surrogateescape` decodes as U+DC80 to U+DCFF.
 _ESCAPED = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\udc80-\udcff]")
 
 
 def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens, to be shown as they come; an id that only the model knows is none."""
+    """Yield the text of tokens as they arrive; ids beyond the encoding have no text."""
     return sanitized(encoding.decode_single_token_bytes(each) if each < encoding.n_vocab else b"" for each in tokens)
 
 
 def sanitized(pieces: Iterable[bytes]) -> Iterator[str]:
-    r"""Bytes as text that can be shown, a part of it after each piece and one at the end.
+    r"""Yield bytes as printable text, a part of it after each piece and one at the end.
 
-    Text stays as it is, newline and tab included. Of control characters and of bytes that are no text, each run shows
-    the first four as \xNN (beyond ASCII \uNNNN), and one … for what follows.
+    Text stays unchanged, including newline and tab. A run of control characters or invalid bytes shows the first four
+    as \xNN (beyond ASCII \uNNNN), and … for the rest.
     """
-    # A piece may end in the middle of a character: what is not text yet waits for the next one.
+    # A piece may end in the middle of a character, whose bytes wait for the next piece.
     decoder = getincrementaldecoder("utf-8")(errors="surrogateescape")
-    waiting = ""  # a return, of which the next character decides what it is
-    run = 0  # of what is escaped, so far
+    waiting = ""  # a return, whose meaning depends on the next character
+    run = 0  # length of the current run of escapes
     for piece in chain(pieces, [None]):
         text = waiting + decoder.decode(piece or b"", piece is None)
         waiting = "\r" if text.endswith("\r") and piece is not None else ""
@@ -56,12 +57,12 @@ def _escape(character: str) -> str:
 
 
 def end_of_text(encoding: Encoding) -> int:
-    """The id that ends a document."""
+    """Return the id that ends a document."""
     return int(encoding.encode_single_token(END_OF_TEXT))
 
 
 def shown(encoding: Encoding, tokens: Iterable[int | None], end: int | None = None, until: str = "") -> Iterator[int]:
-    """The tokens that are shown: up to `end`, which is not, or up to the one that completes the words `until`."""
+    """Yield the tokens to show: up to and without `end`, or up to the one that completes the text `until`."""
     wanted, tail = until.encode(), b""
     for token in tokens:
         if token is None or token == end:

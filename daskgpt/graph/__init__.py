@@ -1,1 +1,1 @@
-"""Finished task graphs and the passes over them. Knows nothing of GPT-2."""
+"""Task graphs and the passes over them. This package is independent of GPT-2."""

@@ -1,12 +1,12 @@
-"""Accumulation: a batch as micro-batches that are worked on one after the other, in one graph.
+"""Accumulation: a batch as consecutive micro-batches in one graph.
 
-Each sum over the batch becomes a chain of sums, one for each micro-batch, which goes on from the totals of the one
-before: so it adds in the order of the whole batch (`graph.sum_order`), and no bit depends on how many there are. A
-gradient is an array here, and what the layers of a micro-batch keep for it is dropped when its sums are made. Only then
-the next one begins: its first tasks wait for a task that reads all of these sums.
+Each sum over the batch becomes a chain of sums, one per micro-batch, each continuing from the totals of the one before:
+so it adds in the order of the whole batch (`graph.sum_order`), and no bit depends on the number of micro-batches. A
+gradient is an array here, and the activations of a micro-batch are dropped when its sums are made. Only then the next
+one begins: its first tasks wait for a task that reads all of these sums.
 
-A sum that goes on from another one (the tied table's) can only be made when that is done, at the end of the last
-micro-batch: what it reads, the gradient of the embedding's output, is kept that long.
+A sum that continues from another one (the tied table's) can start only when that one is complete, at the end of the
+last micro-batch: its input, the gradient of the embedding's output, is kept that long.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from daskgpt.graph.nodes import Graph, Key, all_keys, is_leaf, key_trees, task, 
 class MicroBatches:
     """Which sequences belong to which micro-batch: consecutive ones to each.
 
-    count    how many micro-batches there are
-    chunks   how many chunks of sequences
+    count    number of micro-batches
+    chunks   number of chunks of sequences
     """
 
     count: int
@@ -36,7 +36,7 @@ class MicroBatches:
         return chunk * self.count // self.chunks
 
     def of_task(self, graph: Graph, key: Key) -> int | None:
-        """Return the micro-batch that a task belongs to; None for what belongs to none (updates, the loss)."""
+        """Return the micro-batch that a task belongs to; None for updates and the loss."""
         call = getattr(graph[key], "func", None)
         if self.count == 1 or call is None:
             return None
@@ -46,9 +46,9 @@ class MicroBatches:
 def accumulate(graph: Graph, micro_batches: MicroBatches, token: str, *, over: bool, ranked: bool = False) -> Graph:
     """Return the graph of a batch with its micro-batches one after the other.
 
-    token    tells the keys of this graph's own tasks from others'
-    over     whether a sum writes over the totals that it goes on from: where no task runs twice
-    ranked   whether sums that go on from another one stay as they are: other ranks' sequences belong to them
+    token    distinguishes the keys of this graph's own tasks
+    over     whether a sum overwrites the totals that it continues from, which requires that no task runs twice
+    ranked   whether sums that continue from another one stay unchanged, since they include other ranks' sequences
     """
     new, links = dict(graph), defaultdict[int, list[Key]](list)
     sums = {key for key, node in graph.items() if isinstance(getattr(node, "func", None), ChunkSum)}
@@ -81,7 +81,7 @@ def _is_split(call: ChunkSum) -> bool:
 def _chain(graph: Graph, key: Key, micro_batches: MicroBatches, *, begun: bool, over: bool) -> Graph:
     """Return a sum as a chain of sums; the last one has its key.
 
-    begun   whether another sum goes on from it: then each chunk is added, and let go, on its own
+    begun   whether another sum continues from it: then each chunk is added and dropped separately
     """
     call: ChunkSum = graph[key].func
     pieces, *before = call.arrange(key_trees(graph[key]))

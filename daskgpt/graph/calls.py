@@ -1,16 +1,16 @@
-"""What tasks run, and the kernels on chunked dask arrays that a recorded graph begins with.
+"""The calls that tasks run, and the application of kernels to chunked dask arrays, from which graphs are recorded.
 
 Only this module uses `dask.array.blockwise`. There are six kinds of calls:
 
     KernelCall   a kernel on the chunks of one place of the batch
     ChunkSum     a summing kernel over all chunks: a gradient, or the loss
     RowSum       some rows of such a sum over some of the chunks (the passes divide sums)
-    RowUpdate    a gradient's rows are used and the same rows of a tensor written over (`graph.inplace`)
+    RowUpdate    an update of some rows of a tensor in place, from the rows of a gradient (`graph.inplace`)
     Pick         one of several results
     Exchange     any other function of results: sending, receiving, waiting
 
-A call knows what it was made for (its origin), what it returns (axes, sizes, dtype) and what stands in for that where
-memory is predicted, so that no pass has to guess either from a key or from the letters of a signature.
+A call knows its origin in the model, its results (axes, sizes, dtype) and their stand-ins for predictions of memory, so
+that no pass has to derive these from a key or from the letters of a signature.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
 
 CUT = "bt"
-ROWS_ELEMENTS = 768 * 1024  # of a gradient that is summed at a time: 3 MiB of float32, in the last cache
-Band = tuple[int, int]  # from which row to which
+ROWS_ELEMENTS = 768 * 1024  # numbers of a gradient that are summed at a time: 3 MiB of float32, in the last cache
+Band = tuple[int, int]  # first row, and the row after the last
 Totals = np.ndarray | tuple[np.ndarray, ...]
 
 PHASES = ("forward", "backward", "update")
@@ -43,10 +43,10 @@ class Origin:
     layer      name of the layer's row, or of the optimizer
     phase      one of PHASES
     where      in the model, by GPT-2's published names: `h.0.attn.c_attn`
-    block      number of the transformer block, None outside of them
+    block      number of the transformer block, None outside them
     argument   in backward: the argument whose gradient it is
     parameter  the tensor that an update writes
-    again      whether forward's result is computed again in backward
+    again      whether it recomputes a result of forward in backward
     """
 
     layer: str
@@ -64,30 +64,30 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """Where, with what tells the calls of one layer's backward pass apart."""
+        """The place in the model, with the argument that distinguishes the calls of a layer's backward pass."""
         return ".".join(filter(None, (self.where, "again" if self.again else self.argument)))
 
     @property
     def stage(self) -> str:
         """The loop of a fork-join program that it belongs to: a layer's forward, a layer's backward, or the update.
 
-        The gradients of one layer belong together; what is computed again comes before them.
+        The gradients of one layer belong together; recomputed results come before them.
         """
         if self.phase == "update":
             return self.phase
         return f"{self.kind} {self.where}{' again' if self.again else ''}"
 
     def name(self, token: str) -> str:
-        """The first part of the keys: Dask's dashboard colours and groups by what stands before the first dash.
+        """The first part of the keys: Dask's dashboard colors and groups by the text before the first dash.
 
-        It takes a part of letters alone after a dash for more of the name; hence the underscore.
+        Dask would take a part of only letters after a dash as more of the name; hence the underscore.
         """
         return f"{self.kind}-{self.place}_-{token}"
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a call returns on every chunk: axes and dtype."""
+    """The axes and dtype of a result of a call, on every chunk."""
 
     axes: str
     dtype: np.dtype
@@ -95,37 +95,37 @@ class Output:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returns on one chunk."""
+    """The shape and dtype of a result of a call on one chunk."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 class Memory(Protocol):
-    """Makes arrays that have a size and no data, whose bytes count as long as they are referred to."""
+    """Makes arrays with a size and no data, whose bytes count as long as they are referenced."""
 
     def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[Any]:
         """Return arrays of a kind: "gradients" or "activations"."""
         ...
 
     def updated(self, parameter: str) -> list[Any]:
-        """Return the weight and the moments of a parameter anew."""
+        """Return new arrays for the weight and the moments of a parameter."""
         ...
 
     def message(self) -> Any:
-        """Return what comes from other ranks, or goes to them, which is not counted; any item of it is the same."""
+        """Return a stand-in for a message between ranks, which is not counted; each of its items is the same."""
         ...
 
 
 class TaskCall:
-    """What a task runs. All attributes are hints for the passes.
+    """A call that a task runs. All attributes are hints for the passes.
 
     axes     of the grid of a kernel call: their indices follow the name in the keys of its tasks
-    origin   what the call was made for
+    origin   the call of a layer that it belongs to
     by_rows  whether it works on some rows of a tensor, whose number is in the keys of its tasks
-    micro    number of the micro-batch that it belongs to, where it has no place in the batch
-    bucket   the task that it belongs to in the program of a rank, where a chunk is one task; READER: that of its
-             readers, where these are in one
+    micro    number of its micro-batch, if it has no place in the batch
+    bucket   the task that it belongs to in the program of a rank, if a chunk is one task; READER: that of its
+             readers, if they share one
     """
 
     axes: str = ""
@@ -135,21 +135,21 @@ class TaskCall:
     bucket: Hashable = None
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
-        """Return what stands for the result of this call, from what stands for its arguments."""
+        """Return the stand-in for the result of this call, from the stand-ins for its arguments."""
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class KernelCall(TaskCall):
-    """What a task runs: a kernel on the chunks that Dask hands over, subnormal numbers flushed to zero.
+    """A call of a kernel on the chunks that Dask passes, with subnormal numbers flushed to zero.
 
-    Dask passes an axis that the output lacks as a (nested) list of chunks. A whole axis has one chunk: the list is
-    unwrapped. A cut axis that the output has whole is gathered: the kernel gets the list.
+    Dask passes an axis that the output lacks as a (nested) list of chunks. A whole axis has one chunk: its list is
+    unwrapped. A cut axis that is whole in the output is gathered: the kernel gets the list.
 
     inputs   axes of each argument
-    axes     of the task's grid, whose indices stand in its key and say where in the batch it works
+    axes     of the task's grid, whose indices in its key are its place in the batch
     options  of the kernel
-    outputs  one for each value that the kernel returns
+    outputs  one for each result of the kernel
     chunks   axis -> sizes of its chunks
     """
 
@@ -163,7 +163,7 @@ class KernelCall(TaskCall):
     origin: Origin | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker needs to run it: each step sends every call again. Passes look at graphs here alone."""
+        """Return the attributes that a worker needs: each step sends every call again, and passes run only here."""
         return {name: value for name, value in self.__dict__.items() if name not in self.KEPT_HERE}
 
     def results(self, key: Key) -> list[Result]:
@@ -182,14 +182,14 @@ class KernelCall(TaskCall):
             restore(previous)
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Return the arguments of `run` from Dask's nested lists, whatever these hold: arrays, or keys, or slots."""
+        """Return the arguments of `run` from Dask's nested lists of arrays, keys or slots."""
         return [self.chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)]
 
     def run(self, *arguments: Any) -> Any:
         return self.kernel(*arguments, **self.options)
 
     def on_rows(self) -> KernelCall:
-        """Return the call for some rows of each argument, which come without Dask's lists."""
+        """Return the call for some rows of each argument, which are passed without Dask's lists."""
         call = replace(self, inputs=("",) * len(self.inputs))
         call.by_rows = True
         return call
@@ -202,7 +202,7 @@ class KernelCall(TaskCall):
         return made[0] if len(made) == 1 else tuple(made)
 
     def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
-        """Return the chunk at `index`; a list stays where a cut axis is not in it (a gather)."""
+        """Return the chunk at `index`; a cut axis that is not in it stays a list (a gather)."""
         for number, axis in enumerate(axes):
             if axis in self.axes:
                 continue
@@ -214,14 +214,14 @@ class KernelCall(TaskCall):
 
 @dataclass(eq=False)
 class ChunkSum(KernelCall):
-    """A summing kernel over every chunk, in order, into one total; one more argument is where the total starts.
+    """A summing kernel over every chunk, in order, into one total; a further argument is the start of the total.
 
     The order is that of `graph.sum_order`.
 
     order   of the rows of all chunks
     """
 
-    KEPT_HERE: ClassVar[tuple[str, ...]] = ("origin",)  # the shape of the total is needed everywhere
+    KEPT_HERE: ClassVar[tuple[str, ...]] = ("origin",)  # workers need the shape of the total
     order: SumOrder = field(kw_only=True)
 
     @property
@@ -234,7 +234,7 @@ class ChunkSum(KernelCall):
         return self.outputs[0].dtype
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Return for each piece a list of chunks, each the list of the kernel's arguments; and the start, if any."""
+        """Return for each piece a list of chunks, each a list of the kernel's arguments; and the start, if any."""
         pieces = [
             [[self.chunk_at(c, axes, {"b": b, "t": t}) for c, axes in zip(chunks, self.inputs)] for b, t in piece]
             for piece in self.order.pieces
@@ -253,13 +253,13 @@ class ChunkSum(KernelCall):
         return total
 
     def hold_totals(self, memory: Memory, bands: Sequence[Band], pieces: range, held: int) -> None:
-        """Hold for a moment the totals of some pieces, a band of rows at a time, but for those that are held anyway."""
+        """Hold for a moment the totals of some pieces, a band of rows at a time, except those that are held anyway."""
         for first, last in bands:
             shape = (last - first, *self.shape[1:]) if self.shape else ()
             memory.arrays("gradients", self.order.most_totals(pieces) - held, shape, self.dtype)
 
     def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]], first: int = 0) -> list[Chain]:
-        """Return the arguments of the kernel calls that take the rows in order, as chains.
+        """Return the arguments of the kernel calls that sum the rows in order, as chains.
 
         first   number of the first of these pieces
         """
@@ -272,8 +272,8 @@ class ChunkSum(KernelCall):
         return self.order.chains(calls, first + len(pieces))
 
     def bands(self) -> list[tuple[int, int]]:
-        """Return the rows that are summed at a time: so many that they stay in the cache. They do not decide the order
-        of a sum, but the same bands everywhere make sure that BLAS rounds the same everywhere.
+        """Return the bands of rows that are summed at a time, small enough for the cache. They do not affect the order
+        of a sum, but BLAS rounds equally only if the bands are the same everywhere.
         """
         if len(self.shape) < 2:
             return [(0, self.shape[0] if self.shape else 1)]
@@ -283,13 +283,13 @@ class ChunkSum(KernelCall):
     def add(
         self, chains: Sequence[Chain], totals: Sequence[np.ndarray], first: int, last: int, *, started: bool
     ) -> None:
-        """Sum rows first .. last over chains, which follow one another.
+        """Sum rows first .. last over consecutive chains.
 
-        totals    the same rows (of a vector: all of it) of the totals so far, and room for those that are to be kept
-        started   whether the first chain goes on from its total; else what that holds does not matter
+        totals    the same rows (of a vector: all of it) of the totals so far, and space for new ones
+        started   whether the first chain continues from its total; otherwise the total's content is ignored
         """
         options = {**self.options, "first_row": first} if len(self.shape) > 1 else self.options
-        # Other totals of the tree are added again at once: they stay in the cache.
+        # Other totals of the tree are added at once, while they are in the cache.
         deepest = max(self.order.level(chain.group) for chain in chains)
         room = [*totals, *(np.empty_like(totals[0]) for _ in range(len(totals), deepest + 1))]
         for chain in chains:
@@ -302,13 +302,13 @@ class ChunkSum(KernelCall):
 
 
 class RowSum(TaskCall):
-    """Some rows of a sum over some pieces of the batch, in a task of their own.
+    """Some rows of a sum over some pieces of the batch, in a separate task.
 
-    It takes the chunks as they follow in the pieces and the totals that it goes on from, and returns those of every
-    total that waits for others in the tree of groups: an array where there is one, else a tuple.
+    It takes the chunks of the pieces in order and the totals that it continues from, and returns the totals that wait
+    for others in the tree of groups: an array if there is one, else a tuple.
 
-    given   how many totals it goes on from
-    left    how many it returns
+    given   number of totals that it continues from
+    left    number of totals that it returns
     whole   whether it sums all rows, of a micro-batch (`micro`, or None after all of them)
     """
 
@@ -318,10 +318,10 @@ class RowSum(TaskCall):
     def __init__(
         self, call: ChunkSum, bands: Sequence[Band], pieces: range, *, started: bool = False, over: bool = True
     ) -> None:
-        """bands     of rows, which follow one another
+        """bands     of rows, consecutive
         pieces    of the sum's order
-        started   whether the whole sum goes on from another one
-        over      whether it writes over the totals that it goes on from: where no task runs twice
+        started   whether the whole sum continues from another one
+        over      whether it overwrites the totals that it continues from, which requires that no task runs twice
         """
         self.call, self.bands, self.pieces, self.over = call, tuple(bands), pieces, over
         self.origin = call.origin
@@ -346,7 +346,7 @@ class RowSum(TaskCall):
         chains = self.call.in_order(pieces, self.pieces.start)
         totals = [total if self.over else total.copy() for total in several(start)]
         totals += [np.empty(self.shape, self.call.dtype) for _ in range(len(totals), self.left)]
-        # A group that was begun before has its total among those that are given, above those of the groups before it.
+        # The total of a group that was begun before is among the given ones, above those of earlier groups.
         started = self.given > self.call.order.level(chains[0].group)
         for first, last in self.bands:
             rows = [total[first - base : last - base] if total.ndim else total for total in totals]
@@ -361,7 +361,7 @@ class RowSum(TaskCall):
 
 
 def several(totals: Any) -> Sequence[Any]:
-    """Return the totals of some subtrees, of which one may come alone."""
+    """Return the totals of some subtrees as a list; a single one may be passed alone."""
     return totals if isinstance(totals, list | tuple) else [totals]
 
 
@@ -371,7 +371,7 @@ def _concatenated(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
 
 
 def _sequences(array: np.ndarray, axes: str, cut: Cut) -> np.ndarray:
-    """Return some sequences of a chunk; what has no sequences belongs to all of them."""
+    """Return some sequences of a chunk; an array without sequences belongs to all of them."""
     return array[cut.first : cut.last] if axes.startswith("b") else array
 
 
@@ -399,9 +399,9 @@ READER = "reader"
 
 @dataclass(eq=False)
 class Exchange(TaskCall):
-    """A function of the results of other tasks that is no kernel: it sends, receives, picks or waits.
+    """A function of the results of other tasks other than a kernel: it sends, receives, picks or waits.
 
-    returns   for memory: NOTHING; a MESSAGE, which is not counted; or as much as its FIRST argument
+    returns   for memory: NOTHING; a MESSAGE, which is not counted; or the size of its FIRST argument
     """
 
     function: Callable[..., Any]
@@ -422,7 +422,7 @@ class Exchange(TaskCall):
 
 
 def wait(*results: object) -> None:
-    """Do nothing: what a task runs that only waits for others."""
+    """Do nothing, in a task that only waits for others."""
 
 
 def parse(signature: str) -> tuple[list[str], list[str]]:
@@ -434,7 +434,7 @@ def parse(signature: str) -> tuple[list[str], list[str]]:
 def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the chunks of every axis, from the arrays.
 
-    Errors   ValueError where arrays disagree on an axis (blockwise would pair wrong chunks), or a whole axis is cut
+    Errors   ValueError if arrays disagree on an axis (blockwise would pair wrong chunks), or a whole axis is cut
     """
     chunks: dict[str, tuple[int, ...]] = {}
     for array, axes in zip(arrays, inputs, strict=True):
@@ -451,13 +451,13 @@ def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What else `apply` needs to know of a kernel with new axes, of a sum, or of a call that waits.
+    """Further options of `apply` for a kernel with new axes, a sum, or a call that waits.
 
     new_axes   sizes of axes that no argument has
-    start      where a sum over the chunks starts (an array like the output), None for zero
+    start      the start of a sum over the chunks (an array like the output), None for zero
     at_once    tokens of a sequence that a summing kernel takes in one step
-    groups     which groups of the batch these sequences are, see `graph.sum_order`
-    after      an array and its axes whose chunk must be there before, although the kernel does not read it
+    groups     the groups of the batch that these sequences are, see `graph.sum_order`
+    after      an array and its axes whose chunk must be computed before, although the kernel does not read it
     """
 
     new_axes: Mapping[str, int] = field(default_factory=dict)
@@ -482,9 +482,9 @@ def apply(
     name       of the first output, unique in its graph
     signature  axes of arguments and outputs, see `daskgpt.model.layers`
     options    of the kernel
-    origin     what the call is made for
+    origin     the call of a layer
 
-    Errors     ValueError where chunks do not fit the signature, or groups the batch
+    Errors     ValueError if chunks do not fit the signature, or groups the batch
     """
     inputs, outputs = parse(signature)
     chunks = axis_chunks(name, arrays, inputs)
@@ -527,7 +527,8 @@ def apply(
     given = [item for pair in zip(arrays, inputs) for item in pair]
     if len(outputs) == 1:
         return (blockwise(name, call, outputs[0], given, dtype),)
-    # Dask's blockwise has one output: a task returns them all, in an array of tuples over the cut axes; each is picked.
+    # Dask's blockwise has one output: a task returns all in an array of tuples over the cut axes, from which each is
+    # picked.
     both = blockwise(name, call, call.axes, given, np.dtype(object))
     return tuple(
         blockwise(f"{name}.{number}", Pick(number, axes, origin), axes, [both, call.axes], dtype)
@@ -536,10 +537,10 @@ def apply(
 
 
 def origin_of(node: GraphNode) -> Any:
-    """Return what a task was made for; None for data and for tasks without an origin."""
+    """Return the origin of a task; None for data and for tasks without an origin."""
     return getattr(getattr(node, "func", None), "origin", None)
 
 
 def is_pick(node: GraphNode) -> bool:
-    """Return whether a task takes one result of several out of a tuple: no work of its own."""
+    """Return whether a task only takes one of several results out of a tuple."""
     return isinstance(getattr(node, "func", None), Pick)

@@ -1,4 +1,4 @@
-"""Cut a recorded step into the program of one rank: its own sequences, and what it sends to and gets from the others.
+"""Cut a recorded step into the program of one rank: its own sequences, and its messages to and from the others.
 
 A rank records a step of its own sequences, which are whole groups of the batch (`graph.sum_order`). The pass replaces
 
@@ -7,16 +7,15 @@ A rank records a step of its own sequences, which are whole groups of the batch 
 for some rows of a tensor, a *shard*, whose owner is one of the ranks, by
 
     sum over own chunks -> send to the owner                                   where another rank owns the shard
-    sum over own chunks -> add the totals of all ranks -> update in place      where this rank does
+    sum over own chunks -> add the totals of all ranks -> update in place      where this rank owns it
     new rows -> send to all others; rows of others -> into the own weight      afterwards
 
-(a reduce-scatter and an all-gather). So moments are needed on the owner alone, weights on every rank. A sum that goes
-on from another one (the tied table's) is made by the owner from the chunks of all ranks, which are smaller than a
-table.
+(a reduce-scatter and an all-gather). So moments are needed only on the owner, weights on every rank. The owner makes a
+sum that continues from another one (the tied table's) from the chunks of all ranks, which are smaller than a table.
 
-What is sent lies in *buckets*, in the order in which the backward pass makes it: there is one message for each bucket
-and pair of ranks. A task that receives waits in its thread. It runs when this rank has sent the bucket after it, which
-is why ranks never wait for each other in a circle: the rank that is behind all others waits for no other.
+Shards are sent in *buckets*, in the order of the backward pass: there is one message for each bucket and pair of ranks.
+A task that receives waits in its thread. It runs only after this rank has sent the next bucket, so ranks cannot
+deadlock: the slowest rank never waits for another.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ from daskgpt.graph.messages import Channel, Peers, Rank, RowAccess, Shard, input
 from daskgpt.graph.nodes import Graph, Key, all_keys, as_it_is, key_trees, only_key, task
 from daskgpt.graph.sum_order import SumOrder
 
-BUCKET_BYTES = 1 << 23  # of totals that are sent together
-SHARD_COST = 1 << 15  # of an update, whatever its size: as much as of so many numbers
-AHEAD = 1  # buckets that are sent before the totals of one are waited for
+BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
+SHARD_COST = 1 << 15  # fixed cost of an update, as a number of elements
+AHEAD = 1  # number of buckets that are sent before waiting for the totals of one
 
 
 class _Totals(NamedTuple):
-    """Where the gradient of a shard comes from.
+    """The source of a shard's gradient.
 
-    tree   adds the totals of all ranks, which are the results of `keys`; None where the first of these is the gradient
+    tree   adds the totals of all ranks, which are the results of `keys`; None if the first of these is the gradient
     bucket of the messages
     """
 
@@ -64,30 +63,30 @@ class Distribution:
     """The program of a rank, whose updates are in place.
 
     shards     of the tensor that a task updates
-    gathered   sums that are made from the chunks of all ranks, and the parameter whose gradient each of them is
+    gathered   sums that are made from the chunks of all ranks, each with the parameter whose gradient it is
     """
 
     def __init__(self, graph: Graph, rules: UpdateRules, rank: Rank, loss: Key, access: RowAccess, token: str) -> None:
         """graph    of its own sequences, recorded with its groups
         rules    how the updates are made
-        loss     the sum over the batch that every rank is to know
-        access   how rows of weights are sent
-        token    tells the keys of this graph's own tasks from others'
+        loss     the sum over the batch that every rank needs
+        access   reads and writes the rows of weights that are sent
+        token    distinguishes the keys of this graph's own tasks
         """
         self.graph, self.rules, self.rank, self.loss, self.access, self.token = graph, rules, rank, loss, access, token
-        self.updates = rules.updates(graph)[::-1]  # the backward pass comes to the first tensors last
+        self.updates = rules.updates(graph)[::-1]  # the backward pass reaches the first tensors last
         self.last = {update: only_key(graph[update].args[1]) for update in self.updates}  # the sum that is the gradient
         self.dependents = dependents_of(graph)
         self.new = dict(graph)
         self.shards = self._shards()
         self.gathered: list[tuple[ChunkSum, str]] = []
-        self.posted: list[Key] = []  # tasks after which all totals are on their way
-        self.totals: dict[tuple[Key, int], _Totals] = {}  # of a sum, and the number of a shard
+        self.posted: list[Key] = []  # tasks after which all totals have been sent
+        self.totals: dict[tuple[Key, int], _Totals] = {}  # by sum and number of the shard
 
     def rewritten(self) -> Rewritten:
         """Return the graph of this rank."""
         first = {update: _first_sum(self.graph, last) for update, last in self.last.items()}
-        # What is summed for another sum to go on from is there long before the rest.
+        # A sum that another one continues from is ready long before the rest.
         early = [update for update in self.updates if first[update] != self.last[update]]
         order = early + [update for update in self.updates if update not in early]
         self._exchange_totals([(first[shard.update], shard) for update in order for shard in self.shards[update]])
@@ -98,13 +97,13 @@ class Distribution:
         return self._update()
 
     def _shards(self) -> dict[Key, list[Shard]]:
-        """Return the shards of each update: in each bucket the largest goes to the rank that owns least so far."""
+        """Return the shards of each update: in each bucket the largest goes to the rank that owns the least so far."""
         held, found = [0] * self.rank.count, dict[Key, list[Shard]]()
         every = []
         for update in self.updates:
             call, own = self.graph[self.last[update]].func, self.graph[update].func
             columns = prod((call.call.shape if isinstance(call, RowSum) else call.shape)[1:])
-            # Other readers of the weight than its update may read only what is rounded.
+            # If all readers of the weight except its update multiply by it, rounded rows suffice.
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             rounded = all(getattr(self.graph[key].func, "kernel", None) in self.access.rounding for key in readers)
             for number, bands in enumerate(shares(call, self.rules.of(own))):
@@ -120,12 +119,12 @@ class Distribution:
         return [shard for shard in self.shards[update] if shard.owner == self.rank.number]
 
     def _exchange_totals(self, sums: Sequence[tuple[Key, Shard]]) -> None:
-        """Sum what the own chunks add to each shard, and exchange it with its owner, bucket by bucket."""
+        """Sum the own chunks for each shard, and exchange the totals with its owner, bucket by bucket."""
         buckets = _buckets(list(sums), lambda each: each[1].bytes)
         partial_sums = {
             each: self._partial(*each, ("sent", number)) for number, bucket in enumerate(buckets) for each in bucket
         }
-        posted: list[Key] = []  # of each bucket a task that has waited for it, and for those before
+        posted: list[Key] = []  # for each bucket, a task that has waited for it and for earlier ones
         loss, call = (f"{self.loss[0]}.own",), self.graph[self.loss].func
         pieces, *_ = call.arrange(key_trees(self.graph[self.loss]))
         self.new[loss] = task(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces))
@@ -153,7 +152,7 @@ class Distribution:
 
     def _partial(self, key: Key, shard: Shard, bucket: Hashable) -> Key:
         """Return the task that sums some rows over the own chunks."""
-        if isinstance(self.graph[key].func, RowSum):  # by micro-batches, of which it is the last
+        if isinstance(self.graph[key].func, RowSum):  # the last of the micro-batches
             own, origin = (f"{key[0]}.of", shard.number), self.graph[key].func.origin
             rows = Exchange(lambda totals: [total[shard.rows] for total in several(totals)], origin, FIRST)
             self.new[own] = task(own, rows, [key])
@@ -163,14 +162,14 @@ class Distribution:
         return own
 
     def _sum_gathered(self, update: Key, first: Key) -> None:
-        """Sum what goes on from another sum where that is, from the chunks of all ranks."""
+        """Make sums that continue from another sum on its owner, from the chunks of all ranks."""
         chain = [self.last[update]]
         while (before := start_of(self.graph, chain[0])) != first:
             assert before is not None
             chain.insert(0, before)
         for number, (before, key) in enumerate(zip([first, *chain], chain)):
             pieces = self._gathered(update, key, len(self.updates) * number + self.updates.index(update))
-            # Each rank's sequences are a chunk. The start goes on in each sequence, in whatever pieces the tokens come.
+            # Each rank's sequences are a chunk. The sum does not depend on the cuts between tokens.
             sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
@@ -227,8 +226,8 @@ class Distribution:
         self.new[self.loss] = task(self.loss, tree, [(f"{self.loss[0]}.own",), *messages])
 
     def _read_by_rows(self) -> None:
-        """Where others than the update read a gradient, by rows: each owner does for its shards, and sends to all."""
-        readers: dict[Key, list[tuple[Key, int]]] = {}  # -> what it is called with, and of which shards
+        """Let each owner run other readers of a gradient than its update, by rows, and send the results to all."""
+        readers: dict[Key, list[tuple[Key, int]]] = {}  # -> its arguments and shards
         found: dict[tuple[Key, int], Key] = {}
         of_rank: list[list[tuple[Key, int]]] = [[] for _ in range(self.rank.count)]
         for update in self.updates:
@@ -261,14 +260,14 @@ class Distribution:
             self.new[reader] = task(reader, self.graph[reader].func, arguments)
 
     def _readers(self, update: Key) -> list[Key]:
-        """Return the tasks that read a gradient, except its update. A sum of micro-batches may have more readers."""
+        """Return the tasks that read a gradient, except its update. A sum over micro-batches may have more readers."""
         readers = self.dependents[self.last[update]] - {update}
         by_rows = self.rules.readers_by_rows(self.graph, readers)
         assert len(by_rows) == len(readers) or isinstance(self.graph[self.last[update]].func, RowSum)
         return by_rows
 
     def _update(self) -> Rewritten:
-        """Update what this rank owns, send it to the others, and write what they have updated into the weights."""
+        """Update the shards of this rank, send them to the others, and write theirs into the weights."""
         done, sent = dict[tuple[Key, int], Key](), list[Key]()
         every = [shard for update in self.updates for shard in self.shards[update]]
         buckets = _buckets(every, lambda shard: shard.bytes)
@@ -288,7 +287,7 @@ class Distribution:
                 pick = partial(self.access.read_all, own)
                 to = ("update", number)
                 sent += [self._send(q, "weights", number, given, "update", to, pick) for q in self.rank.others]
-        # The loss comes before: what is received on a channel must be in the order of the steps, where these overlap.
+        # The loss comes first: if steps overlap, messages on a channel must be received in the order of the steps.
         for number, bucket in enumerate(buckets):
             for other in self.rank.others:
                 theirs = [shard for shard in bucket if shard.owner == other]
@@ -337,20 +336,20 @@ def _origin(kind: str, phase: str, number: int) -> Origin:
 
 
 def own_part(graph: Graph, ranks: Mapping[Key, int], own: Peers) -> tuple[Graph, Key]:
-    """Cut a graph whose tasks belong to several ranks into the part of one rank, with what it sends and receives.
+    """Cut a graph whose tasks belong to several ranks into the part of one rank, with its messages.
 
     ranks   of the tasks and of the leaves that they read
 
-    Return the graph, and a task that is done when all is sent.
+    Return the graph, and a task that is done when everything is sent.
 
-    A task that receives waits in its thread. It runs when all is sent that has as many messages on its way, or fewer:
-    so ranks never wait for each other in a circle.
+    A task that receives waits in its thread. Its level is the greatest number of messages on a path to it; it runs only
+    after everything of its level or below has been sent, so ranks cannot deadlock.
     """
 
     def channel_of(source: Key) -> Channel:
-        return f"{source[0].partition('_-')[0]}{source[1:]}", 0  # what comes after is another one on each rank
+        return f"{source[0].partition('_-')[0]}{source[1:]}", 0  # the rest of the key differs on each rank
 
-    level: dict[Key, int] = {}  # messages on the longest way to a task
+    level: dict[Key, int] = {}  # greatest number of messages on a path to a task
     crossing: dict[tuple[Key, int], int] = {}  # a result and the rank that it is sent to -> the level of the message
     for key in in_order(graph):
         level[key] = 0
@@ -383,7 +382,7 @@ Place = TypeVar("Place")
 
 
 def _buckets(places: Sequence[Place], bytes_of: Callable[[Place], int]) -> list[list[Place]]:
-    """Places in their order, together until they have the bytes of a bucket."""
+    """Return places in order, grouped until a group has the bytes of a bucket."""
     buckets, size = list[list[Place]](), BUCKET_BYTES
     for place in places:
         if size >= BUCKET_BYTES:
@@ -395,7 +394,7 @@ def _buckets(places: Sequence[Place], bytes_of: Callable[[Place], int]) -> list[
 
 
 def _first_sum(graph: Graph, key: Key) -> Key:
-    """The sum that another one, and those in between, go on from; itself where it goes on from none."""
+    """Return the first sum of the chain that a sum continues; the sum itself if it continues none."""
     while not isinstance(graph[key].func, RowSum) and (before := start_of(graph, key)) is not None:
         key = before
     return key

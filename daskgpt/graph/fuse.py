@@ -1,21 +1,21 @@
-"""Fuse tasks: which calls of a step become one task, and the graph of these tasks.
+"""Fuse tasks: choose the calls of a step that become one task, and build the graph of these tasks.
 
 A fused task calls the same kernels in the same order on the same arrays, so the grain changes no bit of the result.
 
-    kernel    a task a kernel call
-    segment   what one chunk does between two gathers
-    block     what one chunk does in one stretch of the model (its transformer block), forward or backward
-    chunk     all that one chunk does, where chunks hold whole sequences
+    kernel    one kernel call per task
+    segment   all calls of a chunk between two gathers
+    block     all calls of a chunk in one transformer block, forward or backward
+    chunk     all calls of a chunk of whole sequences
     step      everything
 
-Sums over the batch and updates belong to no chunk. A gradient, its update and others like it are a task.
+Sums over the batch and updates belong to no chunk. A gradient, its update and similar ones are one task.
 
-Why a fused graph is free of circles. Let the *depth* of a task be how often the longest path to it has changed its
-chunk. (1) An edge never leads to a smaller depth: a path to its start goes on to its end. (2) An edge that stays at its
-depth stays in its chunk: if it changed the chunk, the depth of its end would be one more. So a path that leaves a group
+A fused graph has no cycles. Let the *depth* of a task be the greatest number of changes of chunk on a path to it. (1)
+An edge never leads to a smaller depth: a path to its start continues to its end. (2) An edge that stays at its depth
+stays in its chunk: if it changed the chunk, the depth of its end would be one more. So a path that leaves a group
 (chunk, depth) has either grown in depth, and never comes back, or is in the same group. Blocks split such a group into
 parts that follow one another, forward and backward, so that a path that has left a part does not come back either.
-Groups of sums and updates come with no such proof: `fuse` looks for a circle at its end.
+There is no such proof for groups of sums and updates: `fuse` checks for cycles at its end.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ GroupOf = Callable[[Key], Hashable]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which tasks of a step become one; tasks of the group None stay on their own.
+    """The choice of tasks of a step that become one; tasks of the group None stay separate.
 
     grain    one of GRAINS, or "step"
-    first    layers that go with the first block
+    first    layers that belong to the first block
     squares  the layer of tasks that square gradients
     updates  whether gradients and updates are grouped too
-    apart    whether forward, backward and update stay in tasks of their own: there are barriers inside of the step
+    apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
-             rank are a task each
+             rank are each a task
     """
 
     grain: str
@@ -68,13 +68,13 @@ class Fusion:
         buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
         shared = self.updates and not single and not self.ranked
         squared = self._squares(graph) if shared else {}
-        # Updates that wait for all gradients can all run then: tasks of a block do, and are fewer.
+        # Updates that wait for all gradients can all run after that, so one task per block suffices.
         updated = self._updates(graph, "chunk" if squared else self.grain) if shared else {}
 
         def group_of(key: Key) -> Hashable:
             call, origin = graph[key].func, origin_of(graph[key])
             if isinstance(call, RowSum) and call.whole:
-                # The tables' sums are large, and made long before or after each other.
+                # The sums of the tables are large, and are made at very different times.
                 if single or call.micro is None or origin.block is None:
                     return None
                 unit = unit_of(origin, self.grain) if self.ranked or self.grain == "chunk" else origin.where
@@ -89,7 +89,7 @@ class Fusion:
                     return None if unit == OUTSIDE else (type(call).__name__, unit, key[1:])
             phase = origin.phase if self.apart else ""
             if key in squared or key in updated:
-                share = key[1] if call.by_rows else 0  # each share of a large tensor's rows stays a task
+                share = key[1] if call.by_rows else 0  # each share of a large tensor's rows stays a separate task
                 if key not in squared:
                     return phase, "update", updated[key], share
                 unit, earlier = squared[key]
@@ -120,11 +120,10 @@ class Fusion:
         return block, block is not None and origin.phase == "backward"
 
     def _updates(self, graph: Graph, grain: str) -> dict[Key, Hashable]:
-        """Return what is updated together with each task that updates a parameter, its picks, and the last sum before.
+        """Return the unit of each task that updates a parameter, of its picks, and of the last sum before it.
 
-        An earlier sum (the gradient that the unembedding gives to the tied embedding) stays apart: it is there long
-        before the rest, and what it reads can be dropped. So does the same sum by rows beside an update that makes its
-        own.
+        An earlier sum (the unembedding's part of the tied embedding's gradient) stays separate: it is ready long before
+        the rest, and its inputs can be dropped. So does the same sum by rows beside an update that makes its own.
         """
         sums, found = ChunkSum | RowSum if self.apart else ChunkSum, dict[Key, Hashable]()
         for key, node in graph.items():
@@ -134,10 +133,10 @@ class Fusion:
         return found
 
     def _squares(self, graph: Graph) -> dict[Key, tuple[Hashable, bool]]:
-        """Return for each task that squares a gradient, and the sums that it reads, what is updated together, and
+        """Return for each task that squares a gradient, and for the sums that it reads, the unit of the update, and
         whether it sums rows of earlier pieces of the batch.
 
-        Updates wait for all of them, so these sums are in no task with an update.
+        All updates wait for these sums, so none of them shares a task with an update.
         """
         found: dict[Key, tuple[Hashable, bool]] = {}
         for key, node in graph.items():
@@ -154,7 +153,7 @@ class Fusion:
 
 
 def unit_of(origin: Origin, grain: str) -> Hashable:
-    """Return what is updated together: weight and bias of a layer, or at the grain of chunks all tensors of a block."""
+    """Return the unit of an update: weight and bias of a layer, or with the grain chunk, all tensors of a block."""
     if grain == "chunk":
         return OUTSIDE if origin.block is None else origin.block
     return (origin.parameter or origin.where).rpartition(".")[0]
@@ -166,8 +165,8 @@ def is_sum(graph: Graph, key: Key) -> bool:
 
 
 def _buckets(graph: Graph) -> dict[Key, Hashable]:
-    """Return what of a rank's graph is one task where a chunk is: all that is summed and sent of a bucket, all that is
-    updated and sent, and all that is received at the end. What only such a task reads belongs to it.
+    """Return the groups of a rank's graph if a chunk is one task: all sums and messages of a bucket, all updates and
+    their messages, and all messages received at the end. A value that only such a task reads belongs to it.
     """
     buckets = {key: node.func.bucket for key, node in graph.items() if not is_leaf(node)}
     found = {key: bucket for key, bucket in buckets.items() if bucket not in (None, READER)}
@@ -180,7 +179,8 @@ def _buckets(graph: Graph) -> dict[Key, Hashable]:
 
 
 def title(origins: Sequence[Origin]) -> tuple[str, str]:
-    """Return the name of a fused task, kind and place: its layer and pass; of several, the block, segment or update."""
+    """Return the name of a fused task, kind and place: its layer and pass, or for several, the block, segment or
+    update."""
     if len({origin.kind for origin in origins}) == 1:
         return origins[0].kind, origins[0].place
     if any(origin.phase == "update" for origin in origins):
@@ -195,16 +195,16 @@ def title(origins: Sequence[Origin]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Fused:
-    """A graph of fused tasks, and where in it the wanted values are."""
+    """A graph of fused tasks, with the places of the wanted values."""
 
     graph: Graph
     places: dict[Key, Place]
 
 
 def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
-    """Return which part of the batch a task works on, (b, t); None for what belongs to no chunk (leaves, sums).
+    """Return the part of the batch that a task works on, (b, t); None for tasks without a chunk (leaves, sums).
 
-    whole   whether a chunk holds whole sequences, so that a gathered sequence is a chunk and no other thing
+    whole   whether a chunk holds whole sequences, so that a gathered sequence is the same as a chunk
     """
     axes = _axes(graph, key)
     if not {"b", "t"} & set(axes):
@@ -214,18 +214,18 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
 
 
 def token_chunks(graph: Graph) -> int:
-    """Return into how many chunks the tasks of a graph cut a sequence."""
+    """Return the number of chunks into which the tasks of a graph cut a sequence."""
     found = (dict(zip(axes, key[1:])).get("t", 0) for key in graph if (axes := _axes(graph, key)))
     return 1 + max(found, default=0)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a graph has to do with what runs before and after it.
+    """The relations of a graph to the runs before and after it.
 
     wanted     keys whose results are read from outside
-    places     where leaves are found that are values in other data
-    carried    leaves that the next run takes from what a task of this run returns: leaf -> (its data's key, the result)
+    places     places of leaves that are values in other data
+    carried    leaves that the next run takes from a result of this run: leaf -> (its data's key, the result)
     after      task -> tasks that must have run before it although it does not read them
     """
 
@@ -245,11 +245,11 @@ def fuse(
 ) -> Fused:
     """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
 
-    name_of    what the task of these members is called: the first part of its key
-    drop       whether a value is dropped when its last reader has taken it, even though other results of its task are
-               still needed: only where no task runs twice
+    name_of    returns the name of the task of these members, the first part of its key
+    drop       whether a value is dropped after its last reader although other results of its task are still needed,
+               which requires that no task runs twice
 
-    Errors     RuntimeError where groups depend on each other in a circle, naming it
+    Errors     RuntimeError if groups depend on each other in a cycle, naming it
     """
     wanted, carried, after = around.wanted, around.carried, around.after
     members: dict[Hashable, list[Key]] = defaultdict(list)
@@ -260,7 +260,7 @@ def fuse(
     home = {key: group for group, keys in members.items() for key in keys}
     names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
     results = {result for _, result in carried.values()}
-    packs = {home[result] for result in results}  # what the next run takes is a tuple, however short
+    packs = {home[result] for result in results}  # the next run always takes a tuple
     outputs = _outputs(graph, home, members, set(wanted), results)
     found = dict(around.places)
     for group, keys in outputs.items():
@@ -273,7 +273,7 @@ def fuse(
     for group, keys in members.items():
         program, needed = program_of(graph, keys, outputs[group], found, readers, group in packs)
         before = {names[home[earlier]] for key in keys for earlier in after.get(key, ())}
-        # What a task waits for comes last among its arguments: the program does not look at it.
+        # Tasks to wait for come last among the arguments, and the program ignores them.
         needed += sorted(before - {names[group], *needed})
         merged[names[group]] = task(names[group], program, needed)
     _check_circle(merged)
@@ -294,12 +294,13 @@ def _check_circle(graph: Graph) -> None:
         TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
     except CycleError as error:
         circle = " -> ".join(str(key[0]) for key in reversed(error.args[1]))
-        rule = "fused tasks must not wait for each other in a circle"
+        rule = "fused tasks must not wait for each other in a cycle"
         raise refusal(RuntimeError, "fuse", rule, circle, "Use a finer grain.") from None
 
 
 def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> dict[Key, int]:
-    """Return how many other groups read each value; one more where it is wanted from outside: never drop it."""
+    """Return how many other groups read each value, plus one if it is wanted from outside, so that it is never
+    dropped."""
     readers: dict[Key, set[Hashable]] = defaultdict(set)
     for key in home:
         for dependency in graph[key].dependencies:
@@ -315,14 +316,14 @@ def in_order(graph: Graph) -> list[Key]:
 def _outputs(
     graph: Graph, home: Mapping[Key, Hashable], members: Mapping[Hashable, list[Key]], wanted: set[Key], first: set[Key]
 ) -> dict[Hashable, list[Key]]:
-    """Return what each group must return: what is wanted, and what tasks of other groups read; some of it first."""
+    """Return the results of each group: wanted values and those that other groups read, with given ones first."""
     read = {d for key in home for d in graph[key].dependencies if d in home and home[d] != home[key]}
     returned = {group: [key for key in keys if key in read or key in wanted] for group, keys in members.items()}
     return {group: sorted(keys, key=lambda key: key not in first) for group, keys in returned.items()}
 
 
 def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:
-    """Return how often the longest path to a task has changed its chunk."""
+    """Return the greatest number of changes of chunk on a path to each task."""
     depths: dict[Key, int] = {}
     for key in in_order(graph):
         depths[key] = max(

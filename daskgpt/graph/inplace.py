@@ -1,22 +1,21 @@
 """Updates in place: the sums that make a gradient and the update that uses it as one task, a band of rows at a time.
 
 Out of place, an update writes new arrays, and Dask can compute it again when a worker is lost. A local scheduler loses
-no workers, so there the arrays are written over. This module is where the two differ. It rewrites a recorded graph:
+no workers, so its updates overwrite the arrays. Only this module differs between the two. It rewrites a recorded graph:
 
     sum over chunks -> gradient -> update -> picks      becomes      one or several `RowUpdate` tasks
 
 A band of rows of the gradient is summed and used while it is in the cache; the whole gradient is never written. A task
-may take a part of the rows, so that several threads share a large tensor.
+may update a part of the rows, so that several threads share a large tensor.
 
-Why the results are those of updates into new arrays, bit for bit:
-- A sum is made row by row in the same order of chunks, whichever task makes a row, and an update looks at one number of
-  each array at a time. An update that looks at more (Muon's) says so, and is given all rows at once.
+The results equal those of updates into new arrays, bit for bit:
+- A sum is made row by row in the same order of chunks in any task, and an update reads one number of each array at a
+  time. An update that reads more (Muon's) declares it, and gets all rows at once.
 - No task sees a half-written tensor. Tasks that read the old value run before the update: these edges are returned
-  beside the graph (`after`). No task of the same run reads the new value; the next run starts when this one is done, or
-  waits for the update where runs overlap (`recording.CompiledStep.window`).
-- No other task needs what is not written any more. A gradient with other readers than its update (its norm, say) is
-  summed by tasks of its own, from which the update takes its rows: all of them, or where each reader needs some rows at
-  a time only, these.
+  beside the graph (`after`). No task of the same run reads the new value; the next run starts when this one is done,
+  or waits for the update where runs overlap (`recording.CompiledStep.window`).
+- No other task needs a gradient that is not written. A gradient with other readers than its update (such as its norm)
+  is summed by separate tasks, from which the update takes its rows: all of them, or only some if no reader needs all.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ import numpy as np
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, Origin, RowSum, TaskCall, is_pick, origin_of
 from daskgpt.graph.nodes import Graph, Key, all_keys, key_trees, only_key, task
 
-TASK_ELEMENTS = 1 << 22  # of a tensor that one task updates at most: some 20 ms of sums and memory traffic
+TASK_ELEMENTS = 1 << 22  # most numbers of a tensor that one task updates: some 20 ms of sums and memory traffic
 
 
 @dataclass(frozen=True)
 class Rewritten:
     """A rewritten graph.
 
-    updates   the keys of the tasks that write over the state, whose results no task reads; none where the state is
+    updates   the keys of the tasks that overwrite the state, whose results no task reads; none if the state is
               replaced
     after     task -> tasks that must have run before although it does not need their results
     """
@@ -52,7 +51,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class InPlaceRule:
-    """How a tensor is written over.
+    """How a tensor is updated in place.
 
     kernel   called as kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
     fused    summing kernel -> kernel that does its sum and the update in one pass
@@ -64,7 +63,7 @@ class InPlaceRule:
     whole: bool
 
     def at_once(self, bands: Sequence[Band]) -> list[Sequence[Band]]:
-        """Return the bands of rows that are summed before the kernel is called, for each time it is."""
+        """Return the bands of rows that are summed before each call of the kernel."""
         return [bands] if self.whole else [[band] for band in bands]
 
 
@@ -73,9 +72,9 @@ class UpdateRules:
     """How the updates of a graph are made in place. They are the tasks whose origin names a parameter: functions
     (weight, gradient, *moments, hyper) -> tuple of the new tensors.
 
-    rule_of   origin of an update -> how it is done
-    summed    how many rows each gradient is summed over, for all chunks together
-    by_rows   kernels of which a gradient's other readers may call one on some rows at a time
+    rule_of   origin of an update -> its rule
+    summed    number of rows over which each gradient is summed, in all chunks together
+    by_rows   kernels that other readers of a gradient may call on some rows at a time
     """
 
     rule_of: Callable[[Origin], InPlaceRule]
@@ -91,7 +90,7 @@ class UpdateRules:
         ]
 
     def of(self, call: KernelCall) -> InPlaceRule:
-        """Return how an update is done in place."""
+        """Return the rule of an update in place."""
         assert call.origin is not None
         return self.rule_of(call.origin)
 
@@ -103,7 +102,7 @@ class UpdateRules:
 class RowUpdate(TaskCall):
     """Update some rows of a tensor in place, a band at a time while it is in the cache.
 
-    The rows of the gradient are summed here, or added from the totals of all ranks, or given.
+    The rows of the gradient are summed here, added from the totals of all ranks, or given.
 
     bands   the rows that are summed at a time
     """
@@ -122,7 +121,7 @@ class RowUpdate(TaskCall):
     ) -> None:
         """call   the update out of place
         base   the row with which the given gradient, or the totals, begin
-        sums   that are made here, each going on from the total of the one before
+        sums   sums that are made here, each continuing from the total of the one before
         tree   adds the totals of all ranks, see `distribute.Rank.add`
         """
         self.rule, self.bands, self.base, self.sums, self.tree = rule, tuple(bands), base, tuple(sums), tree
@@ -138,9 +137,9 @@ class RowUpdate(TaskCall):
         return slice(self.bands[0][0], self.bands[-1][1])
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Return each sum's pieces; what the first one goes on from, the gradient, or totals; weight, moments, hyper.
+        """Return each sum's pieces; the start of the first one, the gradient, or totals; weight, moments, hyper.
 
-        Dask hands over the last ones first, then the arguments of the sums, then the rest.
+        Dask passes the last ones first, then the arguments of the sums, then the rest.
         """
         state, given = [_unwrapped(chunk) for chunk in chunks[: self.tensors]], list(chunks[self.tensors :])
         pieces = []
@@ -173,7 +172,7 @@ class RowUpdate(TaskCall):
             self.rule.kernel(weight, gradient, *moments, hyper, **self.options)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> None:
-        """Hold the rows of the gradient that are used at once, where the gradient is not given."""
+        """Hold the rows of the gradient that are used at once, unless the gradient is given."""
         for bands in self.rule.at_once(self.bands) if self.sums or self.tree else ():
             rows = memory.arrays("gradients", 1, (bands[-1][1] - bands[0][0], *self.columns), self.dtype)
             for call in self.sums[:1]:
@@ -184,7 +183,7 @@ class RowUpdate(TaskCall):
 def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritten:
     """Rewrite the updates of a graph to work in place.
 
-    apart   whether sums and updates are tasks apart (there is a barrier between backward and update)
+    apart   whether sums and updates are separate tasks (with a barrier between backward and update)
     """
     dependents = dependents_of(graph)
     new, done, after = dict(graph), [], {}
@@ -195,7 +194,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
         rule = rules.of(call)
         others = dependents[last] - {update}
         of_rows = rules.readers_by_rows(graph, others)
-        # Others read the whole gradient, or it is summed by parts of the batch: it stays as it is.
+        # Other tasks read the whole gradient, or it is summed by parts of the batch: it stays unchanged.
         shared = len(of_rows) < len(others) or isinstance(graph[last].func, RowSum)
         of_rows = [] if shared else of_rows
         sums = [] if apart or shared or of_rows else _chain(graph, dependents, last, rules.summed)
@@ -224,10 +223,10 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
 
 
 def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Band], summed: int) -> Key:
-    """Add the tasks that sum some rows of a gradient, and the ones they go on from; return the last one's key.
+    """Add the tasks that sum some rows of a gradient, and the ones they continue from; return the last one's key.
 
-    Where the parts of all pieces are larger than the total, each piece has a task of its own, that adds its parts and
-    lets go of them.
+    If the parts of all pieces are larger than the total, each piece has its own task, which adds its parts and drops
+    them.
     """
     call, before = graph[key].func, start_of(graph, key)
     pieces, *_ = call.arrange(key_trees(graph[key]))
@@ -242,16 +241,16 @@ def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ban
 
 
 def _starts(graph: Graph, key: Key | None) -> list[Key]:
-    """Return a sum and those it goes on from."""
+    """Return a sum and those it continues from."""
     return [] if key is None else [key, *_starts(graph, start_of(graph, key))]
 
 
 def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int) -> list[Key]:
-    """Return the sums that one task makes in their order: the last, and those it goes on from while their parts are
+    """Return the sums that one task makes, in order: the last one, and those that it continues while their parts are
     small.
 
-    Where the parts of a sum (summed, rows) are larger than its total (rows, columns), it is better made on its own as
-    soon as they are there, so that they can be dropped.
+    If the parts of a sum (summed, rows) are larger than its total (rows, columns), a separate task makes it as soon as
+    they are ready, so that they can be dropped.
     """
     chain = [last]
     before = start_of(graph, last)
@@ -262,13 +261,13 @@ def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int
 
 
 def start_of(graph: Graph, key: Key) -> Key | None:
-    """Return the sum that a sum over chunks goes on from."""
+    """Return the sum that a sum over chunks continues from."""
     extra = graph[key].args[len(graph[key].func.inputs) :]
     return only_key(extra[0]) if extra else None
 
 
 def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:
-    """Return the bands of rows of a tensor in shares of at most TASK_ELEMENTS, where a share can be updated."""
+    """Return the bands of rows of a tensor in shares of at most TASK_ELEMENTS, if shares can be updated separately."""
     if isinstance(call, RowSum):
         call = call.call
     bands = call.bands()

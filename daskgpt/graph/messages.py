@@ -1,4 +1,4 @@
-"""What ranks exchange: who the ranks of a batch are, and the tasks that send, receive and add what is received."""
+"""Messages between ranks: the ranks of a batch, and the tasks that send, receive and add data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from daskgpt.graph.calls import CUT, MESSAGE, READER, Band, ChunkSum, Exchange, 
 from daskgpt.graph.nodes import Key
 from daskgpt.kernels.totals import subtrees, tree_sum
 
-Channel = tuple[str, int]  # what is sent on it, and the bucket
+Channel = tuple[str, int]  # kind of the data, and the bucket
 
 
 class Link(Protocol):
-    """What carries messages between ranks: in order, from each rank to each other one."""
+    """A connection that carries messages between ranks, in order for each pair."""
 
     def send(self, rank: int, channel: Channel, value: Any) -> None:
-        """Begin to send; the arrays in it must stay as they are until the other rank has answered to them."""
+        """Begin to send; the arrays must stay unchanged until the other rank has used them and replied."""
         ...
 
     def receive(self, rank: int, channel: Channel) -> Any:
@@ -64,17 +64,17 @@ class Rank:
         return groups_of_rank(rank, self.count, self.groups)
 
     def sequences_of(self, rank: int) -> tuple[int, int]:
-        """Return from which sequence of the batch to which a rank works."""
+        """Return the first sequence of a rank in the batch, and the one after its last."""
         own, size = self.groups_of(rank), self.sequences // self.groups
         return own.first * size, (own.first + own.count) * size
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, those first that follow this one: so the ranks do not all send to the same one at a time."""
+        """The other ranks, beginning after this one, so that ranks do not all send to the same one at a time."""
         return [(self.number + step) % self.count for step in range(1, self.count)]
 
     def subtrees_of(self, rank: int) -> list[tuple[int, int]]:
-        """Return what the groups of a rank are in the tree: from which group to which."""
+        """Return the subtrees that the groups of a rank form, as ranges of groups."""
         own = self.groups_of(rank)
         return subtrees(own.first, own.first + own.count)
 
@@ -100,7 +100,7 @@ class Shard:
     update     the task that updates the tensor in the graph before
     parameter  name of the tensor
     number     among the shards of the tensor
-    bands      its rows, so many of them as are summed at a time
+    bands      its rows, in bands that are summed at a time
     owner      the rank that updates it
     columns    numbers in a row
     rounded    whether other ranks only multiply by it, in bfloat16
@@ -127,9 +127,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class RowAccess:
-    """How rows of a weight are sent: read from a weight as it is held, and written into another one.
+    """Access to rows of a weight that are sent: they are read from a weight as it is held, and written into another.
 
-    rounding   kernels that read nothing of a weight but what is rounded
+    rounding   kernels that read only the rounded values of a weight
     """
 
     read: Callable[[Any, slice, bool], Any]
@@ -141,16 +141,16 @@ class RowAccess:
         return [self.read(weight, shard.rows, shard.rounded) for shard, weight in zip(shards, values)]
 
     def store(self, shard: Shard, place: int, message: Sequence[Any], weight: Any) -> None:
-        """Write rows that their owner has updated, at some place of its message, into the own weight."""
+        """Write rows from their owner's message into the own weight."""
         self.write(weight, shard.rows, message[place])
 
 
 def send(
     link: Link, rank: int, channel: Channel, origin: Origin | None, pick: Callable[..., Any] | None = None
 ) -> Exchange:
-    """Return what a task runs that sends the results of others to a rank.
+    """Return a call that sends the results of other tasks to a rank.
 
-    pick   makes what is sent of the results; None where they are sent as they are, in a list
+    pick   makes the message from the results; None if they are sent unchanged, in a list
     """
 
     def run(*values: Any) -> None:
@@ -160,12 +160,12 @@ def send(
 
 
 def receive(link: Link, rank: int, channel: Channel, origin: Origin | None) -> Exchange:
-    """Return what a task runs that waits in its thread for a message; what must run before comes as arguments."""
+    """Return a call that waits in its thread for a message; tasks that must run before are its arguments."""
     return Exchange(lambda *before: link.receive(rank, channel), origin, MESSAGE, READER)
 
 
 def item(place: Sequence[int], origin: Origin) -> Exchange:
-    """Return what a task runs that takes what lies at a place of a message's nested sequences."""
+    """Return a call that takes the item at a place of a message's nested sequences."""
     return Exchange(lambda values: reduce(getitem, place, values), origin, MESSAGE, READER)
 
 

@@ -26,7 +26,7 @@ def keys_of(array: da.Array) -> list[Key]:
 
 
 def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
-    """Return what each chunk of `array` is where the whole is `value`: views, nothing is copied."""
+    """Return the chunks of `array` if the whole is `value`, as views."""
     found: dict[Key, np.ndarray] = {}
     for key, index in slices_of(array).items():
         own: tuple[Any, ...] = (*index, ...)
@@ -35,14 +35,14 @@ def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
 
 
 def slices_of(array: da.Array) -> dict[Key, tuple[slice, ...]]:
-    """Return where each chunk of an array lies in the whole."""
+    """Return the slices of each chunk of an array in the whole."""
     return dict(zip(keys_of(array), slices_from_chunks(array.chunks)))
 
 
 def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
-    """Return a dask array without data: a leaf of a recorded graph, given its chunks at each run by `with_leaves`.
+    """Return a dask array without data: a leaf of a recorded graph, which `with_leaves` fills for each run.
 
-    Errors   RuntimeError where Dask makes array expressions, which have no graph to record
+    Errors   RuntimeError if Dask makes array expressions, which have no graph to record
     """
     rule, advice = "Dask's array expressions must be off", "Unset DASK_ARRAY__QUERY_PLANNING before Python starts."
     require(not da.array_expr_enabled(), "daskgpt", rule, {"array.query-planning": True}, advice, RuntimeError)
@@ -59,19 +59,19 @@ def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
 
 
 def as_it_is(result: Any) -> Any:
-    """Return a result as it is: what a task runs that brings it to another worker or key."""
+    """Return a result unchanged, in a task that moves it to another worker or key."""
     return result
 
 
 def graph_of(arrays: Iterable[da.Array]) -> Graph:
-    """Return the tasks behind the arrays, none fused or changed."""
+    """Return the tasks of the arrays, without fusing or changing any."""
     graph: Graph = HighLevelGraph.merge(*(array.__dask_graph__() for array in arrays)).to_dict()
     return graph
 
 
 def in_one_layer(graph: Graph) -> HighLevelGraph:
-    """Return the graph in a form that Dask's clients take as it is: the name of a plain dictionary they would make
-    from the bytes of all its tasks, pickled for that alone.
+    """Return the graph in a form that Dask's clients use directly: for a plain dictionary they would pickle all tasks
+    to compute a name.
     """
     return HighLevelGraph.from_collections("step", graph, ())
 
@@ -82,12 +82,12 @@ def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:
 
 
 def renamed(graph: Graph, new: Mapping[Key, Key]) -> Graph:
-    """Return the graph under other keys; keys that `new` does not name stay."""
+    """Return the graph with other keys; keys that are not in `new` stay."""
     return {new.get(key, key): node.substitute(new, key=new.get(key, key)) for key, node in graph.items()}
 
 
 def is_leaf(node: GraphNode) -> bool:
-    """Return whether a node is data, and no task."""
+    """Return whether a node is data, not a task."""
     return isinstance(node, DataNode)
 
 
@@ -98,7 +98,7 @@ def value_of(leaf: GraphNode) -> Any:
 
 
 def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any, list[Any]]:
-    """Return a task's function and its arguments, in their nested lists, with something else for each dependency."""
+    """Return a task's function and its arguments, in nested lists, with each dependency replaced."""
 
     def resolved(argument: Any) -> Any:
         return [resolved(item) for item in argument] if isinstance(argument, list) else standing_for[argument]
@@ -149,7 +149,7 @@ def task(key: Key, function: Any, arguments: Iterable[Any]) -> GraphNode:
 
 
 def waiting_for(node: GraphNode, earlier: Iterable[Key]) -> GraphNode:
-    """Return the same task, to run after others whose results it does not read: they come last in its arguments."""
+    """Return the same task, to run after others whose results it does not read; they are its last arguments."""
     assert isinstance(node, Task)
     extra = [TaskRef(key) for key in earlier if key not in node.dependencies]
     return Task(node.key, node.func, *node.args, *extra) if extra else node

@@ -1,4 +1,4 @@
-"""Programs, which are what fused tasks run, and when each of their calls ran in which thread."""
+"""Programs, which fused tasks run, and records of the time and thread of each of their calls."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Where the programs of this process record their calls.
+    """Collects the calls of the programs of this process.
 
     spans       of the calls while they are recorded, else None
     meter       called with the seconds of the kernels that a fused task has run, by layer and pass; None for no meter
-    first_run   number of the run that a graph begins with, where the scheduler of this process runs it; programs that
-                a cluster sends know their own
+    first_run   number of the first run of a graph on a scheduler of this process; programs that a cluster sends have
+                their own
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ RECORDER = Recorder()
 
 @contextmanager
 def recorded_spans() -> Iterator[list[Span]]:
-    """Record every call that programs of this process make inside the `with` statement; give the spans."""
+    """Record every call of programs of this process inside the `with` statement; yield the spans."""
     before, RECORDER.spans = RECORDER.spans, []
     try:
         yield RECORDER.spans
@@ -58,7 +58,7 @@ def recorded_spans() -> Iterator[list[Span]]:
 
 @contextmanager
 def counting_from(first_run: int) -> Iterator[None]:
-    """Number the runs of the programs of this process from here on inside the `with` statement."""
+    """Number the runs of this process's programs from a given number on, inside the `with` statement."""
     before, RECORDER.first_run = RECORDER.first_run, first_run
     try:
         yield
@@ -67,7 +67,7 @@ def counting_from(first_run: int) -> Iterator[None]:
 
 
 def bytes_of(result: Any) -> int:
-    """Return the bytes of the arrays that a call returned; what is updated in place is not returned."""
+    """Return the bytes of the arrays that a call returned; arrays updated in place are not returned."""
     if isinstance(result, tuple):
         return sum(map(bytes_of, result))
     return getattr(result, "nbytes", 0)
@@ -83,7 +83,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """One task inside a program: its function, and the slots of its arguments, its result, and what ends with it."""
+    """One task inside a program: its function, and the slots of its arguments, its result, and values to drop after
+    it."""
 
     key: Key
     function: Callable[..., Any]
@@ -101,8 +102,8 @@ class Call:
 class Values:
     """The results of a task that others read one by one: each is dropped when its last reader has taken it.
 
-    Dask drops the result of a task as a whole, when nobody needs any of it. The logits of a chunk would then live as
-    long as its loss.
+    Dask drops the result of a task only as a whole, when no task needs any of it. The logits of a chunk would then live
+    as long as its loss.
     """
 
     def __init__(self, values: Sequence[Any], readers: Sequence[int]) -> None:
@@ -122,12 +123,12 @@ class Values:
 
 
 class Program:
-    """What a fused task runs.
+    """The program of a fused task.
 
-    It is called with the results of the tasks it depends on, and keeps values in numbered slots; a slot is emptied
+    It is called with the results of the tasks it depends on, and holds values in numbered slots; a slot is emptied
     when its last reader has run, so that an activation lives no longer than in separate tasks.
 
-    run   its place among several runs in one graph, which spans name
+    run   its place among several runs in one graph, recorded in spans
     """
 
     run = 0
@@ -140,8 +141,8 @@ class Program:
         readers: Sequence[int] | None = None,
         packed: bool = False,
     ) -> None:
-        """arrivals  (argument, number of the value in it or None, slot) of each value that comes from outside
-        readers   how many tasks read each output, where values are to be dropped one by one
+        """arrivals  (argument, number of the value in it or None, slot) of each value from outside
+        readers   number of tasks that read each output, if values are dropped one by one
         packed    whether a tuple is returned even if there is one output
         """
         self.calls, self.arrivals, self.outputs = tuple(calls), tuple(arrivals), tuple(outputs)
@@ -197,8 +198,8 @@ def program_of(
 ) -> tuple[Program, list[Key]]:
     """Return the program of some tasks in the given order, and the keys whose results it is called with.
 
-    places   where values that come from outside are found; a key that is missing is a task of its own
-    readers  how many other tasks read each value, None where all are kept until the last of them is read
+    places   places of values from outside; a key that is missing is a separate task
+    readers  number of other tasks that read each value, None if all are held until the last of them is read
     packed   whether it returns a tuple even of one value
     """
     slots: dict[Key, int] = {}
@@ -226,7 +227,7 @@ def program_of(
 
 
 def in_run(node: GraphNode, run: int) -> GraphNode:
-    """Return a fused task as part of one of several runs in a graph; other nodes (data, barriers) as they are."""
+    """Return a fused task as part of one of several runs in a graph; other nodes (data, barriers) unchanged."""
     if not calls_of(node):
         return node
     program = copy(node.func)
@@ -240,7 +241,8 @@ def calls_of(node: GraphNode) -> tuple[Call, ...]:
 
 
 def _function_of(node: GraphNode, slots: Mapping[Key, int]) -> tuple[Callable[..., Any], list[Any]]:
-    """Return what a task calls, and slots for its arguments: a kernel call arranges Dask's nested lists beforehand."""
+    """Return the function of a task and slots for its arguments; a kernel call arranges Dask's nested lists
+    beforehand."""
     function, arguments = arguments_of(node, slots)
     if hasattr(function, "arrange"):
         return function.run, function.arrange(arguments)

@@ -1,8 +1,7 @@
-"""Build a graph from dask arrays once, run it again and again with new data at its leaves.
+"""Build a graph from dask arrays once, and run it repeatedly with new data at its leaves.
 
-`StepGraph` is the graph as it was built and never changes. `StepGraph.merged` makes a `CompiledStep` of it: tasks of
-the wanted size, from which a scheduler gets a `GraphRun` for each run. Barriers or another grain make another compiled
-step; there is no order of calls to remember.
+`StepGraph` is the graph as it was built and never changes. `StepGraph.merged` makes a `CompiledStep` of it, with tasks
+of the wanted size; a scheduler gets a `GraphRun` for each run. Barriers or another grain make another compiled step.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ STATE = "state"
 
 
 class GraphRun(NamedTuple):
-    """What a scheduler is given to run.
+    """A submission to a scheduler.
 
     leaves   data by key: arrays, or packs of the state as the scheduler returned them
-    keys     whose results are wanted
-    runs     how many runs of one recorded graph it holds
+    keys     keys of the wanted results
+    runs     number of runs of one recorded graph in it
     """
 
     graph: Graph
@@ -69,18 +68,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The graph that leads from named input arrays to named outputs, as single kernel calls.
+    """The graph from named input arrays to named outputs, as single kernel calls.
 
     Building the arrays of a step takes as long as running it, so it is done once. An input is either data of one run
-    (whole arrays, cut into the input's chunks) or *state*: single-chunk arrays that stay where the scheduler keeps
-    them, packed as a layout says, and are replaced by results of the run, or written over.
+    (whole arrays, cut into the input's chunks) or *state*: single-chunk arrays that stay where the scheduler holds
+    them, packed according to a layout, and are replaced by results of the run or overwritten.
 
-    token    tells this graph's keys from others' on a cluster
+    token    distinguishes this graph's keys on a cluster
     leaves   state name -> its leaf
-    results  state name -> the task whose value replaces it; empty where a run writes the state over or leaves it
+    results  state name -> the task whose value replaces it; empty if a run overwrites the state or leaves it
     written  the tasks that make the new state
     after    task -> tasks that must have run before although it does not read them
-    layout   of the state; None where the tasks that update it decide
+    layout   of the state; None if the tasks that update it decide
     """
 
     token: str
@@ -108,8 +107,8 @@ class StepGraph:
         rewrite: Callable[[Graph], Rewritten] = Rewritten,
     ) -> StepGraph:
         """inputs    may be more than the graph reads
-        updated   state name -> its new value; empty where a run leaves the state as it is
-        rewrite   of the graph, which may have the state's arrays written over
+        updated   state name -> its new value; empty if a run leaves the state as it is
+        rewrite   a pass over the graph, which may let it overwrite the state's arrays
         """
         rewritten = rewrite(graph_of([*outputs.values(), *updated.values()]))
         graph, in_place = rewritten.graph, bool(rewritten.updates)
@@ -130,19 +129,19 @@ class StepGraph:
         )
 
     def origin(self, key: Key) -> Any:
-        """Return what the task of this key was made for; None for data."""
+        """Return the origin of the task of this key; None for data."""
         return origin_of(self.unmerged[key]) if key in self.unmerged else None
 
     def merged(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> CompiledStep:
         """Return the tasks of a run, from groups of the unmerged ones.
 
-        waits   task -> tasks that must have run before it for other reasons than their results
+        waits   task -> tasks that must have run before it although it does not read their results
         """
         packs: dict[Hashable, Key] = {
             group: (STATE, n) for n, group in enumerate(dict.fromkeys(map(group_of, self.results.values())))
         }
-        # Out of place the next run takes a value of the state from what a task of this run returns: the pack of its
-        # group, at the place that the merging gives the result.
+        # Out of place, the next run takes a value of the state from a result of this run: the pack of its group, at the
+        # place that merging gives the result.
         carried = {self.leaves[name]: (packs[group_of(result)], result) for name, result in self.results.items()}
         given = self.layout.places() if self.layout else {}
         places = {self.leaves[name]: place for name, place in given.items() if name in self.leaves}
@@ -177,9 +176,9 @@ class StepGraph:
 class CompiledStep:
     """A recorded graph in tasks of some size.
 
-    places   output -> where its chunks are found
+    places   output -> the places of its chunks
     updates  the tasks that make the new state, out of place in the order of its packs
-    titles   first part of a task's key -> kind and place, for people
+    titles   first part of a task's key -> its kind and place, for display
     """
 
     recorded: StepGraph
@@ -192,7 +191,7 @@ class CompiledStep:
 
     @property
     def tasks(self) -> int:
-        """How many tasks one run has."""
+        """Number of tasks of one run."""
         return sum(not is_leaf(node) for node in self.graph.values())
 
     @property
@@ -242,11 +241,11 @@ class CompiledStep:
         return [results[run * count : (run + 1) * count] for run in range(runs)]
 
     def window(self, runs: int) -> Graph:
-        """Return the graph so many times, with the edges from each update to the readers of the next run.
+        """Return the graph of several runs, with edges from each update to the readers of the next run.
 
-        Within a run, an update already waits for the readers of the value that it writes over. What is missing between
-        two runs is the other half: a reader must see what the run before wrote, so it waits for that update. An update
-        of the next run then waits for the update before it through its own readers, of which a tensor has at least one.
+        Within a run, an update already waits for the readers of the value that it overwrites. Between two runs, a
+        reader must see the value that the run before wrote, so it waits for that update. An update of the next run then
+        waits for the update before it through its own readers; every tensor has at least one.
         """
         if runs not in self._windows:
             updates = self.needs_of_last_run()
@@ -264,7 +263,7 @@ class CompiledStep:
         return self._windows[runs]
 
     def needs_of_last_run(self) -> dict[Key, set[Key]]:
-        """Return for each task the tasks of the run before that it has to wait for, where runs overlap."""
+        """Return for each task the tasks of the previous run that it must wait for if runs overlap."""
         needs: dict[Key, set[Key]] = defaultdict(set)
         home = {call.key: key for key, node in self.graph.items() for call in calls_of(node)}
         for update, readers in self.recorded.after.items():

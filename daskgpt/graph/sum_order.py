@@ -1,9 +1,9 @@
-"""The order of a sum over the batch, which no chunk changes: chains within groups of sequences, a tree over the groups.
+"""The order of a sum over the batch, which chunks do not change: chains within groups of sequences, a tree over groups.
 
     a group       some consecutive sequences, whose rows are summed in one chain: sequence by sequence, in each token by
-                  token, a kernel going on from the total of the one before, wherever a chunk ends
+                  token, a kernel continuing from the total of the one before, wherever a chunk ends
     the groups    a binary tree, see `kernels.totals`
-    a start       of a sum that goes on from another one: what the first group's chain starts from
+    a start       of a sum that continues from another one: what the first group's chain starts from
 
 Groups are summed one after the other. A sum over some groups of a batch ends with the totals of subtrees, which are
 added to those of the other groups elsewhere.
@@ -48,12 +48,12 @@ class Chain:
 class SumOrder:
     """The order in which the rows of a batch in chunks enter a sum.
 
-    pieces     indices (along b, along t) of the chunks that are summed one after the other; where a chunk holds some
+    pieces     indices (along b, along t) of the chunks that are summed one after the other; if a chunk holds some
                tokens of several sequences, all token chunks of these sequences are one piece
-    together   whether the token chunks of a piece are put together before the kernel is called, once; else it is
-               called for the rows of one sequence in one chunk
-    sequences  how many sequences each chunk along b has
-    groups     which groups of the batch these sequences are, of as many each
+    together   whether the token chunks of a piece are joined before a single call of the kernel; else it is called for
+               the rows of one sequence in one chunk
+    sequences  number of sequences of each chunk along b
+    groups     the groups of the batch that these sequences are, of equal size
     """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]
@@ -65,9 +65,9 @@ class SumOrder:
     def of(cls, sequences: Sequence[int], tokens: Sequence[int], at_once: int, groups: Groups = ONE_GROUP) -> SumOrder:
         """Return the order for chunks of these sizes.
 
-        at_once   how many tokens of a sequence the kernel takes in one step, which a chunk's end must not divide
+        at_once   tokens of a sequence that the kernel takes in one step, which a chunk must not cut
 
-        Errors   ValueError where the number of groups does not divide that of sequences
+        Errors   ValueError if the number of groups does not divide that of sequences
         """
         check_groups("SumOrder", groups.count, "sequences", sum(sequences))
         together = any(count % at_once for count in tokens[:-1])
@@ -78,19 +78,19 @@ class SumOrder:
         return cls(tuple(pieces), together, tuple(sequences), groups)
 
     def most_totals(self, pieces: range) -> int:
-        """Return how many totals there are at most while some pieces are summed, that of the current group included."""
+        """Return the greatest number of totals while some pieces are summed, including that of the current group."""
         return 1 + max(self.level(cut.group) for piece in pieces for cut in self.cuts(piece))
 
     def level(self, group: int) -> int:
-        """Return how many totals lie below that of a group while it is summed."""
+        """Return the number of totals below that of a group while it is summed."""
         return level(group, self.groups.first)
 
     def additions(self, group: int) -> int:
-        """Return how many additions of two totals follow when a group has been summed."""
+        """Return the number of additions of two totals after a group has been summed."""
         return additions(group, self.groups.first, self.groups.whole)
 
     def tree_add(self, totals: list[np.ndarray], group: int) -> None:
-        """Make the additions that follow when a group has been summed."""
+        """Make the additions after a group has been summed."""
         tree_add(totals, self.level(group), self.additions(group))
 
     @cached_property
@@ -99,7 +99,7 @@ class SumOrder:
         return sum(self.sequences) // self.groups.count
 
     def cuts(self, piece: int) -> list[Cut]:
-        """Return what a kernel is called for, one after the other: a piece is cut where a group ends."""
+        """Return the cuts of a piece, at the ends of groups; each is one call of a kernel."""
         b = self.pieces[piece][0][0]
         begin, count = self._begins[b], self.sequences[b]
         if len(self.pieces[piece]) > 1 and not self.together:
@@ -111,7 +111,7 @@ class SumOrder:
     def chains(self, calls: Iterable[tuple[int, Sequence[Any]]], after: int) -> list[Chain]:
         """Return calls in order, each with its group, as chains.
 
-        after   the piece that comes next, which may go on with the last group
+        after   the piece that comes next, which may continue with the last group
         """
         by_group: dict[int, list[Sequence[Any]]] = {}
         for group, arguments in calls:
@@ -123,7 +123,7 @@ class SumOrder:
         return self._group(sum(self.sequences) if piece == len(self.pieces) else self._begins[self.pieces[piece][0][0]])
 
     def totals_before(self, piece: int) -> int:
-        """Return how many totals there are before a piece is summed: none before the first, one after the last."""
+        """Return the number of totals before a piece is summed: none before the first, one after the last."""
         if piece == len(self.pieces):
             return 1 if self.groups.whole else self.level(self.group_of(piece))
         b, t = self.pieces[piece][0]
@@ -135,5 +135,5 @@ class SumOrder:
 
     @cached_property
     def _begins(self) -> list[int]:
-        """The first sequence of each chunk along b."""
+        """Return the first sequence of each chunk along b."""
         return [0, *accumulate(self.sequences)]

@@ -1,4 +1,4 @@
-"""What must run before what for other reasons than results: barriers, and edges that give memory back in time."""
+"""Edges of a graph that carry no results: barriers, and waits that release memory in time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daskgpt.graph.calls import KernelCall, RowSum, is_pick, origin_of, wait
 from daskgpt.graph.fuse import in_order
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 
-LOOKAHEAD = 2  # blocks, and chunks in the head, that may be worked on before the oldest of them is done with
+LOOKAHEAD = 2  # number of blocks, and of chunks in the head, that may be in progress
 
 
 def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, tokens: bool) -> Graph:
@@ -20,10 +20,10 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
 
     stage_of   task -> its stage
     name       begins the keys of the barriers
-    tokens     whether a barrier waits for a token of each task instead of its result: on a cluster, where a task's
-               arguments travel to where it runs
+    tokens     whether a barrier waits for a token of each task instead of its result, since a cluster sends a task's
+               arguments to its worker
 
-    Errors     RuntimeError where stages depend on each other in a circle
+    Errors     RuntimeError if stages depend on each other in a cycle
     """
     members: dict[str, list[Key]] = defaultdict(list)
     for key, node in graph.items():
@@ -47,7 +47,7 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
 
 
 def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable[[Key], str]) -> list[str]:
-    """Return the stages, each after those it depends on; of several possible ones, the one whose tasks come first."""
+    """Return the stages, each after those it depends on; among several possible ones, that with the earliest tasks."""
     needs: dict[str, set[str]] = {stage: set() for stage in members}
     for stage, keys in members.items():
         for key in keys:
@@ -56,13 +56,13 @@ def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable
     try:
         return list(TopologicalSorter(needs).static_order())
     except CycleError as error:
-        rule, got = "stages must follow one another", f"a circle of {error.args[1]}"
+        rule, got = "stages must follow one another", f"a cycle of {error.args[1]}"
         raise refusal(RuntimeError, "with_barriers", rule, got, "Use a finer grain.") from None
 
 
 def stage_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> Callable[[Key], str]:
-    """Return what a task does between two barriers: a layer's forward or backward (fork-join), or a phase, of each
-    micro-batch its own.
+    """Return the stage of a task between two barriers: a layer's forward or backward (fork-join), or a phase, for each
+    micro-batch.
     """
 
     def stage(key: Key) -> str:
@@ -74,19 +74,21 @@ def stage_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> Callabl
 
 
 def memory_waits(graph: Graph, head: str, micro_batches: MicroBatches, *, ranked: bool = False) -> dict[Key, list[Key]]:
-    """Return for tasks the tasks that must run before them, so that memory is given back in time.
+    """Return for tasks the tasks that must run before them, so that memory is released in time.
 
     head     the layer that makes the logits of a chunk, and their loss
-    ranked   whether updates wait for other ranks: then the sums of a block are what others wait for
+    ranked   whether updates wait for other ranks: then tasks wait for the sums of a block instead
 
-    Dask would take one chunk through the whole backward pass before the next one, and keep what the weight gradients of
-    all blocks wait for. So a block's backward waits for the updates of the blocks `LOOKAHEAD` above, or for the sums of
-    a micro-batch there; and the logits of a chunk wait until those of the chunk `LOOKAHEAD` before have been added to
-    the unembedding's gradient. Not where an update itself depends on that block (one that waits for the norm of all
-    gradients): it would be a circle.
+    Dask would take one chunk through the whole backward pass before the next one, and hold the inputs of the weight
+    gradients of all blocks. So a block's backward waits for the updates of the blocks `LOOKAHEAD` above, or for the
+    sums of a micro-batch there; and the logits of a chunk wait until those of the chunk `LOOKAHEAD` before have been
+    added to the unembedding's gradient. There is no such edge if an update itself depends on that block (by the norm
+    of all gradients), since it would close a cycle.
     """
     lowest = _lowest_blocks(graph)
-    done: dict[Hashable, list[Key]] = defaultdict(list)  # micro-batch or None, and block -> what its memory waits for
+    done: dict[Hashable, list[Key]] = defaultdict(
+        list
+    )  # micro-batch or None, and block -> the tasks that release its memory
     backward: dict[Key, tuple[int | None, int]] = {}
     for key, node in graph.items():
         origin, micro = origin_of(node), micro_batches.of_task(graph, key)

@@ -11,9 +11,9 @@ Each of these knows only what comes after it:
     attention, linear …  the layers, the loss and the optimizers
     dropout              the layer, and the random numbers that attention drops probabilities by
     float32/             products inside kernels: BLAS by its address, or one of our own
-    arguments            checks and views of what kernels are given
+    arguments            checks and views of arguments
     floating_point       subnormal numbers count as zero
-    totals               totals of groups that meet in a fixed tree
+    totals               totals of groups that are added in a fixed tree
     simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once a dtype, and cached on disk
 """

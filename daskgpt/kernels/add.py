@@ -13,7 +13,7 @@ def _forward(x, y, z):
 
 
 def forward(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Sum of two arrays.
+    """Return the sum of two arrays.
 
     z = x + y
 

@@ -11,12 +11,12 @@ from daskgpt.kernels.compilation import kernel
 
 
 def rows(x: np.ndarray) -> np.ndarray:
-    """x as contiguous rows: every axis but the last becomes one."""
+    """Return x as contiguous rows: all axes but the last are joined."""
     return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
 
 
 def flat(x: np.ndarray) -> np.ndarray:
-    """x as one contiguous row; the array's own memory where it is contiguous."""
+    """Return x as one contiguous row, a view if it is contiguous."""
     return np.ascontiguousarray(x).reshape(-1)
 
 
@@ -38,7 +38,7 @@ def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...
 
 
 def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None:
-    """Raise ValueError unless `total` stands for rows of a gradient that has `rows` of them."""
+    """Raise ValueError unless `total` is some rows of a gradient with `rows` rows."""
     if not 0 <= first_row <= rows - len(total):
         got = {"first_row": first_row, "rows": len(total)}
         raise refusal(ValueError, where, f"total must be some of the {rows} rows", got, "Check the first row.")
@@ -46,7 +46,7 @@ def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None
 
 @kernel("i1 n")
 def _first_outside(indices, count):
-    """Position of the first index outside of range(count); -1 where there is none."""
+    """Return the position of the first index outside range(count); -1 if there is none."""
     for i in range(indices.size):
         if indices[i] < 0 or indices[i] >= count:
             return i
@@ -54,7 +54,7 @@ def _first_outside(indices, count):
 
 
 def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> np.ndarray:
-    """The indices, flat; ValueError when one is outside of range(count): a compiled kernel would follow it."""
+    """Return flat indices; raise ValueError if one is outside range(count), since a compiled kernel would use it."""
     row = flat(indices)
     position = _first_outside(row, count)
     if position >= 0:
@@ -64,9 +64,9 @@ def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> n
 
 
 def into_new_arrays(in_place: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the form of an optimizer's kernel, `NAME_inplace`, that leaves weight and moments as they are.
+    """Return the form of an optimizer's kernel, `NAME_inplace`, that leaves weight and moments unchanged.
 
-    It writes over copies of them, so its results have the same bits, and is to be called NAME in the same module.
+    It overwrites copies of them, so its results have the same bits; assign it to NAME in the same module.
     """
 
     @functools.wraps(in_place)

@@ -1,9 +1,9 @@
 """Causal self-attention of whole sequences, and its gradient.
 
-Both walk over bands of query rows. A band's scores against all keys up to its diagonal are one matrix product, the
-mask is where the loops over a row end, and the scratch for a band of scores is all that is held beside the arrays:
-O(T), never (T, T). The forward keeps one number a row, the logarithm of the sum of exponentials, from which the
-backward computes the probabilities again. So it does with what dropout drops of them.
+Both iterate over bands of query rows. A band's scores against all keys up to its diagonal are one matrix product, the
+mask is the end of the loops over a row, and besides the arrays only scratch memory for a band of scores is held: O(T),
+never (T, T). The forward keeps one number per row, the logarithm of the sum of exponentials, from which the backward
+recomputes the probabilities, and also which of them are dropped.
 """
 
 import math
@@ -95,9 +95,9 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, str
 def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
     """Scores -> probabilities, their gradients -> the scores' gradients, of one row up to `limit`; then zeros.
 
-    A logarithm of 1,000 is rounded by 3e-5, and so would be every probability that follows from it alone: the row's own
-    sum takes that out again. delta comes from the same probabilities: sum(dy y) is the same number in another order,
-    whose rounding would be all that is left of ds where one probability is nearly 1.
+    A logarithm of 1,000 is rounded by 3e-5, and so would be every probability computed from it alone; dividing by the
+    row's own sum removes this error. delta comes from the same probabilities: sum(dy y) is the same number in another
+    order, but its rounding error would dominate ds if one probability is nearly 1.
     """
     real = scores.dtype.type
     for j in range(last):
@@ -118,7 +118,7 @@ def _backward(
     blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, dropout, kept,
     factors,
 ):  # fmt: skip
-    """The last band of queries comes first: it meets every key, so its products start the sums of dk and dv."""
+    """Process the last band of queries first: it reads every key, so its products start the sums of dk and dv."""
     wide_vectors()
     real = dy.dtype.type
     one, zero = real(1), real(0)
@@ -190,7 +190,7 @@ def check_backward(
 
 
 def _band(tokens: int) -> int:
-    """Query rows of a band: more make better matrix products, fewer compute less beyond the diagonal."""
+    """Return the number of query rows in a band: more make faster products, fewer compute less beyond the diagonal."""
     return max(1, min(32 if tokens <= 256 else 64, tokens))
 
 
@@ -263,7 +263,7 @@ def backward(
 
 
 def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
-    """Whole sequences from their chunks.
+    """Return whole sequences from their chunks.
 
     Shapes   parts: list of (b, t, C) -> (b, T, C); positions is not used
     """
@@ -271,7 +271,7 @@ def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
 
 
 def split(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The tokens at consecutive positions of whole sequences.
+    """Return the tokens at consecutive positions of whole sequences.
 
     Shapes   x (b, T, C), positions (t,) -> (b, t, C), contiguous
     """

@@ -53,7 +53,7 @@ def _mean(losses, inverse, accumulate, total):
 
 
 def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cross-entropy of every token, and its gradient with respect to the logits x wteᵀ.
+    """Return the cross-entropy of every token, and its gradient with respect to the logits x wteᵀ.
 
     loss = log(sum(exp(logits))) - logits[target];  dlogits = softmax(logits) - onehot(target)
 
@@ -62,7 +62,7 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
     Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
     Dtype    int32 targets; float32 or float64, one for x and wte
     Cost     2 b t C V operations in BLAS, 1 exp a logit
-    Errors   ValueError for a target outside of the vocabulary, or shapes that do not fit
+    Errors   ValueError for a target outside the vocabulary, or shapes that do not fit
     """
     where = "crossentropy.forward"
     check_shape(where, "wte", wte, (len(wte), x.shape[-1]))
@@ -73,14 +73,14 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
 
 
 def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Cross-entropy of every token from its logits, which are turned into their gradient in place.
+    """Return the cross-entropy of every token from its logits, which are turned into their gradient in place.
 
     loss = log(sum(exp(logits))) - logits[target];  logits become softmax(logits) - onehot(target), padding 0
 
     Shapes   logits (b, t, V padded), targets (b, t) -> losses (b, t)
     Dtype    int32 targets; float32 or float64
     Cost     1 exp a logit
-    Errors   ValueError for a target outside of the vocabulary, or shapes that do not fit
+    Errors   ValueError for a target outside the vocabulary, or shapes that do not fit
     """
     where = "crossentropy.forward"
     check_shape(where, "targets", targets, logits.shape[:-1])
@@ -92,7 +92,7 @@ def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> 
 
 
 def scale_rows(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Each token's row times its factor.
+    """Return each token's row times its factor.
 
     Shapes   x (b, t, C), factors (b, t) -> (b, t, C)
     Dtype    float32 or float64, one for both
@@ -108,7 +108,7 @@ def _check_vocabulary(where: str, vocabulary: int, padded: int) -> None:
 
 
 def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarray:
-    """Gradient of the head with respect to its input.
+    """Return the gradient of the head with respect to its input.
 
     dx = dy (dlogits wte)
 
@@ -128,7 +128,7 @@ def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarr
 def backward_wte(
     dy: np.ndarray, dlogits: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
 ) -> np.ndarray:
-    """Gradient of the head with respect to the unembedding, or some rows of it.
+    """Return the gradient of the head with respect to the unembedding, or some rows of it.
 
     dwte = dlogitsᵀ (dy x)
 
@@ -147,7 +147,7 @@ def backward_wte(
 
 
 def mean_forward(losses: np.ndarray, count: int, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Mean loss: the share of some tokens in it, added to what is there.
+    """Add the share of some tokens in the mean loss to a total.
 
     total = sum(losses / count)
 
@@ -161,7 +161,7 @@ def mean_forward(losses: np.ndarray, count: int, *, total: np.ndarray, accumulat
 
 
 def mean_backward(dy: np.ndarray, losses: np.ndarray, count: int) -> np.ndarray:
-    """Gradient of the mean loss with respect to every token's loss.
+    """Return the gradient of the mean loss with respect to every token's loss.
 
     dlosses = dy / count
 

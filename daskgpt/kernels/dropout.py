@@ -1,7 +1,7 @@
-"""Dropout: numbers that are left out at random while a model is trained, and others made larger to keep the mean.
+"""Dropout: in training, random numbers of an array are set to 0, and the others are scaled up to keep the mean.
 
-The random numbers are a function of a key and a counter, Philox: nobody holds a state, and any task makes its own ones.
-A number of a step is known by the stream of its sequence, by the place in the model, and by where it stands there.
+The random numbers are Philox's function of a key and a counter: there is no state, and any task computes its own. Each
+follows from the stream of its sequence, the place in the model, and the position there.
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ def philox(a, b, c, d, key, other):
 
 @helper
 def factors_of_row(stream, place, part, row, threshold, kept, factors, count):
-    """factors[j] = 0 where word j of a row is below the threshold, else `kept`, for j below count and up to 3 more.
+    """factors[j] = 0 if word j of a row is below the threshold, else `kept`, for j below count and up to 3 more.
 
     stream   of the sequence
     place    number of the place in the model
@@ -78,7 +78,7 @@ def _streams(found, seed, step):
 
 
 def streams(seed: int, step: int, sequences: int) -> np.ndarray:
-    """The keys of the random numbers of each sequence of a step, by the run's seed, the step and its number there.
+    """Return the keys of the random numbers of a step's sequences, from the run's seed, the step and their numbers.
 
     Shapes   -> (sequences,)
     Dtype    int64
@@ -89,7 +89,7 @@ def streams(seed: int, step: int, sequences: int) -> np.ndarray:
 
 
 def threshold_of(rate: float) -> int:
-    """The word below which a number is dropped: a share of all words."""
+    """Return the word below which a number is dropped: a share of all words."""
     return min(round(rate * NUMBERS), NUMBERS - 1)
 
 
@@ -104,9 +104,10 @@ def _dropped(x, streams, positions, y, factors, place, threshold, kept):
 
 
 def dropped(x: np.ndarray, streams: np.ndarray, positions: np.ndarray, place: int, rate: float) -> np.ndarray:
-    """x with a share of its numbers set to 0 and the others divided by 1 - rate. Its gradient is the same of dy.
+    """Return x with a share of its numbers set to 0 and the others divided by 1 - rate. The gradient is the same for
+    dy.
 
-    Which ones follows from the stream of the sequence, the place, the position of the token and the channel alone.
+    The stream of the sequence, the place, the position of the token and the channel decide which numbers.
 
     place    number of the place in the model: others are dropped elsewhere
     rate     the share, at least 0 and below 1

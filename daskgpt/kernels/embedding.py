@@ -28,7 +28,7 @@ def _backward(dy, indices, total, accumulate, first_row):
 
 
 def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.ndarray) -> np.ndarray:
-    """Sum of the tokens' and the positions' rows.
+    """Return the sum of the tokens' and the positions' rows.
 
     y[i, j] = wte[tokens[i, j]] + wpe[positions[j]]
 
@@ -49,9 +49,9 @@ def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.
 def backward_wte(
     dy: np.ndarray, tokens: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
 ) -> np.ndarray:
-    """Gradient of the token table, or some rows of it: each token's rows of dy, added in order.
+    """Return the gradient of the token table, or some rows of it: each token's rows of dy, added in order.
 
-    Tokens whose row is not among them are passed over: the forward has checked them all.
+    Tokens of other rows are skipped: the forward has checked all tokens.
 
     Shapes   dy (b, t, C), tokens (b, t) -> total (rows, C), those of the gradient from first_row on
     Dtype    int32 tokens; float32 or float64, one for dy and total
@@ -64,7 +64,7 @@ def backward_wte(
 def backward_wpe(
     dy: np.ndarray, positions: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
 ) -> np.ndarray:
-    """Gradient of the position table, or some rows of it: each position's rows of dy, added in order.
+    """Return the gradient of the position table, or some rows of it: each position's rows of dy, added in order.
 
     Shapes   dy (b, t, C), positions (t,) -> total (rows, C), those of the gradient from first_row on
     Dtype    int32 positions; float32 or float64, one for dy and total

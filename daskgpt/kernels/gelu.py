@@ -39,7 +39,7 @@ def _backward(dy, x, dx):
 
 
 def forward(x: np.ndarray) -> np.ndarray:
-    """GELU, tanh form.
+    """Return GELU in its tanh form.
 
     y = 0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³)))
 
@@ -54,7 +54,7 @@ def forward(x: np.ndarray) -> np.ndarray:
 
 
 def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Gradient of GELU with respect to its input.
+    """Return the gradient of GELU with respect to its input.
 
     s = sigmoid(2u);  dx = dy * (s + x s (1 - s) 2 du/dx);  u = sqrt(2/π) (x + 0.044715 x³)
 

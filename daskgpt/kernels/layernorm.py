@@ -1,4 +1,4 @@
-"""Layer normalisation over the channels, and its gradients."""
+"""Layer normalization over the channels, and its gradients."""
 
 import math
 
@@ -62,7 +62,7 @@ def _backward_weight(dy, x, total, accumulate):
 
 
 def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Normalise every row, then scale and shift its channels.
+    """Normalize every row, then scale and shift its channels.
 
     y = (x - mean) * rstd * weight + bias;  rstd = 1 / sqrt(variance + 1e-5)
 
@@ -80,7 +80,7 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
 
 def backward_x(dy: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Gradient of layernorm with respect to its input.
+    """Return the gradient of layernorm with respect to its input.
 
     x̂ = (x - mean) * rstd;  g = dy * weight;  dx = rstd * (g - mean(g) - x̂ * mean(g * x̂))
 
@@ -98,7 +98,7 @@ def backward_x(dy: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def backward_weight(dy: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Gradient of layernorm with respect to its weight, summed over the rows in order.
+    """Return the gradient of layernorm with respect to its weight, summed over the rows in order.
 
     dweight = sum(dy * x̂);  x̂ = (x - mean) * rstd
 

@@ -37,7 +37,7 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -
 
 
 def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Gradient of the linear layer with respect to its input.
+    """Return the gradient of the linear layer with respect to its input.
 
     dx = dy weight
 
@@ -56,7 +56,7 @@ def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 def backward_weight(
     dy: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
 ) -> np.ndarray:
-    """Gradient of the linear layer with respect to its weight, or some rows of it.
+    """Return the gradient of the linear layer with respect to its weight, or some rows of it.
 
     dweight = dyᵀ x
 
@@ -74,7 +74,7 @@ def backward_weight(
 
 
 def backward_bias(dy: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Gradient of a bias: the sum of dy over the rows, in order.
+    """Return the gradient of a bias: the sum of dy over the rows, in order.
 
     Shapes   dy (b, t, O) -> total (O,)
     Dtype    float32 or float64, one for both

@@ -39,7 +39,7 @@ def next_weight(weight, m, v, step):
 
 
 class Step(NamedTuple):
-    """What the numbers of a tensor have in common, in the order of `step_scalars`."""
+    """The numbers of a step that a tensor's elements share, in the order of `step_scalars`."""
 
     rate: float
     m_scale: float
@@ -223,7 +223,7 @@ def add_scaled(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def iteration(x: np.ndarray) -> np.ndarray:
-    """One Newton-Schulz step: A x + (B g + C g²) x with g = x xᵀ.
+    """Return one Newton-Schulz step: A x + (B g + C g²) x with g = x xᵀ.
 
     Shapes   x (n, k) -> (n, k)
     Dtype    float32 or float64
@@ -242,10 +242,11 @@ def _turned(x: np.ndarray) -> np.ndarray:
 
 
 def orthogonalised(x: np.ndarray, step: Iteration = iteration) -> np.ndarray:
-    """About the nearest matrix with orthonormal rows or columns: U Vᵀ of x = U S Vᵀ, but for singular values near 1.
+    """Return about the nearest matrix with orthonormal rows or columns: U Vᵀ of x = U S Vᵀ, with singular values near
+    1.
 
-    Five steps of a polynomial that pulls the singular values of x / |x| towards 1, the least of them fastest: from
-    0.01 on they end between 0.68 and 1.14.
+    Five steps of a polynomial move the singular values of x / |x| towards 1, the smallest fastest: those from 0.01 on
+    end between 0.68 and 1.14.
 
     Shapes   x (n, k) -> (n, k); x is written over
     Dtype    float32 or float64
@@ -321,14 +322,14 @@ _PIECE = 1 << 14  # numbers of each array at a time: their float64 values stay i
 def nesterov(
     start: np.ndarray, momentum: np.ndarray, ends: Sequence[np.ndarray], *, rate: float, beta: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One step of stochastic gradient descent with Nesterov momentum, into new arrays.
+    """Make one step of stochastic gradient descent with Nesterov momentum, into new arrays.
 
     g = ((start - ends[0]) + (start - ends[1]) + ...) / R;  momentum' = beta momentum + g
     start' = start - rate (g + beta momentum')
 
-    Computed in float64 from first to last and rounded once, so that one replica with rate 1 and beta 0 ends where it
-    stands (start - (start - end) would not, in float32). The sum is one chain, by the replicas' numbers. NumPy's
-    operations on single numbers are rounded as they are written.
+    All of it is computed in float64 and rounded once, so that one replica with rate 1 and beta 0 keeps its weights
+    (start - (start - end) in float32 would not). The sum is one chain in the order of the replicas. NumPy's elementwise
+    operations are rounded as written.
 
     Shapes   start, momentum and each of the R ends of one shape -> start', momentum'
     Dtype    float32 or float64, one for all
@@ -386,7 +387,7 @@ def _squares(x):
 
 
 def squares(gradient: np.ndarray) -> np.ndarray:
-    """Sums of the squares of a gradient, or of some whole units of its rows: one a unit, of a vector one.
+    """Return sums of squares of a gradient, or of some whole units of its rows: one per unit, for a vector one in all.
 
     Shapes   any -> (units,) float64
     Dtype    float32 or float64
@@ -401,16 +402,16 @@ def squares(gradient: np.ndarray) -> np.ndarray:
 def guard(
     hyper: np.ndarray, loss: np.ndarray, *sums: np.ndarray | list[np.ndarray], clip: float, limits: bool
 ) -> np.ndarray:
-    """Return what an update is given in place of hyper, and whether it is made.
+    """Return the input of an update that replaces hyper, and whether the update is made.
 
     hyper    of the optimizer, then the limits of loss and norm
     loss     of this step, ()
-    sums     of each tensor: what `squares` returns of it, or of its parts, in their order
-    clip     the norm that gradients are scaled down to where theirs is larger; 0 = none
-    limits   whether updates are left out where loss or norm is above its limit
+    sums     for each tensor, the results of `squares` for it or for its parts, in order
+    clip     the largest norm, to which larger gradients are scaled down; 0 = none
+    limits   whether updates are skipped if loss or norm is above its limit
 
     Shapes   (S + 2,) -> (S + 3,) float64: hyper of the optimizer; the norm; what gradients are multiplied by,
-             1 where they are not clipped; 1 where the update is made, else 0
+             1 if they are not clipped; 1 if the update is made, else 0
     Source   Pascanu et al. 2013, arXiv:1211.5063, as `torch.nn.utils.clip_grad_norm_` has it
     """
     total = 0.0

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the channels, and its gradients: layernorm without mean and without bias."""
+"""Root-mean-square normalization over the channels, and its gradients: layernorm without mean and without bias."""
 
 import math
 
@@ -71,7 +71,7 @@ def forward(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def backward_x(dy: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Gradient of rmsnorm with respect to its input.
+    """Return the gradient of rmsnorm with respect to its input.
 
     x̂ = x * scale;  g = dy * weight;  dx = scale * (g - x̂ * mean(g * x̂))
 
@@ -89,7 +89,7 @@ def backward_x(dy: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def backward_weight(dy: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Gradient of rmsnorm with respect to its weight, summed over the rows in order.
+    """Return the gradient of rmsnorm with respect to its weight, summed over the rows in order.
 
     dweight = sum(dy * x̂);  x̂ = x * scale
 

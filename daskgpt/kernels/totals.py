@@ -37,14 +37,14 @@ def additions(part: int, first: int = 0, parts: int = 0) -> int:
     """How many additions of two totals follow when a part has been summed.
 
     first   part that the sum begins with
-    parts   how many there are in all; 0 where more follow, or where others are added elsewhere
+    parts   how many there are in all; 0 if more follow, or where others are added elsewhere
     """
     left = 1 if part + 1 == parts else level(part + 1, first)
     return level(part, first) + 1 - left
 
 
 def tree_add(totals: list[np.ndarray], last: int, count: int) -> None:
-    """Add the last of some totals to the one before it, so many times.
+    """Add the last of some totals to the one before it, repeatedly.
 
     last   its place
     """

@@ -1,1 +1,1 @@
-"""GPT-2: its tables of parameters and layers, its drawing, and the tape that walks it back."""
+"""GPT-2: its tables of parameters and layers, the model, and the tape for its backward pass."""

@@ -21,19 +21,18 @@ from daskgpt.model.layers import Layer
 from daskgpt.model.tape import Tape
 
 Parameters = Mapping[str, Any]
-Inputs = Mapping[str, Any]  # of a step: tokens, targets, positions ...
+Inputs = Mapping[str, Any]  # names of a step's inputs: tokens, targets, positions ...
 EMBEDDED = "wte+wpe"
-DROPPED = ("attn", "attn.c_proj", "mlp.c_proj")  # where dropout is in a block, in an order that seeds depend on
+DROPPED = ("attn", "attn.c_proj", "mlp.c_proj")  # places of dropout in a block, in an order that seeds depend on
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward pass: calls layers by their places in the model, and finds what else they read.
+    """A forward pass: calls layers at their places in the model, and finds their other arguments.
 
     tape     calls a layer: `model.tape.Tape` records it, `generation.decoder.EagerDecoder` computes it at once
-    inputs   of a batch; `streams` among them where the rate is not 0
-    rate     share that dropout takes of the embeddings, of attention's probabilities, and of what is added to the
-             embeddings
+    inputs   of a batch, with `streams` unless the rate is 0
+    rate     share of the embeddings, of attention's probabilities and of the blocks' outputs that dropout drops
     """
 
     tape: Any
@@ -45,8 +44,9 @@ class Forward:
     def __call__(self, at: str, layer: Layer, *arrays: Any, **options: Any) -> Any:
         """Return the layer's first output at a place of the model.
 
-        Arguments beyond `arrays` are found by their names: inputs, parameters of that place (`weight` is `AT.weight`),
-        or of the model (`wte` is `wte.weight`). So are options: `rate`, `place`, and fields of the configuration.
+        Other arguments than `arrays` are found by their names: inputs, parameters of that place (`weight` is
+        `AT.weight`), or of the model (`wte` is `wte.weight`). So are the options `rate`, `place`, and fields of the
+        configuration.
         """
         whole = layer.forward.signature.startswith("bT")
         if self.rate and whole:
@@ -58,7 +58,7 @@ class Forward:
         rows = [row, *filter(None, layer.backward.values())]
         names = {name for each in rows for name in each.options.split()} - options.keys()
         options |= {name: self._option(at, name) for name in sorted(names)}
-        if whole:  # the one place where the tokens of a sequence meet
+        if whole:  # the only place where the tokens of a sequence are mixed
             return self.tape.over_sequences(at, layer, *arrays, positions=self.inputs["positions"], **options)
         return self.tape(at, layer, *arrays, **options)
 
@@ -80,7 +80,7 @@ class Forward:
         return self(at, layers.NORMS[self.config.norm], x)
 
     def drop(self, at: str, x: Any) -> Any:
-        """Return x after dropout; x itself where nothing is dropped."""
+        """Return x after dropout; x itself if nothing is dropped."""
         return self(at, layers.DROPOUT, x) if self.rate else x
 
 
@@ -105,7 +105,7 @@ def block(forward: Forward, at: str, x: Any) -> Any:
 
 
 def place_of(at: str) -> int:
-    """Return the number of a place in the model, by which its random numbers differ from those of others."""
+    """Return the number of a place in the model, which distinguishes its random numbers."""
     if at == EMBEDDED:
         return 0
     _, block_number, part = at.split(".", 2)
@@ -118,7 +118,7 @@ def mean_loss(
     """Return the mean cross-entropy of the next token over B*T, a 0-d array, in nats.
 
     rate    of dropout, see `Forward`
-    count   of tokens that it is the mean over, where these are some of a batch; 0 = these
+    count   number of tokens of the whole batch if these are a part of it; 0 = these are all
     """
     tokens = inputs["tokens"]
     check_tokens(config, tokens, inputs["targets"])
@@ -144,7 +144,7 @@ def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -
 
 
 def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> None:
-    """Tokens and targets must be alike and fit the model's positions."""
+    """Check that tokens and targets have the same chunks and fit the model's positions."""
     rule = "tokens and targets must be (B, T) in the same chunks"
     got = {"tokens": tokens.chunks, "targets": targets.chunks}
     require(tokens.ndim == 2 and tokens.chunks == targets.chunks, "loss", rule, got, "Rechunk one of them.")
@@ -155,7 +155,7 @@ def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> Non
 
 
 def replaced_rows() -> str:
-    """Name what was replaced of GPT-2, with the kernels (`GELU=mine.relu`); empty where nothing was."""
+    """Return the replaced layers of GPT-2 with their kernels (`GELU=mine.relu`); empty if there are none."""
     found = [(name, kernel) for name, kernel in _functions().items() if _OWN.get(name) is not kernel]
     said = [f"{name}={kernel.__module__}.{kernel.__qualname__}" for name, kernel in found]
     changed = {(row.name, row) for row in _OWN_PARAMETERS} ^ {(row.name, row) for row in parameters.PARAMETERS}
@@ -169,7 +169,7 @@ def _functions() -> dict[str, Any]:
     return {name: row.forward.kernel for name, row in found.items()} | {"block": block}
 
 
-# What other programs' files mean, and what the kernels of `kernels.decoding` compute.
+# The layers that other programs' files assume, and that `kernels.decoding` computes.
 _OWN, _OWN_PARAMETERS = _functions(), parameters.PARAMETERS
 
 
@@ -178,5 +178,5 @@ def require_own_layers(where: str) -> None:
 
     Errors   ValueError naming the layers
     """
-    rule, advice = "the layers must be GPT-2's own", "Put back what was replaced, or save to daskgpt's own format."
+    rule, advice = "the layers must be GPT-2's own", "Restore the layers, or save to daskgpt's own format."
     require(not replaced_rows(), where, rule, replaced_rows(), advice)

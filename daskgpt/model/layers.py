@@ -1,6 +1,6 @@
-"""TABLE 2: the layers of GPT-2 as data: one forward, and one backward an argument, each a kernel with a signature.
+"""TABLE 2: the layers of GPT-2 as data: one forward kernel, and one backward kernel per argument, with signatures.
 
-A signature lists the axes of each array, one letter an axis. *Lower case = cut into chunks, upper case = whole*:
+A signature lists the axes of each array, one letter per axis. *Lower case = cut into chunks, upper case = whole*:
 b t (sequences, tokens), T C X O V P H (DESIGN.md, "Names"). Two rules follow from the letters alone:
 
     an output without b and t    is the sum over the batch, sequence by sequence (weight gradients, the mean loss)
@@ -42,13 +42,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: `outputs` names what forward returns, the first being what flows on, the others kept for backward.
+    """One layer: `outputs` names the results of forward; the first goes to the next layer, the others to backward.
 
     backward   argument -> its row, whose arrays are named among "dy", the forward's arguments and its outputs;
-               PASS where the gradient is dy itself. An argument that is missing has no gradient.
+               PASS if the gradient is dy itself. An argument that is missing has no gradient.
     new_axes   sizes of axes that occur in an output but in no argument
     cheap      whether the output is computed again in backward instead of being kept
-    dropped    the layer that stands here in training with dropout, where that is another one
+    dropped    the layer that replaces this one in training with dropout, if that is another one
     """
 
     name: str
@@ -121,7 +121,7 @@ ADD = Layer(
     backward={"x": PASS, "y": PASS},
 )
 
-# What is dropped is found out again in backward, not kept.
+# Backward computes again which numbers are dropped.
 DROPOUT = Layer(
     name="dropout",
     forward=Row(dropout.dropped, "btC, b, t -> btC", "x streams positions", "place rate"),
@@ -173,7 +173,7 @@ UNEMBEDDING = Layer(
     },
 )
 
-# The unembedding stands inside, so that the logits of a chunk are never seen outside its task.
+# This includes the unembedding, so that the logits of a chunk never leave its task.
 CROSSENTROPY = Layer(
     name="crossentropy",
     forward=Row(crossentropy.forward, "btC, VC, bt -> bt, btV", "x wte targets", "vocabulary"),

@@ -21,17 +21,17 @@ from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
-SQUARES, NORM = "squares", "norm"  # layers of the tasks behind the norm of all gradients
+SQUARES, NORM = "squares", "norm"  # layers of the tasks that compute the norm of all gradients
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One row.
+    """One row of the table of schedules.
 
     warms  whether the learning rate rises in the first `warmup` steps
-    falls  over how many of the last steps it falls: from the configuration and the number of all steps, None for all
+    falls  number of last steps in which it falls, from the configuration and the number of all steps; None for all
            after the rise
-    left   how much of the fall is left where so much of its way, 0 .. 1, is done
+    left   share of the fall that is left after a share of its steps, both 0 .. 1
     """
 
     name: str
@@ -52,7 +52,7 @@ SCHEDULES = {row.name: row for row in (CONSTANT, LINEAR, COSINE, WSD)}
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0, in a run of `steps`.
 
-    It rises linearly over `warmup` steps to the largest one, and falls to the final one, which the last step has; see
+    It rises linearly over `warmup` steps to the largest rate, and falls to the final rate of the last step; see
     `SCHEDULES`.
     """
     row = SCHEDULES[config.schedule]
@@ -71,7 +71,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 # C libraries differ in the last bit of a cosine, and a run's bits would depend on the machine.
 def _half_cosine(progress: float) -> float:
-    """(1 + cos(π progress)) / 2 for progress from 0 to 1: the square of cos(π progress / 2), by its Taylor series."""
+    """Return (1 + cos(π progress)) / 2 for progress from 0 to 1: the square of cos(π progress / 2), by its Taylor
+    series."""
     angle = math.pi / 2 * progress
     square = angle * angle
     total = term = 1.0
@@ -83,19 +84,20 @@ def _half_cosine(progress: float) -> float:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One row: how tensors are updated.
+    """One row of the table of optimizers: how tensors are updated.
 
-    kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), the weight alone where
+    kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), or the weight alone if
               there are no moments
-    in_place  the same of some rows, written over weight and moments
+    in_place  the same for some rows, written over weight and moments
     moments   names of the arrays that pass from step to step, zero at the start, each of the weight's shape
-    per_row   those of them that have one number a row of the weight instead
-    options   what is the same in every step, of a tensor
-    hyper     what changes from step to step: float64 (hyper_size,), from the step and the number of all steps
+    per_row   those of them that have one number per row of the weight instead
+    options   returns the constants of a tensor
+    hyper     returns the numbers that change from step to step, float64 (hyper_size,), from the step and the number of
+              all steps
     fused     summing kernel -> kernel that makes its sum and this update in one pass
-    whole     whether a tensor is updated as a whole: no row of it without the others
-    updates   which tensors it updates
-    others    the row of all others, which is given the same hyper
+    whole     whether all rows of a tensor must be updated together
+    updates   returns whether it updates a tensor
+    others    the row for all other tensors, with the same hyper
     """
 
     name: str
@@ -112,11 +114,11 @@ class Optimizer:
     others: Optimizer | None = None
 
     def of(self, tensor: Tensor) -> Optimizer:
-        """The row that updates a tensor."""
+        """Return the row that updates a tensor."""
         return self if self.others is None or self.updates(tensor) else self.others.of(tensor)
 
     def state(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a state beside the weights: "MOMENT.NAME" -> whose moment it is, with the moment's shape."""
+        """Return the moments of a state: "MOMENT.NAME" -> the weight's tensor with the moment's shape."""
         kinds = dict.fromkeys(kind for tensor in known.values() for kind in self.of(tensor).moments)
         return {
             f"{kind}.{name}": replace(tensor, shape=tensor.shape[:1]) if kind in row.per_row else tensor
@@ -132,7 +134,7 @@ def _adamw_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, floa
 
 
 def _adamw_hyper(config: OptimizerConfig, step: int, steps: int) -> np.ndarray:
-    """Learning rate and the two bias corrections of a step (the first is 0)."""
+    """Return learning rate and the two bias corrections of a step (the first step is 0)."""
     corrections = (1 - _power(beta, step + 1) for beta in (config.beta1, config.beta2))
     return np.array([learning_rate(config, step, steps), *corrections])
 
@@ -186,9 +188,9 @@ OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM
 
 
 class Guarded:
-    """An optimizer's kernel for gradients that are clipped, and for updates that may be left out.
+    """An optimizer's kernel for gradients that are clipped, and for updates that may be skipped.
 
-    In place of hyper it is given what `kernels.optimizers.guard` returns, for some rows as well as for all.
+    In place of hyper it gets the result of `kernels.optimizers.guard`, for some rows as well as for all.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -205,19 +207,19 @@ class Guarded:
 
 
 def guards(config: OptimizerConfig) -> bool:
-    """Whether updates wait for the norm of all gradients."""
+    """Return whether updates wait for the norm of all gradients."""
     return bool(config.clip or config.skip_outliers)
 
 
 def hyper_size(config: OptimizerConfig, optimizer: Optimizer) -> int:
-    """Return how many numbers a step gets for its updates."""
+    """Return the size of a step's input for its updates."""
     return optimizer.hyper_size + (LIMITS if guards(config) else 0)
 
 
 def hyper_of(
     config: OptimizerConfig, optimizer: Optimizer, step: int, steps: int, limits: tuple[float, float] = (math.inf,) * 2
 ) -> np.ndarray:
-    """Return what a step gets for its updates: float64 (hyper_size,).
+    """Return a step's input for its updates, float64 (hyper_size,).
 
     limits   of loss and norm, above which no update is made
     """
@@ -234,7 +236,7 @@ def guarded(
     optimizer: Optimizer,
     tape: Tape,
 ) -> da.Array:
-    """Return what updates get in place of hyper, see `kernels.optimizers.guard`, from the gradients of all tensors."""
+    """Return the input of updates that replaces hyper, see `kernels.optimizers.guard`, from all gradients."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
         origin = Origin(SQUARES, "update", name, tensor.block)
@@ -262,10 +264,10 @@ def update(
     optimizer: Optimizer,
     tape: Tape,
 ) -> dict[str, da.Array]:
-    """Update every tensor, a task each; return the new state by the names of the old one.
+    """Update every tensor in a task; return the new state under the names of the old one.
 
     state    "weight.NAME" of every tensor, and "MOMENT.NAME" of those that have it
-    hyper    what changes from step to step, see `Optimizer.hyper` and `guarded`
+    hyper    numbers that change from step to step, see `Optimizer.hyper` and `guarded`
     """
     new: dict[str, da.Array] = {}
     for name, tensor in tensors.items():
@@ -288,7 +290,7 @@ def update(
 
 # C libraries differ in the last bit of a power, and a run's bits would depend on the machine.
 def _power(base: float, exponent: int) -> float:
-    """base**exponent by squaring; exponent is 1 or more."""
+    """Return base**exponent by squaring, for an exponent of at least 1."""
     result = 1.0
     while exponent:
         if exponent % 2:

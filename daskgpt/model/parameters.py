@@ -1,6 +1,6 @@
 """TABLE 1: the 16 parameter tensors of GPT-2, from which initial values, counts, decay and file layouts derive.
 
-Read it through a configuration, with `tensors`: only that says how many blocks there are, and which rows exist.
+Read it with `tensors` for a configuration, which decides the number of blocks and the rows that exist.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Parameter:
     """One row of the table.
 
     name      GPT-2's published name; `{block}` stands for the block's number
-    axes      one word an axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C
+    axes      one word per axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C
               hidden; or a function of the configuration
-    initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) where the output is added to x
-    multiplied   whether activations are multiplied with it (the positions are only added)
+    initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) if the output is added to x
+    multiplied   whether activations are multiplied by it (positions are only added)
     exists       whether a model of this configuration has it
     """
 
@@ -37,7 +37,7 @@ class Parameter:
 
     @property
     def per_block(self) -> bool:
-        """Whether every block has one of its own."""
+        """Whether every block has one."""
         return "{block}" in self.name
 
     @property
@@ -47,7 +47,7 @@ class Parameter:
 
     @property
     def maps(self) -> int:
-        """How many linear maps of the channels lie in it, one below the other: queries, keys and values."""
+        """Number of linear maps of the channels in it, one below the other: queries, keys and values."""
         return 3 if self.axes[0] == "3C" and self.is_matrix else 1
 
     @property
@@ -56,7 +56,7 @@ class Parameter:
         return self.is_matrix and self.per_block
 
     def shape(self, config: GPT2Config) -> tuple[int, ...]:
-        """Shape in a model of this size; matrices are (out, in)."""
+        """Return the shape in a model of this size; matrices are (out, in)."""
         sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels}
         return tuple(
             int(axis[:-1] or 1) * sizes[axis[-1]] if isinstance(axis, str) else axis(config) for axis in self.axes
@@ -64,7 +64,7 @@ class Parameter:
 
 
 def _has_mean(config: GPT2Config) -> bool:
-    """Whether normalisation takes off the mean, and then adds a bias."""
+    """Return whether normalization subtracts the mean and adds a bias."""
     return config.norm == "layernorm"
 
 
@@ -91,7 +91,7 @@ PARAMETERS: tuple[Parameter, ...] = (
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a model: a row of the table in one block, or outside of them.
+    """One tensor of a model: a row of the table in one block, or outside the blocks.
 
     block   number of its transformer block, None outside
     """
@@ -102,7 +102,7 @@ class Tensor:
     shape: tuple[int, ...]
 
     def decayed(self, rule: str) -> bool:
-        """Whether weight decay applies to it.
+        """Return whether weight decay applies to it.
 
         `matrices` decays the 2-D tensors (nanoGPT, llm.c's CUDA program), `all` every tensor (llm.c's C program).
         """
@@ -110,7 +110,7 @@ class Tensor:
 
 
 def tensors(config: GPT2Config) -> dict[str, Tensor]:
-    """Every tensor of the model by its full name, in the table's order, blocks in turn."""
+    """Return every tensor of the model by its full name, in the table's order, blocks in turn."""
     found = {}
     for row in PARAMETERS:
         if not row.exists(config):
@@ -122,37 +122,38 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
 
 
 def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor by its full name."""
+    """Return the shape of every tensor by its full name."""
     return {name: tensor.shape for name, tensor in tensors(config).items()}
 
 
 def block_of(where: str) -> int | None:
-    """The number of the transformer block that a published name, of a tensor or of a place, lies in."""
+    """Return the number of the transformer block in the published name of a tensor or a place."""
     first, _, rest = where.partition(".")
     return int(rest.partition(".")[0]) if first == "h" else None
 
 
 def parameter_count(config: GPT2Config, *, multiplied: bool = False) -> int:
-    """Number of trained values, without the padding of the vocabulary (124,439,808 for gpt2).
+    """Return the number of trained values, without the padding of the vocabulary (124,439,808 for gpt2).
 
-    multiplied   only of the tensors that activations are multiplied with
+    multiplied   count only tensors that activations are multiplied by
     """
     padding = (config.padded_vocabulary - config.vocabulary) * config.channels
     return value_count(config, multiplied=multiplied) - padding
 
 
 def value_count(config: GPT2Config, *, multiplied: bool = False) -> int:
-    """Number of values in all tensors, padding included; counted by rows, since a broken file may say any size."""
+    """Return the number of values in all tensors, with padding; counted by rows, since a broken file may have any
+    size."""
     rows = [row for row in PARAMETERS if row.exists(config) and (row.multiplied or not multiplied)]
     return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
 
 def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -> int:
-    """Floating-point operations of the matrix products of one step, nothing that is computed twice counted twice.
+    """Return the floating-point operations of one step's matrix products; recomputed products count once.
 
-    6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N values that are multiplied,
-    for each token, in the forward pass and twice in the backward one; and the same for attention's two products, where
-    a token meets the (T + 1) / 2 tokens up to itself on average.
+    6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N multiplied values and each token in
+    the forward pass, and twice that in the backward pass; and the same for attention's two products, where a token
+    attends to (T + 1) / 2 tokens on average.
     """
     tokens = batch_size * sequence_length
     attention = config.blocks * config.channels * (sequence_length + 1)
@@ -160,9 +161,9 @@ def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -
 
 
 class RandomParameters(Mapping[str, np.ndarray]):
-    """GPT-2's initial values, each made when it is read: the mapping itself is as small as its configuration.
+    """GPT-2's initial values, each made when it is read: the mapping itself holds only the configuration.
 
-    Every tensor has a random stream of its own, so that none depends on another's size or order.
+    Every tensor has its own random stream, so none depends on the size or order of others.
 
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """
@@ -191,7 +192,7 @@ class RandomParameters(Mapping[str, np.ndarray]):
 
 
 def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
-    """All initial values of a model as arrays, by the names of the table: see `RandomParameters`.
+    """Return all initial values of a model as arrays, by the names of the table: see `RandomParameters`.
 
     >>> import daskgpt
     >>> parameters = daskgpt.initial_parameters(daskgpt.preset("tiny"), seed=0)
@@ -202,8 +203,8 @@ def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike
 
 
 def digest(parameters: Mapping[str, np.ndarray]) -> str:
-    """The SHA-256 of a model's numbers, 64 hexadecimal digits: two models have the same if they are the same to the
-    last bit. Names, dtypes, shapes and values count; the order of the tensors does not.
+    """Return the SHA-256 of a model, 64 hexadecimal digits: equal digests mean models that are equal to the last bit.
+    Names, dtypes, shapes and values count; the order of the tensors does not.
 
     >>> import daskgpt
     >>> one, other = (daskgpt.initial_parameters(daskgpt.preset("tiny"), seed) for seed in (0, 1))
@@ -219,10 +220,10 @@ def digest(parameters: Mapping[str, np.ndarray]) -> str:
 
 
 def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:
-    """Names and shapes must be those of the table.
+    """Check that names and shapes are those of the table.
 
-    Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError for what is no
-             configuration, no mapping, or no array
+    Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError for anything
+             else than a configuration and a mapping of arrays
     """
     where, shapes = "check_parameters", parameter_shapes(check_config("check_parameters", config))
     rule, advice = "parameters must be NumPy arrays by name", "Take them from daskgpt.load or a run's result."
@@ -232,7 +233,7 @@ def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -
         if name not in parameters or name not in shapes:
             got = f"{name}, which is {'missing' if name not in parameters else 'unknown'}"
             raise refusal(ValueError, where, "names must be the table's", got, "Compare PARAMETERS.")
-        value = parameters[name]  # once: it may be read from a file, or fetched
+        value = parameters[name]  # once: each lookup may read a file or fetch
         require(isinstance(value, np.ndarray), where, rule, {name: type(value).__name__}, advice, TypeError)
         shaped, shape = f"{name} must have shape {shapes[name]}", tuple(value.shape)
         require(shape == shapes[name], where, shaped, {"shape": shape}, "Compare the config.")
@@ -241,7 +242,7 @@ def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -
 def check_config(where: str, config: Any) -> GPT2Config:
     """Return a model's configuration.
 
-    Errors   TypeError for what is none, such as the name of a preset
+    Errors   TypeError for anything else, such as the name of a preset
     """
     rule, got = "the configuration must be a GPT2Config", {"config": repr(config)[:40]}
     require(isinstance(config, GPT2Config), where, rule, got, "Give daskgpt.preset(name).", TypeError)
@@ -250,7 +251,7 @@ def check_config(where: str, config: Any) -> GPT2Config:
 
 
 def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:
-    """Every array must have this dtype.
+    """Check that every array has this dtype.
 
     Errors   TypeError naming the first that has another
     """

@@ -1,4 +1,4 @@
-"""What numbers a model computes with: which kernel replaces which, how a parameter is held, what is compiled."""
+"""Precisions: which kernels replace others, how a parameter is held, and which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
 Kernel = Callable[..., Any]
-TILE_TOKENS = 32  # of the bfloat16 units
-PACKED_ROWS = 256  # that are widened at a time: some hundred kilobytes, in the second cache
-LEAST_CHANNELS = 256  # from which on faster products gain more than rounding and packing cost
+TILE_TOKENS = 32  # names of the bfloat16 units
+PACKED_ROWS = 256  # numbers that are widened at a time: some hundred kilobytes, in the second cache
+LEAST_CHANNELS = 256  # least number of channels for which faster products save more than rounding and packing cost
 
 
 @dataclass(frozen=True)
 class OfArrays:
-    """A kernel that knows arrays, for parameters that are held in any precision."""
+    """A kernel that takes arrays, for parameters that are held in any precision."""
 
     kernel: Kernel
 
@@ -42,10 +42,10 @@ class Precision:
 
     dtype     of parameters and activations
     replaced  kernel -> the one that runs instead; every other kernel stays
-    packed    whether a tensor that is multiplied is held packed as well, as a `TrainedWeight`
-    rounding  kernels that read nothing of such a tensor but what is packed
-    at_once   kernel of a sum over the chunks -> tokens of a sequence that it takes in one step, where that is not one;
-              a chunk that ended inside of one would change the order of the sum
+    packed    whether a tensor that is multiplied is also held packed, as a `TrainedWeight`
+    rounding  kernels that read only the packed values of such a tensor
+    at_once   kernel of a sum over the chunks -> tokens of a sequence that it takes in one step, if more than one; a
+              chunk that ends inside such a step would change the order of the sum
     """
 
     name: str
@@ -56,24 +56,25 @@ class Precision:
     at_once: Mapping[Kernel, int] = field(default_factory=dict)
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """The kernel that runs for one of the tables; those from outside of the package get arrays, nothing packed."""
+        """Return the kernel that runs for one of the tables; those from outside the package get arrays, nothing
+        packed."""
         if self.packed and not getattr(kernel, "__module__", "").startswith("daskgpt."):
             return OfArrays(kernel)
         return self.replaced.get(kernel, kernel)
 
     def update(self, kernel: Kernel) -> Kernel:
-        """An optimizer's kernel, which knows arrays, for what this precision holds."""
+        """Return an optimizer's kernel for parameters as this precision holds them."""
         own = self.kernel(kernel)
         return PackedUpdate(own) if self.packed else own
 
     def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
-        """A parameter as a step holds it: itself where it has the dtype already, nothing is copied."""
+        """Return a parameter as a step holds it, without a copy if it has the dtype already."""
         if self.packed and tensor.row.multiplied:
             return TrainedWeight.of(value)
         return np.asarray(value, self.dtype)
 
     def held_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a parameter as it is held."""
+        """Return the bytes of a parameter as it is held."""
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
         return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else 0)
 
@@ -82,31 +83,31 @@ class Precision:
         compile_all(self.dtype, self.packed, uses, **options)
 
     def is_compiled(self, uses: Container[str] | None = None) -> bool:
-        """Whether the cache on disk has all of them."""
+        """Return whether the cache on disk has every kernel."""
         return all_cached(self.dtype, self.packed, uses)
 
 
 def values_of(held: Any) -> np.ndarray:
-    """The array of a parameter that is held in any precision."""
+    """Return the array of a parameter that is held in any precision."""
     return held.values if isinstance(held, TrainedWeight) else held
 
 
 def copy_of(held: Any) -> Any:
-    """A parameter as it is held, in memory of its own."""
+    """Return a copy of a parameter as it is held."""
     return TrainedWeight.of(held.values.copy()) if isinstance(held, TrainedWeight) else held.copy()
 
 
 def read_rows(held: Any, rows: slice, rounded: bool) -> np.ndarray:
-    """Some rows of a parameter, as they are sent to a process that holds it as well.
+    """Return some rows of a parameter in a form to send to another process that holds it.
 
-    rounded   whether that process only multiplies by them: then they are sent in the bfloat16 that products take
+    rounded   whether that process only multiplies by them: then they are sent in bfloat16
     """
     values = values_of(held)[rows]
     return to_bfloat16(values) if rounded and isinstance(held, TrainedWeight) else values
 
 
 def write_rows(held: Any, rows: slice, values: np.ndarray) -> None:
-    """Write rows that were sent into a parameter; of rounded ones only what products take."""
+    """Write received rows into a parameter; rounded ones only into its packed values."""
     if values.dtype == np.uint16:
         for first in range(0, len(values), PACKED_ROWS):
             pack_weight(from_bfloat16(values[first : first + PACKED_ROWS]), held.packed, first=rows.start + first)
@@ -150,9 +151,9 @@ PRECISIONS = {each.name: each for each in (FLOAT32, BFLOAT16, FLOAT64)}
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of a name.
+    """Return the precision of a name.
 
-    Errors   ValueError for an unknown one, and for auto, which `settle` makes one of them
+    Errors   ValueError for an unknown one, and for auto, which `settle` resolves
     """
     advice = nearest(name, list(PRECISIONS))
     require(name in PRECISIONS, "precision_of", "the precision must be known", {"precision": name}, advice)
@@ -160,9 +161,9 @@ def precision_of(name: str) -> Precision:
 
 
 def settle(wanted: str, channels: int) -> tuple[Precision, str]:
-    """The precision to compute with, auto resolved, and why.
+    """Return the precision to compute with, auto resolved, and the reason.
 
-    Errors   ValueError or RuntimeError where DASKGPT_MATMUL names a unit that is unknown or missing
+    Errors   ValueError or RuntimeError if DASKGPT_MATMUL names a unit that is unknown or missing
     """
     if wanted in ("float32", "float64"):
         return precision_of(wanted), f"products in {wanted}"

@@ -1,4 +1,4 @@
-"""The tape: layers as they are called, walked back for the gradients."""
+"""The tape: records calls of layers, and replays them backward for the gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskgpt.model.precision import FLOAT32, Precision
 
 @dataclass(frozen=True)
 class Record:
-    """One call of a layer: where in the model, and its arrays by the names the table uses."""
+    """One call of a layer: its place in the model, and its arrays by their names in the table."""
 
     where: str
     layer: Layer
@@ -27,15 +27,15 @@ class Record:
 
 
 class Tape:
-    """Calls layers on dask arrays and remembers them.
+    """Calls layers on dask arrays and records them.
 
-    Every task it makes has an `Origin`. Keys are `layer.pass-where-token`: the token tells one tape's keys from
-    another's on a cluster, where equal keys would mean equal results.
+    Every task it makes has an `Origin`. Keys are `layer.pass-where-token`: the token distinguishes the keys of tapes on
+    a cluster, where equal keys would mean equal results.
     """
 
     def __init__(self, precision: Precision = FLOAT32, groups: Groups = ONE_GROUP) -> None:
-        """precision   says which kernels run instead of those of the table
-        groups      which groups of the batch these sequences are
+        """precision   decides which kernels replace those of the table
+        groups      the groups of the batch that these sequences are
         """
         self.token = uuid4().hex[:8]
         self.precision, self.groups = precision, groups
@@ -70,10 +70,10 @@ class Tape:
         return self(f"{where}.{layer.outputs.split()[0]}", SPLIT, y, positions)
 
     def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
-        """Return the gradient of sum(y * dy) with respect to every array that went in, by the array's name.
+        """Return the gradient of sum(y * dy) with respect to every input array, by the array's name.
 
-        A sum over the chunks takes up an earlier gradient of the same array as its start; other gradients that meet
-        (a residual stream that forks) are added.
+        A sum over the chunks starts from an earlier gradient of the same array; other gradients of one array (where the
+        residual stream forks) are added.
         """
         gradients = {y.name: dy}
         for record in reversed(self.records):
@@ -109,7 +109,7 @@ class Tape:
         gradients[name] = dx if summed or before is None else self._add(record.where, argument, before, dx)
 
     def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
-        """Return an array; what a cheap layer made is not kept, but computed again once the gradient is there."""
+        """Return an array; the output of a cheap layer is computed again once the gradient is available."""
         if array.name in self.recomputed:
             return self.recomputed[array.name]
         record = next((r for r in self.records if r.layer.cheap and r.arrays[r.layer.outputs].name == array.name), None)
@@ -146,14 +146,14 @@ class Tape:
 
 
 def _new_axes(layer: Layer, arguments: Sequence[da.Array], options: dict[str, Any]) -> Mapping[str, int]:
-    """Sizes of the output's axes that no argument has."""
+    """Return the sizes of the output's axes that no argument has."""
     axes = parse(layer.forward.signature)[0]
     sizes = {axis: size for a, own in zip(arguments, axes) for axis, size in zip(own, a.shape)}
     return layer.new_axes(sizes, options)
 
 
 def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:
-    """Sizes of the gradient's axes that none of its arguments has: those of the array it belongs to."""
+    """Return the sizes of the gradient's axes that none of its arguments has, from the array it belongs to."""
     inputs, (output,) = parse(row.signature)
     own = dict(zip(output, record.arrays[argument].shape))
     return {axis: own[axis] for axis in output if axis.isupper() and axis not in "".join(inputs) and axis != "T"}

@@ -1,1 +1,1 @@
-"""Who runs a graph: context managers over Dask's own schedulers."""
+"""Schedulers that run graphs: context managers over Dask's own schedulers."""

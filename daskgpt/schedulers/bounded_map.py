@@ -1,4 +1,4 @@
-"""A map over a stream of items with bounded memory: as many are in tasks as keep the threads busy."""
+"""A map over a stream of items with bounded memory: just enough items are in tasks to keep the threads busy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def each_local(
     """Run read, call and take as one dataflow: item n is read after item n - 1 and once item n - ahead is taken;
     results are taken one after the other, by any free thread.
 
-    Errors   those of items, function and take, of which the first one ends it
+    Errors   the first error of items, function or take
     """
     ended = False
 

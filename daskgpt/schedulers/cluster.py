@@ -1,4 +1,4 @@
-"""A `dask.distributed` cluster, one's own or somebody's."""
+"""A `dask.distributed` cluster, started here or borrowed."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ class ClusterScheduler:
             self._look()
 
     def _look(self) -> None:
-        """Look at the workers while waiting for results: Dask itself would wait forever.
+        """Check the workers while waiting for results: Dask itself would wait forever.
 
-        Errors   WorkerLost where a needed worker, or the last one, is gone
+        Errors   WorkerLost if a needed worker, or the last one, is gone
         """
         self.silence.look()
         if self.client.status == "running":
@@ -147,7 +147,7 @@ class ClusterScheduler:
         return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
 
     def tell(self, topic: str, message: Any) -> None:
-        with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises it
+        with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error
             self.client.log_event(topic, message)
 
     def each(
@@ -194,7 +194,7 @@ class ClusterScheduler:
 
 
 async def _soon(handles: list[Any], which: str = "ALL_COMPLETED") -> bool:
-    """Return whether results are there within `LOOKING` seconds; which: all of them, or the first one.
+    """Return whether results are ready within `LOOKING` seconds; `which` means all of them, or the first one.
 
     A timeout is a value and no error: an error that passes through `Client.sync` forms a cycle with the frames below
     it, and what they refer to, such as the state of a step, would stay on the workers until garbage is collected.

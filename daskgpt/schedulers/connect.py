@@ -1,4 +1,4 @@
-"""Open a scheduler by its name or address: one of this process, or a cluster, one's own or somebody else's."""
+"""Open a scheduler by its name or address: one of this process, or a cluster, started here or borrowed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     threads   threads (threads) or worker processes of one thread (local); 0 = one a core
     client    a `distributed.Client` of any cluster, in place of an address: it stays open
 
-    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError where no scheduler
+    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError if no scheduler
               answers or no worker comes
 
     >>> import daskgpt
@@ -130,7 +130,7 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(1)
-    resource_tracker.ensure_running()  # otherwise the start of a worker does, and enables interrupts again
+    resource_tracker.ensure_running()  # otherwise the start of a worker does this, and enables interrupts again
     try:
         settings: dict[str, Any] = {
             PRELOAD: [*dask.config.get(PRELOAD), PAGE],
@@ -147,7 +147,7 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
             )
     except RuntimeError as error:
         rule, script = "the worker processes of a local cluster must start", "the script that is running"
-        advice = f'Each of them imports {script}: what it does must stand under `if __name__ == "__main__":`.'
+        advice = f'Each of them imports {script}: put its code under `if __name__ == "__main__":`.'
         raise refusal(RuntimeError, "open_scheduler", rule, str(error).rstrip("."), advice) from None
 
 
@@ -173,9 +173,9 @@ def connected_cluster(address: str, named: str = "") -> Iterator[ClusterSchedule
 
 @contextmanager
 def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
-    """Use a client that stays open; nothing of a run stays on its cluster.
+    """Use a client that stays open; nothing of a run remains on its cluster.
 
-    Errors   those of `client_address`; RuntimeError where no worker comes
+    Errors   those of `client_address`; RuntimeError if no worker comes
     """
     address = client_address(client)
     kind = type(client.cluster).__name__ if client.cluster else "cluster"
@@ -292,7 +292,7 @@ def warn_of_open(addresses: Iterable[str]) -> None:
     """Warn on stderr, once for each cluster, if other machines can reach one of its addresses without TLS."""
     if (found := next(filter(is_open, addresses), "")) and found not in _said:
         _said.add(found)
-        text = f"warning: no TLS: whoever reaches {found} can run code as you (cluster/README.md)"
+        text = f"warning: no TLS: anyone who reaches {found} can run code as you (cluster/README.md)"
         print(text, file=sys.stderr, flush=True)
 
 
@@ -313,7 +313,7 @@ def reason_and_advice(error: Exception) -> tuple[str, str]:
     if "ssl_context" in said:
         return "this process has no certificate", CERTIFICATES
     if "TLS certificate" in said:
-        return "its certificate is another cluster's than this process has", CERTIFICATES
+        return "its certificate differs from that of this process", CERTIFICATES
     if "encryption required" in said:
         return "DASK_CONFIG or another setting of Dask asks for TLS", "Give an address that begins with tls://."
     if "TCP (closed)" in said:

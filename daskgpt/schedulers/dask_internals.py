@@ -1,6 +1,6 @@
-"""What this package uses of Dask beyond its documented interface, in one place.
+"""Every use of Dask beyond its documented interface, in one place.
 
-Each of these was seen in distributed 2026.8.0; `tests/test_dask_internals.py` has a test for each.
+Each was seen in distributed 2026.8.0; `tests/test_dask_internals.py` has a test for each.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the wh
 
 
 def scheduler_identity(client: Any) -> dict[str, Any]:
-    """Return what the scheduler says of itself and of all workers.
+    """Return the scheduler's information on itself and on all workers.
 
     `Client.scheduler_info` returns the latest answer that the client has received: it asks every two seconds for one
     without workers, so that the workers seem to be gone for a moment.
 
-    Errors   ClosedClientError, and OSError where the scheduler does not answer
+    Errors   ClosedClientError, and OSError if the scheduler does not answer
     """
     if client.scheduler is None:
         raise ClosedClientError
@@ -42,7 +42,7 @@ def holders(client: Any, keys: Sequence[Any]) -> Mapping[Any, Collection[str]]:
 
 
 def sizes(client: Any, keys: Sequence[Any]) -> Mapping[Any, int]:
-    """Return the bytes of each result. Errors   KeyError where the scheduler has forgotten one"""
+    """Return the bytes of each result. Errors   KeyError if the scheduler has forgotten one"""
     found: Mapping[Any, int] = client.sync(client.scheduler.nbytes, keys=keys, summary=False)
     return found
 
@@ -98,7 +98,7 @@ def handle_messages(worker: Any, name: str, handler: Callable[..., Any] | None) 
 
 
 async def send_heartbeat(worker: Any) -> None:
-    """Send a heartbeat now, unless the worker is only starting and will send one."""
+    """Send a heartbeat now, unless the worker is still starting and will send one."""
     if worker.periodic_callbacks["heartbeat"].is_running():
         await worker.heartbeat()
 

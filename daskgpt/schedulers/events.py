@@ -1,4 +1,4 @@
-"""What a run publishes on its cluster's scheduler: events of its steps, and kernel calls for Dask's task stream."""
+"""Data that a run publishes on its cluster's scheduler: events of its steps, and kernel calls for the task stream."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from daskgpt.schedulers.membership import members, running
 
 COPY = "recovery.copy"  # the names of tasks that copy begin so
 EVERY = 0.5  # seconds between two looks at heartbeats
-HEARTBEATS = 3  # at least so many must be missing; each of many workers sends fewer
+HEARTBEATS = 3  # least number of missing heartbeats; with many workers, each sends fewer
 # Errors of Dask's client for lost results: that cannot be computed again; of a task that was on several workers when
 # they died; of a connection that broke meanwhile, or timed out; of a scheduler that is gone.
 SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
@@ -37,7 +37,7 @@ class WorkerLost(RuntimeError):
     """
 
     def __init__(self, where: str, rule: str, got: str) -> None:
-        advice = "Start again, or go on from a checkpoint with --resume."
+        advice = "Start again, or continue from a checkpoint with --resume."
         super().__init__(str(refusal(RuntimeError, where, rule, got, advice)))
         self.where, self.rule, self.got = where, rule, got
 
@@ -50,7 +50,7 @@ class ClusterLost(WorkerLost):
 def losses_as_errors(client: Any) -> Iterator[None]:
     """Raise the different errors of Dask's client for lost results as one.
 
-    Errors   WorkerLost, ClusterLost where the scheduler is gone
+    Errors   WorkerLost, ClusterLost if the scheduler is gone
     """
     try:
         yield
@@ -70,7 +70,7 @@ def loss(client: Any, sign: str) -> WorkerLost:
     if client.status == "running":
         lost, who, what = WorkerLost, "every worker", "a worker lost with its part of the parameters"
     else:
-        lost, who, what = ClusterLost, "the scheduler", "nobody who knows where the parameters are"
+        lost, who, what = ClusterLost, "the scheduler", "no record of where the parameters are"
     rule = f"{who} must live until the end of a run"
     return lost("ClusterScheduler", rule, f"{sign}, {what}")
 
@@ -85,7 +85,7 @@ def present(client: Any, handles: Sequence[Any]) -> list[bool]:
 def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[list[Future]]:
     """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
 
-    Empty where there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
+    Empty if there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
     such as those of `Client.replicate`. A copy may be made elsewhere where its worker dies meanwhile.
 
     ready   as of `running`; workers without it are used only where there are no others
@@ -155,12 +155,12 @@ class HeartbeatMonitor:
         for address, worker in workers.items():
             last, silence = before.get(address, (0.0, 0.0))
             self.heard[address] = worker["last_seen"], silence + passed if worker["last_seen"] == last else 0.0
-            prepared = self.ready in worker["metrics"]  # before, compiling holds it up
+            prepared = self.ready in worker["metrics"]  # before that, compilation delays heartbeats
             if prepared and self.heard[address][1] >= patience:
                 self._end(address)
 
     def _end(self, address: str) -> None:
-        logging.getLogger("distributed.scheduler").warning("%s said nothing for %g s", address, self.seconds)
+        logging.getLogger("distributed.scheduler").warning("%s sent no heartbeat for %g s", address, self.seconds)
         self.left.add(address)
         end_worker(self.client, address)
 

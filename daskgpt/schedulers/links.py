@@ -28,7 +28,7 @@ class LostRank(OSError):
 
 @dataclass(eq=False)
 class WorkerRanks:
-    """What a worker is for the runs that it takes part in.
+    """The state of a worker for the runs that it takes part in.
 
     programs   by run: objects with a `link`
     links      by epoch
@@ -44,7 +44,7 @@ _RANKS: WeakKeyDictionary[Any, WorkerRanks] = WeakKeyDictionary()
 
 
 def ranks_of(worker: Any) -> WorkerRanks:
-    """Return what a worker of this process is for its runs."""
+    """Return the state of a worker of this process for its runs."""
     return _RANKS.setdefault(worker, WorkerRanks())
 
 
@@ -88,7 +88,7 @@ class WorkerLink:
         comm = None
         try:
             comm, copied = await self.worker.rpc.connect(address), address.startswith("inproc")
-            gone = asyncio.create_task(comm.read())  # nothing comes back: it ends with the connection
+            gone = asyncio.create_task(comm.read())  # the other side sends nothing: this ends with the connection
             gone.add_done_callback(lambda ended: self._ended(rank, address, ended))
             while (message := await self.outgoing[rank].get()) is not None:
                 parts = _parts(message, copied=copied)

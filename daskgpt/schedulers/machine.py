@@ -22,8 +22,8 @@ MEMORY_INFO = Path("/proc/meminfo")
 
 
 def memory_limit() -> tuple[int, str]:
-    """Return the bytes that this process and its children can use, and whose limit that is: the machine's or a
-    container's (the least of the control groups that this process is in). 0 where the system does not say.
+    """Return the bytes that this process and its children can use, and the origin of that limit: the machine or a
+    container (the least of the control groups that this process is in). 0 if unknown.
     """
     known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
@@ -32,9 +32,9 @@ def memory_limit() -> tuple[int, str]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that are available without swapping; None where the system does not say.
+    """Return the bytes that are available without swapping; None if unknown.
 
-    The system's own estimate, or what a control group leaves where that is less: its limit less what it holds.
+    This is the lesser of the system's own estimate and the rest of a control group: its limit less its use.
     """
     try:
         lines = MEMORY_INFO.read_text().splitlines()
@@ -45,9 +45,9 @@ def available_memory() -> int | None:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """Limit and held bytes of this process's control group and of those above it, of version 1 and 2, where limited.
+    """Yield limit and held bytes of this process's control groups with limits and of those above, of versions 1 and 2.
 
-    Inside a container the group's path may be that of the host, which is not there: its own group is then the root.
+    Inside a container the group's path may be that of the host, which does not exist: its own group is then the root.
     """
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
@@ -64,7 +64,7 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _held(group: Path, usage: str) -> int:
-    """Bytes that a control group holds, less the files that it only caches and would drop; 0 where it does not say."""
+    """Return the bytes that a control group holds, less cached files that it could drop; 0 if unknown."""
     with suppress(OSError, ValueError):
         cached = 0
         with suppress(OSError):
@@ -79,7 +79,7 @@ IN_BRIEF = (2, 3)  # products and rounds: some tenth of a second in all
 
 
 def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -> float:
-    """Measure the float32 operations a second of NumPy's BLAS, called as kernels call it, on some threads at once.
+    """Measure the float32 operations per second of NumPy's BLAS, called as kernels call it, on some threads at once.
 
     Every thread multiplies large square matrices of its own; the rate is that of all, the median of some rounds.
     """
@@ -112,9 +112,9 @@ COPIED, COPY_ROUNDS = 1 << 27, 5  # bytes: more than the caches of most machines
 
 
 def copy_rate(threads: int) -> float:
-    """Measure the bytes a second that are read and written by copies of arrays larger than caches, on some threads.
+    """Measure the bytes per second that copies of arrays larger than caches read and write, on some threads.
 
-    The best of some rounds: a share is of what the memory can do.
+    The result is the best of some rounds, as a base for shares.
     """
     size = COPIED // threads
     arrays = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(threads)]

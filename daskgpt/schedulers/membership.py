@@ -1,4 +1,4 @@
-"""Members of a cluster: which workers there are, which may work for a run, and the plugins that a run registers."""
+"""Members of a cluster: its workers, those that may work for a run, and the plugins that a run registers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plugin_name(client: Any, name: str) -> str:
 def register(client: Any, plugin: Any) -> None:
     """Register a plugin with the scheduler or with all workers; retry when a worker leaves meanwhile.
 
-    Errors   OSError where all tries fail, or the scheduler is gone
+    Errors   OSError if all tries fail, or the scheduler is gone
     """
     for more in reversed(range(TRIES)):
         try:
@@ -67,12 +67,14 @@ class RemovePlugins(SchedulerPlugin):
         self.removing: asyncio.Task[None] | None = None
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        if client == self.client and self.removing is None:  # called when it says goodbye, and when its connection ends
+        if (
+            client == self.client and self.removing is None
+        ):  # called when the client disconnects, and when its connection ends
             self.removing = asyncio.create_task(remove_plugins_of(client, scheduler))
 
 
 def members(client: Any) -> dict[str, dict[str, Any]]:
-    """Return what the scheduler knows of each worker, by address. Errors   those of `scheduler_identity`"""
+    """Return the scheduler's information on each worker, by address. Errors   those of `scheduler_identity`"""
     return dict(scheduler_identity(client)["workers"])
 
 
@@ -88,7 +90,7 @@ def running(client: Any, ready: str = "") -> list[str]:
 
 
 def identity(packed: bool) -> dict[str, str]:
-    """Return the versions of this process, and what multiplies here: bits and messages depend on these.
+    """Return the versions of this process and its arithmetic: bits and messages depend on these.
 
     packed   whether products run in bfloat16
     """
@@ -108,8 +110,8 @@ def _sources() -> str:
 
 
 class VersionCheck(WorkerPlugin):
-    """Refuses workers that differ from the run's own process: one that joins is closed; with one that was there before
-    the run does not begin.
+    """Refuses workers that differ from the run's own process: one that joins is closed; if one was there before, the
+    run does not begin.
     """
 
     def __init__(self, name: str, expected: Mapping[str, str], packed: bool, there: Collection[str]) -> None:
@@ -127,7 +129,7 @@ class VersionCheck(WorkerPlugin):
         error = refusal(RuntimeError, "daskgpt", rule, got, "Start it in an equal environment.")
         if worker.address in self.there:
             raise error
-        # Dask would log the error of a worker that joins, and let it work.
+        # Dask would log the error of a joining worker, and let it work.
         logging.getLogger("distributed.worker").error(str(error))
         refuse_work(worker)
 

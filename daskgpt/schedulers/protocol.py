@@ -51,7 +51,7 @@ class Scheduler(Protocol):
     def fetch(self, handles: list[Any]) -> list[Any]:
         """Wait for results and return them.
 
-        Errors   WorkerLost where one was lost with the process that held it
+        Errors   WorkerLost if one was lost with the process that held it
         """
         ...
 
@@ -68,8 +68,8 @@ class Scheduler(Protocol):
         ...
 
     def copies(self, handles: list[Any]) -> list[list[Any]]:
-        """Begin to copy results to other processes, so that one copy of each outlives the loss of any process.
-        Empty where there is one process only.
+        """Begin to copy results to other processes, so that one copy of each survives the loss of any process.
+        The result is empty if there is only one process.
         """
         ...
 
@@ -87,7 +87,7 @@ class Scheduler(Protocol):
         ...
 
     def leave_silent(self, seconds: float) -> None:
-        """Treat a process as gone that sends no heartbeat for so long; 0 = as long as Dask itself waits."""
+        """Treat a process as lost if it sends no heartbeat for this long; 0 = Dask's own limit."""
         ...
 
     def silent(self) -> set[str]:
@@ -100,9 +100,9 @@ class Scheduler(Protocol):
 
     def told(self, name: str) -> dict[str, Any]:
         """Return a metric of the latest heartbeats by the names of the processes, without waiting for any of them.
-        Empty where there is this process only.
+        The result is empty if there is only this process.
 
-        Errors   WorkerLost where the scheduler is gone
+        Errors   WorkerLost if the scheduler is gone
         """
         ...
 
@@ -114,7 +114,7 @@ class Scheduler(Protocol):
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
         """Call a function on each item in tasks, and pass the results to `take` in this process, in the order of the
-        items. Only as many items are held as keep the threads busy.
+        items. Only enough items are held to keep the threads busy.
 
         name     prefix of the tasks on the dashboard
 

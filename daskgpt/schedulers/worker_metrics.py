@@ -24,7 +24,7 @@ SHOWN = 8  # workers in the table at the end of a run
 
 @dataclass(frozen=True)
 class Use:
-    """What a worker has done since its count began, or between two readings.
+    """The use of a worker since its count began, or between two readings.
 
     began      when its count began, by its own clock
     seconds    since then, or between the readings
@@ -46,7 +46,7 @@ class Use:
     products: float = 0.0
 
     def since(self, before: Use | None) -> Use:
-        """Return what came after an earlier reading; all of it if there was none, or the worker has restarted."""
+        """Return the use after an earlier reading; all of it if there was none, or the worker has restarted."""
         return self if before is None or before.began != self.began else self._with(before, -1)
 
     def plus(self, more: Use) -> Use:
@@ -75,7 +75,7 @@ class Use:
 
 
 class Count:
-    """Counts what a worker does from here on; called by the worker with each heartbeat."""
+    """Counts a worker's use from here on; called by the worker with each heartbeat."""
 
     def __init__(self, worker: Any) -> None:
         self.products = product_rate(thread_count(worker), *IN_BRIEF)
@@ -89,7 +89,7 @@ class Count:
         return known | work | {"memory": memory(worker), "products": self.products}
 
     def _sums(self, worker: Any) -> tuple[float, float, float, float]:
-        """Return tasks, busy seconds, received and sent bytes: what Dask counts, and what ranks count."""
+        """Return tasks, busy seconds, received and sent bytes, as counted by Dask and by ranks."""
         tasks, busy, sent = executed(worker)
         done = ranks_of(worker).done
         return tasks + done["tasks"], busy + done["busy"], self.received.count() + done["received"], sent + done["sent"]
@@ -124,7 +124,7 @@ class Usage:
             self.products = product_rate(self.scheduler.threads, *IN_BRIEF)
 
     def news(self, every: float = EVERY) -> dict[str, Any]:
-        """Return what each worker did a second since the last reading, as metrics of a step; empty if it is recent.
+        """Return each worker's use per second since the last reading, as metrics of a step; empty if it is recent.
 
         Workers that have sent no heartbeat since then are left out.
         """
@@ -145,7 +145,7 @@ class Usage:
         }
 
     def lines(self) -> list[str]:
-        """Return a table of what the workers did in the run, those first that were idle longest."""
+        """Return a table of the workers' use in the run, the idlest first."""
         end = time.perf_counter() + HEARTBEATS
         self.news(every=0)
         while not self.whole and not self.scheduler.in_place and time.perf_counter() < end:

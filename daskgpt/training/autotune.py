@@ -34,7 +34,7 @@ ATTENTION_SLOWER = 6  # than products, by operation, forward and backward (tiny:
 FEW_ROWS = 8
 # Cut sequences cost gathering, and sums of few tokens (tiny: 5 % of a step with 32 tokens, 9 % with 16).
 FEW_TOKENS = 1.6
-TASK = 0.15e-3  # seconds that a task costs besides its kernels
+TASK = 0.15e-3  # seconds that a task costs in addition to its kernels
 # One thread gets two chunks as well, so that the activations of half a batch stay in a cache; except of few tokens,
 # for which kernels are slower by half.
 LEAST_CHUNKS, FEW = 2, 512
@@ -131,7 +131,7 @@ class ChunkChoice:
     """The choice of a run's chunks.
 
     first   the chunks of the first step
-    reason  of the choice, for people; empty where chunks were given
+    reason  of the choice, for people; empty if chunks were given
     open    whether kernel times of the first step may change it; no step overlaps with that one
     """
 
@@ -157,14 +157,14 @@ class ChunkChoice:
         if not (dataflow.batch_chunk and dataflow.sequence_chunk):
             self.reason = f"auto, for {threads} thread{'s' * (threads != 1)}"
             if not self.free:
-                # By measured times or free memory, two runs of one command could differ.
-                self.reason += "; with this matrix product other chunks are other bits"
+                # With measured times or free memory, two runs of one command could differ in bits.
+                self.reason += "; with this matrix product, other chunks change bits"
 
     def fit(self, step: TrainingStep, window: int, available: int | None) -> str:
         """Change the chunks of a recorded step that needs more memory than there is; return a warning if that fails.
 
         window      how many steps overlap
-        available   bytes, None where the system does not say
+        available   bytes, None if the system does not say
         """
         if available is None or window * most_bytes(step) <= available:
             return ""  # fits in any order of its tasks

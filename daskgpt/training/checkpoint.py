@@ -191,23 +191,23 @@ def newest_good(
             return folder, checked_state(folder, model_only=model_only)
         except DamagedCheckpoint as error:
             if folder.exists():  # otherwise the run, which is training, has deleted it in the meantime
-                say(f"checkpoint {folder} is damaged and passed over: {error}")
+                say(f"checkpoint {folder} is damaged and skipped: {error}")
     return None
 
 
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint that a path means, with its checked state; None where the path is something else.
+    """Return the checkpoint that a path means, with its checked state; None if the path is something else.
 
     path     a run folder (its newest good checkpoint), a checkpoint, or the model file in a checkpoint
 
-    Errors   ValueError where the checkpoint is damaged, FileNotFoundError where all of a run are
+    Errors   ValueError if the checkpoint is damaged, FileNotFoundError if all of a run are
     """
     folder = path if path.is_dir() else path.parent
     if is_checkpoint(folder):
         try:
             return folder, checked_state(folder, model_only=True)
         except DamagedCheckpoint as error:
-            rule, advice = "the checkpoint must be as it was written", "Give its run: the newest good one is taken."
+            rule, advice = "the checkpoint must be unchanged", "Give its run: the newest good one is taken."
             raise refusal(ValueError, "load", rule, f"path={path} ({error})", advice) from error
     if not path.is_dir() or not checkpoints(path):
         return None
@@ -231,7 +231,7 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{STATE} {'is missing' if isinstance(error, OSError) else 'is no JSON'}") from error
     if state.pop(DIGEST, None) != _digest_of(state):
-        raise DamagedCheckpoint(f"{STATE} is not what was written")
+        raise DamagedCheckpoint(f"{STATE} has changed")
     rule, got = f"the version of {STATE} must be {VERSION}", {"path": folder, "version": short(state.get("version"))}
     advice = "Read it with the daskgpt that wrote it, or a newer one."
     require(state.get("version") == VERSION, "read_checkpoint", rule, got, advice)
@@ -262,7 +262,7 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
     moments   the moments that the run has: "MOMENT.NAME" -> tensor of the model
 
     Dtype     float32, in memory of its own
-    Errors    ValueError where the optimizer's file does not hold these moments
+    Errors    ValueError if the optimizer's file does not hold these moments
     """
     files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
     rule, advice = "the moments must be those of the model's tensors", "Another program wrote the file."
@@ -286,7 +286,7 @@ def _tensor_path(folder: Path, name: str) -> Path:
 class Best:
     """The best checkpoint of a run.
 
-    step   its step; -1 where there is none
+    step   its step; -1 if there is none
     loss   its validation loss [nats a token]
     """
 

@@ -1,8 +1,9 @@
 """The length of a run: a number of steps or of tokens, or the steps that fit into a number of minutes.
 
 How many steps fit into some minutes depends on the machine, and the learning rate on the number of all steps.
-So that number is estimated again whenever a hundredth of the time has passed, and each estimate is kept with the step
-from which on it counts: a step that is repeated after a loss has the same learning rate. Checkpoints have them too.
+So that number is estimated again whenever a hundredth of the time has passed, and each estimate is recorded with the
+step from which it counts: a step that is repeated after a loss has the same learning rate. Checkpoints have the
+estimates, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from daskgpt.config.run import RunConfig
 
 HORIZONS = ("steps", "tokens", "minutes")
 ESTIMATES = 100  # in the time of a run
-RECENT = 10  # estimates: the time of a step is the mean since so many of them
+RECENT = 10  # number of estimates over which the time of a step is averaged
 
 
 class Horizon:
@@ -29,7 +30,7 @@ class Horizon:
         one_horizon({"tokens": run.tokens, "minutes": run.minutes})
         steps = -(-run.tokens // tokens_a_step) if run.tokens else run.steps
         self.changes = [(0, steps)]
-        self.seconds = 60 * run.minutes  # of the run; 0 where it is not limited by time
+        self.seconds = 60 * run.minutes  # of the run; 0 if it is not limited by time
         self.known: list[tuple[int, float]] = []  # steps and seconds at each estimate of this process
 
     @property
@@ -79,7 +80,7 @@ class Horizon:
     def resume(self, facts: Mapping[str, Any], done: int) -> None:
         """Continue from the entry of a checkpoint after some steps.
 
-        Errors   ValueError where no time is left
+        Errors   ValueError if no time is left
         """
         if not self.seconds:
             return

@@ -1,4 +1,4 @@
-"""Inference with the state of a run, where its parameters are: losses, gradients, validation, and any function."""
+"""Inference with the state of a run on the machine of its parameters: losses, gradients, validation, any function."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Answer = TypeVar("Answer")
 
 
 def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
-    """Return what a function makes of a state's parameters.
+    """Return the result of a function of a state's parameters.
 
     On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
 
     function   of the parameters by name; a cluster pickles it and its answer
 
-    Errors     those of the function; schedulers.failures.WorkerLost where a parameter is lost
+    Errors     those of the function; schedulers.failures.WorkerLost if a parameter is lost
     """
     if scheduler.in_place:
         return function(state.parameters(scheduler))
@@ -129,7 +129,7 @@ def loss_and_gradients(
 
     Shapes   tokens, targets (B, T) int32, alike in chunks; their chunks are those of every activation
     Dtype    that of the parameters, float32 or float64
-    Errors   ValueError where shapes or chunks do not fit the model, or groups the batch
+    Errors   ValueError if shapes or chunks do not fit the model, or groups the batch
 
     >>> import dask.array as da
     >>> import numpy as np
@@ -166,7 +166,7 @@ class Validation:
     def __init__(self, job: Job, scheduler: Scheduler, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.job, self.scheduler, self.stop_requested = job, scheduler, stop_requested
         self.inference: Inference | None = None
-        self.bytes: int | None = None  # of predicted text; 0 where that is unknown
+        self.bytes: int | None = None  # of predicted text; 0 if that is unknown
 
     def of(self, state: State, chunk: tuple[int, int]) -> dict[str, Any]:
         """Return the metrics of a state; none where the run ends before all windows are measured.
@@ -184,7 +184,7 @@ class Validation:
             try:
                 sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
                 self.bytes = sum(int(np.sum(sizes[targets])) for _, targets in self._batches())
-            except FileNotFoundError:  # the vocabulary, which training needs not
+            except FileNotFoundError:  # the vocabulary, which training does not need
                 self.bytes = 0
         if self.bytes:
             tokens = self.job.run.validation_batches * math.prod(self.job.batch_shape)
@@ -192,7 +192,7 @@ class Validation:
         return found | {"validation_s": round(time.perf_counter() - start, 3)}
 
     def loss(self, state: State, chunk: tuple[int, int]) -> float | None:
-        """Return the mean over the windows [nats a token]; None where the run ends before all are measured."""
+        """Return the mean over the windows [nats a token]; None if the run ends before all are measured."""
         job, state = self.job, state.weights
         if self.inference is None or self.inference.runnable.layout != state.layout:
             wanted = ("loss",), job.precision, job.groups

@@ -42,11 +42,11 @@ OUTER = "outer"  # the momentum of the outer step
 class Job:
     """All settings of a run, checked against each other.
 
-    dataset   what it trains on; None where tokens come from elsewhere, as in a benchmark
-    horizon   its number of steps, which is estimated again and again where the run's length is given in minutes
+    dataset   the tokens to train on; None if they come from elsewhere, as in a benchmark
+    horizon   the number of steps, which is estimated repeatedly if the run's length is given in minutes
     replaced  the layers that are not GPT-2's own in the process that made the job
 
-    Errors    ValueError where settings do not fit each other
+    Errors    ValueError if settings do not fit each other
     """
 
     config: GPT2Config
@@ -72,7 +72,7 @@ class Job:
         rule, precision = "a run must compute in float32 or bfloat16", self.dataflow.precision
         advice = "float64 is for daskgpt.verify."
         require(precision != "float64", "train", rule, {"precision": precision}, advice)
-        rule = "steps are not left out where replicas make steps of their own"
+        rule = "updates must not be skipped with local steps"
         both = {"skip_outliers": self.optimizer.skip_outliers, "local_steps": self.local.local_steps}
         require(not all(both.values()), "train", rule, both, "Leave one of them out; --clip works with both.")
         if self.dataset is not None:

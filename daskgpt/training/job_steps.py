@@ -51,7 +51,7 @@ class Steps:
     chunks    the choice of its chunks
     open      whether the next step is measured to choose chunks or grain, and must run alone
     recovers  whether a run survives the loss of a worker
-    recorded  the graph of a step; None where kernel calls are recorded elsewhere
+    recorded  the graph of a step; None if kernel calls are recorded elsewhere
     described_tasks   what a task is, for people
     """
 

@@ -33,7 +33,7 @@ class RecordFile:
         """new      whether the file must not exist yet
         header   precedes the first record
 
-        Errors   FileExistsError where it must not exist and does
+        Errors   FileExistsError if it must not exist and does
         """
         self.path, self.encode = path, encode
         self.file = open_no_link(path, "x+b" if new else "a+b")
@@ -43,7 +43,7 @@ class RecordFile:
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record.
 
-        Errors   OSError where there is no room for all of it: it is kept, and written when there is
+        Errors   OSError if there is no room for all of it: it is kept, and written when there is
         """
         encoded = self.encode(record)
         with self.writing:
@@ -53,7 +53,7 @@ class RecordFile:
     def write(self) -> None:
         """Write the records that are not written yet.
 
-        Errors   OSError where there is no room: only whole records are in the file then
+        Errors   OSError if there is no room: only whole records are in the file then
         """
         with self.writing:
             self._write()
@@ -73,7 +73,7 @@ class RecordFile:
     def sync(self) -> None:
         """Flush the records to the disk.
 
-        Errors   OSError where some are not written
+        Errors   OSError if some are not written
         """
         if not self.file.closed:
             os.fsync(self.file.fileno())
@@ -97,7 +97,7 @@ METRICS = "metrics.jsonl"
 def open_metrics(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
     """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
 
-    Errors   FileExistsError where another run has begun here
+    Errors   FileExistsError if another run has begun here
     """
     path = folder / METRICS
     if done is not None:
@@ -240,7 +240,7 @@ def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
     log      the setting, names separated by commas
     out      the run folder
 
-    Errors   ValueError for an unknown name, or where there is no folder; RuntimeError where a package is missing
+    Errors   ValueError for an unknown name, or where there is no folder; RuntimeError if a package is missing
     """
     names = [part.strip() for part in log.split(",") if part.strip()]
     known = [name for name in SINKS if name != ALWAYS]
@@ -281,12 +281,12 @@ class Logs:
         return errors
 
     def write(self) -> None:
-        """Write the records that are not written yet. Errors   OSError where there is no room"""
+        """Write the records that are not written yet. Errors   OSError if there is no room"""
         for file in self.files:
             file.write()
 
     def sync(self) -> None:
-        """Flush the records to the disk. Errors   OSError where some are not written"""
+        """Flush the records to the disk. Errors   OSError if some are not written"""
         for file in self.files:
             file.sync()
 

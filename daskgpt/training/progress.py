@@ -40,7 +40,7 @@ class Progress:
         self.stream = stream or (sys.stdout if notebook else sys.stderr)
         self.quiet = quiet or self.stream is None
         self.live = not self.quiet and (notebook or self.stream.isatty())
-        self.closed: set[TextIO] = set()  # streams that nobody reads any longer
+        self.closed: set[TextIO] = set()  # streams whose reader has ended
         self.last_line = -float("inf")
         self.first = self.done = done
         self.validation = ""
@@ -87,7 +87,7 @@ class Progress:
         if self.line is not None:
             try:
                 self.line.update()
-            except OSError:  # the terminal was closed: the run goes on without it
+            except OSError:  # the terminal was closed: the run continues without it
                 self.closed.add(self.stream)
                 self.line = None
 
@@ -143,7 +143,7 @@ class Progress:
         try:
             tqdm.write(text, file=stream)
             stream.flush()
-        except OSError:  # its reader has ended, or its disk is full: the run goes on without it
+        except OSError:  # its reader has ended, or its disk is full: the run continues without it
             self.closed.add(stream)
 
 

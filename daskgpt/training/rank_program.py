@@ -87,7 +87,7 @@ class RankProgram:
         return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
 
     def state_after(self, step: int) -> State:
-        """Return the state, which must be the one after so many steps."""
+        """Return the state, which must be the one after this number of steps."""
         if self.state is None or self.state.step != step or self.link.lost:
             raise LostRank(self.link.lost or f"the state after {step} steps is gone")
         return self.state
@@ -148,7 +148,7 @@ def _program(run: str, epoch: str) -> RankProgram:
 def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> Owned:
     """Make this worker a rank, which records its step; return the rows that it owns.
 
-    Errors   ValueError where the worker would train another model than the client wants
+    Errors   ValueError if the worker would train another model than the client wants
     """
     rule, advice = "a worker must have the client's layers", "Replace them on the workers too (dask worker --preload)."
     got = {"client": job.replaced or "GPT-2's own", "worker": replaced_rows() or "GPT-2's own"}
@@ -171,7 +171,7 @@ def load_rank(run: str, epoch: str, step: int, names: Sequence[Sequence[str]] | 
 
 
 class Window(NamedTuple):
-    """What a rank returns of a window of steps.
+    """The result of a window of steps on a rank.
 
     told      outcomes of its steps
     seconds   that they took

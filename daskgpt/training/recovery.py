@@ -1,4 +1,4 @@
-"""Recovery of a run on a cluster: copies of its state on different workers, and the way back to one after a loss."""
+"""Recovery of a run on a cluster: copies of its state on different workers, and the return to one after a loss."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Point:
         self.copies: list[Any] | None = None
 
     def whole(self, scheduler: Scheduler) -> State | None:
-        """Return the state, each pack from a place where it still is; None where a pack is lost."""
+        """Return the state, each pack from a place where it still is; None if a pack is lost."""
         there = iter(scheduler.present(list(chain(*self.places))))
         found = [[place for place in own if next(there)] for own in self.places]
         return State(self.layout, [own[0] for own in found], self.step) if all(found) else None
 
 
 class RecoveryPoints:
-    """Keeps the newest recovery point of a run, and makes the next one while steps go on.
+    """Holds the newest recovery point of a run, and makes the next one while steps continue.
 
     The first point, and the first one after a loss, are waited for and timed, which decides when the next one is due.
 
@@ -151,7 +151,7 @@ class RecoveryPoints:
         often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
         text = f"the state is kept {where} {often}, which takes {self.cost:.2f} s"
         if not where:
-            text = "none: with one worker, which may be lost, a run goes back to its last checkpoint"
+            text = "none: if the only worker is lost, the run goes back to its last checkpoint"
         if where not in self.reported:
             self.say(f"recovery   {text}")
         self.reported.add(where)
@@ -175,7 +175,7 @@ class Losses:
     in_vain: int = 0
 
     def count(self, done: int, restart: int, error: WorkerLost) -> None:
-        """Count a loss. Errors   ClusterLost where the run makes no progress"""
+        """Count a loss. Errors   ClusterLost if the run makes no progress"""
         self.in_vain = 0 if (done, restart) > (self.done, self.restart) else self.in_vain + 1
         self.done, self.restart = done, restart
         if self.in_vain >= MOST_IN_VAIN:
@@ -187,7 +187,7 @@ class Losses:
 class Recovery:
     """Takes a run back to the newest state that is left when something of it is lost, and reports what that costs.
 
-    folder          of the run; None where nothing is written
+    folder          of the run; None if nothing is written
     stop_requested  returns whether the run shall end
     known           the workers at the last look
     gone            the workers that had gone at the last look
@@ -237,7 +237,7 @@ class Recovery:
 
         done     how many steps have ever been made
 
-        Errors   ClusterLost where no worker is left, WorkerLost where something is lost in the meantime
+        Errors   ClusterLost if no worker is left, WorkerLost if something is lost in the meantime
         """
         if not self.steps.recovers:
             raise error
@@ -270,7 +270,7 @@ class Recovery:
     def _named(self, gone: list[str]) -> list[str]:
         """Return the addresses of workers that are gone, and which of them had sent no heartbeats."""
         silent = self.scheduler.silent() if gone else set()
-        return [f"{address}{', which said nothing' * (address in silent)}" for address in gone]
+        return [f"{address}{', which sent no heartbeat' * (address in silent)}" for address in gone]
 
     def _look(self) -> None:
         """Print which workers have come and gone; with a second one there is a place to copy the state to."""
@@ -288,7 +288,7 @@ class Recovery:
     def _await_worker(self, error: WorkerLost) -> None:
         """Wait until there is a worker.
 
-        Errors   ClusterLost where none comes in time, or a stop is requested
+        Errors   ClusterLost if none comes in time, or a stop is requested
         """
         if self.scheduler.addresses():
             return

@@ -34,7 +34,7 @@ class Result:
              seconds: float
                  duration of all steps and validations of this process [s]
              checkpoint: Path | None
-                 the folder with the model, which `daskgpt.load` reads; None where no run folder was written
+                 the folder with the model, which `daskgpt.load` reads; None if no run folder was written
              first: int
                  how many steps earlier processes have made
              stopped: bool

@@ -45,8 +45,8 @@ class RunFolder:
 
     resumed   whether the folder holds a run that continues
 
-    Errors    FileExistsError where a new run's folder already holds one; ValueError where no folder can be made there;
-              FileNotFoundError where there is no run to resume; RuntimeError where another process trains it
+    Errors    FileExistsError if a new run's folder already holds one; ValueError if no folder can be made there;
+              FileNotFoundError if there is no run to resume; RuntimeError if another process trains it
     """
 
     def __init__(self, path: str, *, resumed: bool = False) -> None:
@@ -75,7 +75,7 @@ class RunFolder:
         steps    of a resumed run, the step that it continues from
         logs     rows of `metrics.SINKS`; the first one is always there
 
-        Errors   FileExistsError where another run has begun here in the meantime
+        Errors   FileExistsError if another run has begun here in the meantime
         """
         done = steps if self.resumed else None
         if self.resumed:
@@ -129,12 +129,12 @@ class RunFolder:
         return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
     def require_held(self) -> None:
-        """Errors   FolderLost where the folder is no longer this run's"""
+        """Errors   FolderLost if the folder is no longer this run's"""
         rule, advice = "the run's folder must stay where it is while it trains", "Start the run again."
         require(self.is_held(), "RunFolder", rule, {"out": self.path}, advice, FolderLost)
 
     def leave(self) -> tuple[Path, Path]:
-        """Continue in a new folder beside the former one, which is lost and not touched; return both."""
+        """Continue in a new folder beside the lost one, which is not touched; return both."""
         former, lock = self.path, self.lock
         numbered = (former.with_name(f"{former.name}.kept-{number}") for number in count(1))
         self.path = next(path for path in numbered if not path.exists())
@@ -150,7 +150,7 @@ class RunFolder:
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the resolved configuration: a TOML table for each dataclass or mapping.
 
-        Errors   FolderLost where the folder is no longer this run's
+        Errors   FolderLost if the folder is no longer this run's
         """
         self.require_held()
         self.sections, lines = sections, list[str]()
@@ -181,7 +181,7 @@ def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
 
     Shapes   those of the table, wte.weight with the rows of the padded vocabulary
     Dtype    float32
-    Errors   FileNotFoundError; ValueError where the file is not such a model, or the checkpoint is damaged
+    Errors   FileNotFoundError; ValueError if the file is not such a model, or the checkpoint is damaged
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
@@ -202,7 +202,7 @@ def open_model_of(path: str | Path) -> StoredModel:
 def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     """Open a model; return it with the state of its checkpoint, which is empty for a model file alone.
 
-    A damaged checkpoint that is passed over is a line on stderr.
+    Each damaged checkpoint that is skipped is reported on stderr.
 
     Errors   as of `load`
     """
@@ -225,7 +225,7 @@ def encoding_and_length(model: StoredModel, encoding: str = "") -> tuple[str, in
 
     encoding   replaces the model's own
 
-    Errors     ValueError where neither the file nor the vocabulary determines the encoding
+    Errors     ValueError if neither the file nor the vocabulary determines the encoding
     """
     name = encoding_named(encoding) if encoding else model.encoding or encoding_of_model(model.config.vocabulary)
     return name, model.sequence_length or model.config.positions

@@ -1,8 +1,7 @@
-"""Run a recorded step without data: in place of each kernel call stands what returns arrays that only have a size.
+"""Run a recorded step without data: each kernel call is replaced by one that returns arrays with only a size.
 
-The step's own tasks are handed to Dask one by one. The stand-ins are counted while they live, and Dask and the tasks
-drop them when they drop the real arrays. What a call returns it knows itself, so that a layer nobody has seen yet needs
-nothing here.
+Dask runs the step's own tasks one by one. The stand-ins are counted while they live, and Dask and the tasks drop them
+when they would drop the real arrays. Each call knows the sizes of its results, so a new layer needs nothing here.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Account:
 
 
 class StandIn:
-    """An array without data; the account has its bytes as long as somebody holds it."""
+    """An array without data; the account counts its bytes as long as it is referenced."""
 
     def __init__(self, account: Account, name: str, nbytes: int) -> None:
         self.account, self.name, self.nbytes = account, name, nbytes
@@ -57,7 +56,7 @@ class StandIn:
 
 
 class Message:
-    """What comes from other ranks, or goes to them: at any place of it there is the same. It is not counted."""
+    """A stand-in for a message between ranks, which is not counted; each of its items is the same."""
 
     nbytes = 0
 
@@ -88,7 +87,7 @@ class Trial(LocalScheduler):
 
     @property
     def peak(self) -> int:
-        """Bytes of all arrays when there are most of them."""
+        """The peak of the bytes of all arrays."""
         return self.account.at_peak.total()
 
     def run(self, submission: GraphRun) -> list[Any]:
@@ -121,7 +120,7 @@ class Trial(LocalScheduler):
         return run
 
     def _stand_in(self, call: Call) -> Callable[..., Any]:
-        """Return what returns stand-ins where the call would return arrays."""
+        """Return a function that returns stand-ins for the arrays of a call."""
         function: Any = call.function
         return partial(getattr(function, "__self__", function).stand_in, self, call.key)
 
@@ -140,7 +139,7 @@ class Trial(LocalScheduler):
 
 
 def most_bytes(step: TrainingStep) -> int:
-    """Bytes of all that a step holds or makes, as if nothing were ever dropped: known at once, and never too few."""
+    """Return the bytes of everything that a step holds or makes, as if nothing were dropped: a quick upper bound."""
     made = [
         result
         for key, node in step.recorded.unmerged.items()
@@ -153,12 +152,12 @@ def most_bytes(step: TrainingStep) -> int:
         for own in (known.values(), step.row.state(known).values())
     )
     held = sum(step.precision.held_bytes(tensor) for tensor in known.values()) + moments
-    # In place no call returns a gradient; where it is summed apart it is made nevertheless.
+    # In place no call returns a gradient, but if it is summed separately, it is made nevertheless.
     return held + values + sum(math.prod(result.shape) * result.dtype.itemsize for result in made)
 
 
 def _stand_ins(values: Any) -> list[Any]:
-    """All arrays in nested sequences, each once."""
+    """Yield all arrays in nested sequences, each once."""
     if isinstance(values, Values):
         return _stand_ins(values.values)
     if isinstance(values, list | tuple):
@@ -167,5 +166,5 @@ def _stand_ins(values: Any) -> list[Any]:
 
 
 def rounded(size: int) -> str:
-    """Bytes for people."""
+    """Return bytes as text, in MB or GB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"

@@ -59,7 +59,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
         *("worker_seconds", "log"),
     ),
 }
-# Values that leave a setting to the run: the same command with --resume asks for no change.
+# Values that leave a setting to the run: with --resume, they change nothing.
 OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
@@ -128,7 +128,7 @@ class WarmStart:
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
         """Return the data settings of this model's run, with those that are given in their place.
 
-        Errors   ValueError where the given encoding is not the model's
+        Errors   ValueError if the given encoding is not the model's
         """
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
         kept = {name: self.data[name] for name in ("data", "validation_fraction", "held_out") if name in self.data}
@@ -138,7 +138,7 @@ class WarmStart:
     def encoding(self, wanted: str) -> str:
         """Return the model's encoding; where its file has none, the wanted one, or the one that its vocabulary means.
 
-        Errors   ValueError where another one is wanted
+        Errors   ValueError if another one is wanted
         """
         rule, got = "a model to start from has its own encoding", {"encoding": wanted, "init": self.init}
         require(not is_to_be_learned(wanted), "train", rule, got, "Leave --encoding out.")
@@ -160,7 +160,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     vocabulary   of the model: where the encoding is auto, the size of GPT-2's vocabulary means GPT-2's encoding
     start        the model that training starts from, whose encoding `auto` means
 
-    Errors       ValueError where the encoding is not that model's; as of load_dataset
+    Errors       ValueError if the encoding is not that model's; as of load_dataset
     """
     encoding = start.encoding(data.encoding) if start else data.encoding
     if is_token_folder(data.data):
@@ -182,7 +182,7 @@ def start_values(
 ) -> Mapping[str, np.ndarray]:
     """Return the initial parameters: those given, those of a model, or random ones.
 
-    Errors   ValueError where those given are not of the job's model, TypeError unless float32
+    Errors   ValueError if those given are not of the job's model, TypeError unless float32
     """
     if parameters is not None:
         check_parameters(job.config, parameters)
@@ -211,14 +211,14 @@ def checkpoint_facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], gra
 
 
 def arithmetic(job: Job) -> dict[str, str]:
-    """Return what decides the bits of a matrix product: the precision, and the unit that multiplies."""
+    """Return the settings that decide the bits of a matrix product: the precision, and the unit that multiplies."""
     if job.precision.packed:
         return {"precision": job.precision.name, "unit": unit().name.lower()}
     return {"precision": job.precision.name, "unit": "fused" if one_order(job.precision.dtype) else "library"}
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
-    """Return numbers that tell these tokens from others: their counts, and a digest of all of them."""
+    """Return numbers that identify these tokens: their counts, and a digest of all of them."""
     return {
         "training_tokens": int(dataset.training.size),
         "validation_tokens": int(dataset.validation.size),
@@ -238,8 +238,8 @@ class Resumed:
         """path     the run folder
         changes  settings by section and name; each must be one of MAY_CHANGE, or have the run's own value
 
-        Errors   FileNotFoundError where there is no run or no good checkpoint; RuntimeError where another process
-                 trains it; ValueError for a change that is refused, other data than the run's, and no step left
+        Errors   FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
+                 ValueError for a change that is refused, other data than the run's, and no step left
         """
         rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
         require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
@@ -268,7 +268,7 @@ class Resumed:
         other = [f"{name}={value} (was {then[name]})" for name, value in now.items() if value != then[name]]
         rule = "the data must be those that the run was trained on"
         got = f"data={c['data'].data}, {short(''.join(other[:1]), 100)}"
-        require(not other, "train", rule, got, "Bring them back, or start a new run with --init.")
+        require(not other, "train", rule, got, "Restore them, or start a new run with --init.")
         self.job = Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
         horizon, done = state.get("horizon", {}), state["step"]
         self.job.horizon.resume(horizon, done)
@@ -348,7 +348,7 @@ class Resumed:
     def _scheduler(self, known: str, given: Mapping[str, Any]) -> str:
         """Return the scheduler to use where none is given: never an address from the folder.
 
-        A run folder from somebody else could name a scheduler of theirs, and what a scheduler sends is unpickled.
+        A run folder from another person could name their scheduler, and data from a scheduler are unpickled.
 
         Errors   ValueError for an address that neither a flag nor the environment gives
         """

@@ -1,4 +1,4 @@
-"""What a step is given besides the state: a table, from which leaves of the graph and their values derive."""
+"""A training step, and the table of its inputs other than the state, from which leaves of the graph derive."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, wr
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 
-EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # belong to the first block, where they are outside of the blocks
+EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step, of which its inputs are made.
+    """The data of one step, from which its inputs are made.
 
-    tokens, targets   (B, T) int32; targets are None where nothing needs them
-    hyper             what changes from step to step in updates, float64 (S,)
-    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None where there
-                      are none
+    tokens, targets   (B, T) int32; targets are None if nothing needs them
+    hyper             numbers of the updates that change from step to step, float64 (S,)
+    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None if there are
+                      none
     """
 
     tokens: np.ndarray
@@ -63,7 +63,7 @@ class StepInputs:
     streams: np.ndarray | None = None
 
     def of(self, first: int, last: int) -> StepInputs:
-        """The same of some sequences."""
+        """Return the data of some sequences."""
         targets, streams = (None if each is None else each[first:last] for each in (self.targets, self.streams))
         return replace(self, tokens=self.tokens[first:last], targets=targets, streams=streams)
 
@@ -72,8 +72,8 @@ class StepInputs:
 class Input:
     """One row.
 
-    axes    a letter an axis: b and t are cut into the chunks of the batch, others are whole
-    value   the whole array of a step, None where that step has none (nothing must read it then)
+    axes    a letter per axis: b and t are cut into the chunks of the batch, others are whole
+    value   returns the whole array of a step, None if the step has none (nothing must read it then)
     """
 
     name: str
@@ -85,7 +85,7 @@ class Input:
 INPUTS: tuple[Input, ...] = (
     Input("tokens", "bt", np.int32, lambda moment: moment.tokens),
     Input("targets", "bt", np.int32, lambda moment: moment.targets),
-    # How a chunk knows where in the sequence it stands.
+    # The position of a chunk in its sequence.
     Input("positions", "t", np.int32, lambda moment: np.arange(moment.tokens.shape[1], dtype=np.int32)),
     Input("streams", "b", np.int64, lambda moment: moment.streams),
     Input("hyper", "S", np.float64, lambda moment: moment.hyper),
@@ -95,7 +95,7 @@ INPUTS: tuple[Input, ...] = (
 def input_leaves(
     tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int], hyper_size: int = 0
 ) -> dict[str, da.Array]:
-    """Dask arrays without data for every row, cut into chunks."""
+    """Return Dask arrays without data for every row, cut into chunks."""
     cut = {axis: (part,) * (whole // part) for axis, part, whole in zip("bt", chunk, batch_shape)}
     chunks = cut | {"S": (hyper_size,)}
     leaves = {}
@@ -106,22 +106,22 @@ def input_leaves(
 
 
 def input_values(moment: StepInputs) -> Mapping[str, np.ndarray]:
-    """The arrays of a step, of the rows that it has."""
+    """Return the arrays of a step for the rows that it has."""
     values = {row.name: row.value(moment) for row in INPUTS}
     return {name: value for name, value in values.items() if value is not None}
 
 
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
-Limits = tuple[float, float]  # of loss and norm, above which the update of a step is left out
+Limits = tuple[float, float]  # limits of loss and norm, above which the update of a step is skipped
 NO_LIMITS: Limits = (math.inf, math.inf)
 
 
 class Outcome(NamedTuple):
-    """What a step tells.
+    """The outcome of a step.
 
     loss  before the update [nats a token]
-    norm  of all gradients, before they are clipped; None where nothing needs it
+    norm  of all gradients, before they are clipped; None if nothing needs it
     made  whether the update was made
     """
 
@@ -131,14 +131,14 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Mapping[str, np.ndarray]) -> Outcome:
-        """From a step's outputs."""
+        """Return the outcome from a step's outputs."""
         norm, _, made = outputs["grad_info"][-GRAD_INFO:].tolist() if "grad_info" in outputs else (None, 1, True)
         return cls(float(outputs["loss"]), norm, bool(made))
 
 
 @dataclass
 class State:
-    """Parameters and their moments, packed as `layout` says, where the scheduler keeps them.
+    """Parameters and their moments, packed by `layout`, where the scheduler holds them.
 
     Names are "weight.NAME" and "MOMENT.NAME" (m and v, say); a state for inference has weights only.
     """
@@ -151,44 +151,44 @@ class State:
     def of_weights(
         cls, config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: Precision = FLOAT32
     ) -> State:
-        """Parameters alone, for inference."""
+        """Return a state of parameters alone, for inference."""
         weights = held_weights(config, parameters, precision)
         layout = Layout((tuple(weights),))
         return cls(layout, layout.pack(weights))
 
     @property
     def weights(self) -> State:
-        """The packs with parameters in them, for who needs no more."""
+        """The packs that hold parameters."""
         held = [names for names in self.layout.packs if any(name.startswith("weight.") for name in names)]
         return State(Layout(tuple(held)), [self.packs[self.layout.packs.index(names)] for names in held], self.step)
 
     def parameters(self, scheduler: Scheduler) -> dict[str, np.ndarray]:
-        """The parameters as arrays here."""
+        """Return the parameters as arrays of this process."""
         own = self.weights
         return named_parameters(own.layout.unpack(scheduler.fetch(own.packs)))
 
 
 def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The parameters among a state's arrays."""
+    """Return the parameters among a state's arrays."""
     weights = {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
     return {name: values_of(value) for name, value in weights.items()}
 
 
 def held_weights(config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: Precision) -> dict[str, Any]:
-    """Parameters as a step holds them, under their names in a state."""
+    """Return parameters as a step holds them, under their names in a state."""
     return {f"weight.{name}": precision.hold(tensor, parameters[name]) for name, tensor in tensors(config).items()}
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is recorded; none of it but the groups and the seed changes a bit of the results.
+    """Options for recording a step; only the groups and the seed change bits of the results.
 
     grain       size of a task
-    barrier     where all tasks wait for all: after each layer, each phase (forward, backward, update) or the step
-    in_place    whether the state's arrays are written over: for schedulers that never compute a task again
-    groups      into how many groups of sequences sums over the batch are divided
-    accumulate  into how many micro-batches the sequences are divided, that are worked on one after the other
-    seed        of what dropout drops
+    barrier     where all threads wait: after each layer, each phase (forward, backward, update) or the step
+    in_place    whether the state's arrays are overwritten, for schedulers that never compute a task again
+    groups      number of groups of sequences into which sums over the batch are divided
+    accumulate  number of consecutive micro-batches into which the sequences are divided
+    seed        of dropout
     """
 
     grain: str = "block"
@@ -202,7 +202,7 @@ class StepOptions:
 class TrainingStep:
     """Forward, backward and update of one batch, recorded once.
 
-    distribution   how ranks share it; None where there is one
+    distribution   how ranks share it; None if there is only one
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class TrainingStep:
         options: StepOptions = StepOptions(),
         rank: Rank | None = None,
     ) -> None:
-        """rank   which of several processes this one is, that share the batch in place; None where it is alone"""
+        """rank   this process among several that share the batch in place; None if it is alone"""
         first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
         self.rank, self.sequences, self.whole_shape = rank, (first, last), batch_shape
         self.distribution: Distribution | None = None
@@ -224,15 +224,15 @@ class TrainingStep:
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = options.barrier in ("layer", "phase")
         self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
-        # From here on activations take more memory than weights do, and tasks wait so that it is given back in time.
+        # From here on activations take more memory than weights, and tasks wait so that it is released in time.
         self.batch_shape = last - first, batch_shape[1]
         self.large = math.prod(self.batch_shape) > config.channels
         self.grain = options.grain
         self.set_chunk(chunk)
 
     def set_chunk(self, chunk: tuple[int, int]) -> None:
-        """Record the step with its batch in other chunks. In place the state stays as it is, and no bit of the results
-        changes where products sum in one order; out of place a state belongs to its chunks.
+        """Record the step with other chunks. In place, the state stays valid, and no bit of the results changes if
+        products sum in one order; out of place, a state belongs to its chunks.
         """
         self.chunk = chunk
         self.chunks = math.prod(whole // part for whole, part in zip(self.batch_shape, chunk))
@@ -257,7 +257,7 @@ class TrainingStep:
 
     @property
     def micro_batches(self) -> MicroBatches:
-        """Which sequences belong to which."""
+        """The sequences of each micro-batch."""
         return MicroBatches(self.options.accumulate, self.batch_shape[0] // self.chunk[0])
 
     def _rewritten(self, graph: Graph, loss: Key, token: str) -> Rewritten:
@@ -274,19 +274,19 @@ class TrainingStep:
         return self.distribution.rewritten()
 
     def _rule(self, origin: Origin) -> InPlaceRule:
-        """Return how a parameter is written over."""
+        """Return the rule by which a parameter is updated in place."""
         row = self.row.of(tensors(self.config)[origin.parameter])
         kernel = Guarded(row.in_place) if guards(self.optimizer) else row.in_place
         return InPlaceRule(self.precision.update(kernel), row.fused, row.whole)
 
     def fusion(self, grain: str) -> Fusion:
-        """Return which tasks are one at a grain."""
+        """Return the fusion of tasks at a grain."""
         return Fusion(grain, EARLY_LAYERS, SQUARES, updates=True, apart=self.apart, ranked=self.rank is not None)
 
     def set_grain(self, grain: str) -> None:
         """Fuse the step's tasks to another size; the state and every bit of the results stay the same.
 
-        Out of place the packs of the state change with the grain: set it before the first step.
+        Out of place, the packs of the state change with the grain: set it before the first step.
         """
         graph, ranked, waits = self.recorded.unmerged, self.rank is not None, dict[Key, list[Key]]()
         if self.large and grain != "chunk" and self.in_place and not self.apart:
@@ -300,14 +300,13 @@ class TrainingStep:
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """The state before a step. In place it is written over: keep a copy of what is given if that is needed.
+        """Return the state before a step. In place it is overwritten: keep a copy of the given arrays if you need them.
 
         moments   "MOMENT.NAME" of every tensor that has it; None = zeros
-        step      how many steps have led to it
+        step      number of steps before it
 
-        The zeros are written, where `np.zeros` would only promise them: the first update would otherwise fetch each
-        moment's memory page by page from the system, and its kernel times, which choose chunks and grain, be five
-        times too long.
+        Zeros are written: with `np.zeros` the first update would fetch each moment's memory page by page from the
+        system, and its kernel times, which choose chunks and grain, would be five times too long.
         """
         values = held_weights(self.config, parameters, self.precision)
         for key, tensor in self.row.state(tensors(self.config)).items():
@@ -317,7 +316,7 @@ class TrainingStep:
         return State(self.runnable.layout, self.runnable.layout.pack(values), step)
 
     def owned_rows(self, parameter: str) -> list[slice]:
-        """The rows of a tensor that are updated here: all, where no other rank updates any."""
+        """Return the rows of a tensor that are updated here; all of them without other ranks."""
         if not self.rank:
             return [slice(None)]
         assert self.distribution is not None
@@ -327,14 +326,14 @@ class TrainingStep:
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray, steps: int
     ) -> tuple[float, State]:
-        """Loss before the update, and the new state; `steps` is the length of the run (for the learning rate)."""
+        """Make a step; return the loss before the update and the new state. `steps` is the length of the run."""
         handles, state = self.submit(scheduler, state, (tokens, targets), steps)
         return self.outcome(scheduler, handles).loss, state
 
     def submit(
         self, scheduler: Scheduler, state: State, batch: Batch, steps: int, limits: Limits = NO_LIMITS
     ) -> tuple[list[Any], State]:
-        """Start a step: handles of its loss, and the state after it. A cluster goes on by itself."""
+        """Submit a step; return handles of its loss, and the state after it, without waiting on a cluster."""
         results = scheduler.run(self.runnable.submission(self._values(batch, state.step, steps, limits), state.packs))
         handles, packs = self.runnable.split(results, state.packs)
         return handles, State(state.layout, packs, state.step + 1)
@@ -342,11 +341,11 @@ class TrainingStep:
     def window(
         self, scheduler: Scheduler, state: State, batches: Sequence[Batch], steps: int
     ) -> tuple[list[Outcome], State]:
-        """Several steps that overlap as one graph, with the same results: their outcomes, and the state after them.
+        """Make several overlapping steps as one graph; return their outcomes, and the state after them.
 
         Errors   RuntimeError unless the state is updated in place: each step would begin with the state of the first
         """
-        rule, advice = "steps that overlap must write over their state", "Submit one after the other."
+        rule, advice = "steps that overlap must update their state in place", "Submit one after the other."
         require(self.in_place, "TrainingStep.window", rule, {"in_place": False}, advice, RuntimeError)
         values = [self._values(batch, state.step + number, steps) for number, batch in enumerate(batches)]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
@@ -354,7 +353,7 @@ class TrainingStep:
         return outcomes, State(state.layout, state.packs, state.step + len(batches))
 
     def outcome(self, scheduler: Scheduler, handles: list[Any]) -> Outcome:
-        """What a submitted step tells, waited for."""
+        """Wait for a submitted step and return its outcome."""
         return Outcome.of(self.runnable.output(scheduler.fetch(handles)))
 
     def _values(self, batch: Batch, step: int, steps: int, limits: Limits = NO_LIMITS) -> Mapping[str, np.ndarray]:
@@ -366,19 +365,19 @@ class TrainingStep:
 
 
 def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:
-    """The keys of the random numbers of each sequence of a step, int64 (sequences,); None where it needs none."""
+    """Return the keys of the random numbers of each sequence of a step, int64 (sequences,); None if it needs none."""
     return streams(seed, step, sequences) if optimizer.dropout else None
 
 
 def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
-    """The loss's gradient with respect to every parameter."""
+    """Return the gradient of the loss with respect to every parameter."""
     one = from_numpy(f"one-{tape.token}", np.ones((), loss.dtype), ())
     gradients = tape.backward(loss, one)
     return {name: gradients[weight.name] for name, weight in weights.items()}
 
 
 def parameter_leaves(tape: Tape, config: GPT2Config, precision: Precision) -> Lazy:
-    """Arrays without data like every parameter."""
+    """Return arrays without data in the shapes of all parameters."""
     leaves = _leaves(tape, {f"weight.{name}": tensor for name, tensor in tensors(config).items()}, precision)
     return {name.removeprefix("weight."): leaf for name, leaf in leaves.items()}
 

@@ -59,7 +59,7 @@ class StepMetrics:
     def record(self, recorded: StepGraph | None) -> Iterator[None]:
         """Record the kernel calls of the steps inside the `with` statement if a recording is due.
 
-        recorded   the graph of a step; None where steps have none of their own, and nothing is recorded
+        recorded   the graph of a step; None if steps have none of their own, and nothing is recorded
         """
         self.recordings = []
         due = time.perf_counter() - self.recorded_at >= RECORD_EVERY
@@ -71,7 +71,7 @@ class StepMetrics:
             yield
 
     def of_step(self, step: int, seconds: float) -> dict[str, Any]:
-        """Return the metrics of a step that took so many seconds."""
+        """Return the metrics of a step of this duration."""
         rate = self.operations / seconds
         found: dict[str, Any] = {
             "tokens": (step + 1) * self.tokens,
@@ -86,7 +86,7 @@ class StepMetrics:
         return found
 
     def of_passes(self, recorded: StepGraph | None, steps: int, seconds: float) -> dict[str, float]:
-        """Return the metrics of the recorded steps by pass; empty where none was recorded.
+        """Return the metrics of the recorded steps by pass; empty if none was recorded.
 
         steps, seconds   how many steps were run together, and how long all of them took
         """

@@ -26,7 +26,7 @@ def record_of(tmp_path, *flags):
 
 
 @pytest.mark.parametrize(("processes", "bf16"), [(1, False), (1, True), (2, False), (2, True), (4, False)])
-def test_processes_together_train_what_threads_train(processes, bf16):
+def test_processes_and_threads_train_the_same_model(processes, bf16):
     with TorchSide(JOB, 3, 1, TorchOptions(bf16=bf16), [Place()] * processes) as torch:
         assert len(torch.run(10)) == len(torch.losses) == 10
         assert len(torch.cpu()) == processes
@@ -37,7 +37,7 @@ def test_processes_together_train_what_threads_train(processes, bf16):
     np.testing.assert_allclose(torch.losses, steps.losses, **TOLERANCES["bfloat16 losses" if bf16 else "golden losses"])
 
 
-def test_what_ends_while_others_wait_for_it_is_said():
+def test_error_names_the_process_that_ended():
     """The others give up, and are ended: the error names the first that did not answer."""
     with pytest.raises(ValueError, match="batch_size=4, processes=3"):
         TorchSide(JOB, 0, 1, TorchOptions(), [Place()] * 3)
@@ -51,7 +51,7 @@ def test_what_ends_while_others_wait_for_it_is_said():
 
 
 @pytest.mark.parametrize("flags", [[], ["--apart"]])
-def test_three_programs_in_turns(tmp_path, monkeypatch, flags):
+def test_three_programs_run_in_turns(tmp_path, monkeypatch, flags):
     monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))
     monkeypatch.setattr("compare.programs.LONGEST_TURN", 1.0)
     found, figures = record_of(tmp_path, "torch-ddp", *MODEL, *FEW, *flags)
@@ -62,7 +62,7 @@ def test_three_programs_in_turns(tmp_path, monkeypatch, flags):
 
 
 @pytest.mark.parametrize("other", ["torch", "transformers"])
-def test_another_program_in_turns(tmp_path, other):
+def test_another_program_runs_in_turns(tmp_path, other):
     pytest.importorskip(other)
     flags = ["--positions", "40"] if other == "transformers" else []
     found, figures = record_of(tmp_path, other, *MODEL, *flags, *FEW)

@@ -33,13 +33,13 @@ def seen(page, tmp_path, *questions):
 
 
 @needs_browser
-def test_several_timelines_on_one_page(tmp_path):
+def test_page_shows_several_timelines(tmp_path):
     timelines = {name: recorded(name, [(10, 11)] if name == "none" else [(10,)])[1] for name in ("layer", "none")}
     page = write_side_by_side(timelines, tmp_path / "barriers.html", "two barriers")
     assert seen(page, tmp_path, BARS) == [sum(len(own.events) for own in timelines.values())]
 
 
-def test_the_dashboard_of_a_run(small_text, tmp_path):
+def test_dashboard_page_shows_a_run(small_text, tmp_path):
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     run = daskgpt.RunConfig(steps=12, validate_every=5, validation_batches=1)
     with daskgpt.open_scheduler("local", 2) as scheduler, Client(scheduler.client.cluster) as client:

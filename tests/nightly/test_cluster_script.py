@@ -1,4 +1,4 @@
-"""Tests of cluster/: clusters that start.sh starts, certificates, and the containers' commands."""
+"""Tests of cluster/: start.sh, certificates, and the commands of the containers."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_script_starts_a_cluster_that_trains_and_leaves_nothing(small_text, tmp_
 
 
 @pytest.mark.parametrize(("way", "keyword"), [("killed", "workers here ended"), ("slow", "got 0 of 1")])
-def test_script_ends_without_its_workers(way, keyword, tmp_path):
+def test_script_fails_if_its_workers_end(way, keyword, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     own = {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(tmp_path / "slow.py")} if way == "slow" else {}
     command = [START, "--workers", "1", "--port", "0", "--patience", "1" if way == "slow" else "300"]
@@ -110,7 +110,7 @@ def test_script_ends_without_its_workers(way, keyword, tmp_path):
         (CERTIFICATES, ".", "must be new"),
     ],
 )
-def test_scripts_refuse_flags(script, flags, keyword, tmp_path):
+def test_scripts_refuse_bad_flags(script, flags, keyword, tmp_path):
     command = [script, *shlex.split(flags)]
     done = subprocess.run(command, env=terminal(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, "")
@@ -119,7 +119,7 @@ def test_scripts_refuse_flags(script, flags, keyword, tmp_path):
 
 
 @needs_openssl
-def test_the_same_model_over_tls_on_a_cluster_and_a_local_one(tls, certified, small_text, tmp_path):
+def test_tls_trains_the_same_model(tls, certified, small_text, tmp_path):
     assert tls.startswith("tls://127.0.0.1:")
     for number, (scheduler, own) in enumerate([("threads", {}), (tls, certified[0]), ("local", certified[0])]):
         done = train(small_text, scheduler, tmp_path / str(number), **own)
@@ -129,11 +129,11 @@ def test_the_same_model_over_tls_on_a_cluster_and_a_local_one(tls, certified, sm
 
 
 @needs_openssl
-def test_who_has_no_certificate_is_refused(tls, certified, small_text, tmp_path):
+def test_client_without_certificate_is_refused(tls, certified, small_text, tmp_path):
     plain = tls.replace("tls://", "tcp://")
     for scheduler, own, keyword in (
         (tls, {}, "no certificate"),
-        (tls, certified[1], "another cluster's"),
+        (tls, certified[1], "certificate differs"),
         (plain, {}, "closed the connection"),
         (plain, certified[0], "asks for TLS"),
     ):

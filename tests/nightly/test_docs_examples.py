@@ -1,4 +1,4 @@
-"""Tests of the documentation that take long: its examples are true, its metrics those of a run, its site is built."""
+"""Slow tests of the documentation: its examples, its table of metrics, and its site."""
 
 import doctest
 import re
@@ -17,7 +17,7 @@ WRITTEN = sorted(DOCS.glob("*.md"))
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
-def test_examples_are_true(page, tmp_path, monkeypatch):
+def test_documented_examples_pass(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     examples = code(page, "python")
     parsed = doctest.DocTestParser().get_doctest(examples, {}, page.name, str(page), 0)
@@ -28,7 +28,7 @@ def test_examples_are_true(page, tmp_path, monkeypatch):
     assert runner.failures == 0, "".join(said)
 
 
-def test_the_metrics_of_a_run_are_those_of_the_table(tmp_path):
+def test_metrics_of_a_run_match_the_table(tmp_path):
     (table,) = [table for table in tables(DOCS / "metrics.md") if table.head == ["name", "unit", "definition", "when"]]
     known = {name for row in table.rows for name in row[0].split(", ")}
     model = preset("tiny", blocks=1, channels=32, positions=32)
@@ -39,7 +39,7 @@ def test_the_metrics_of_a_run_are_those_of_the_table(tmp_path):
     assert {"loss", "norm", "validation_loss"} <= written <= known
 
 
-def test_the_site_is_built_without_a_warning_and_asks_no_network(tmp_path):
+def test_site_builds_without_warnings_and_needs_no_network(tmp_path):
     for tool in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(tool, reason="the extra docs is not installed")
     words = [sys.executable, "-m", "sphinx", "-W", "-c", "docs", ".", tmp_path]

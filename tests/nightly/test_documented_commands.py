@@ -45,7 +45,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", [each for each in documented() if not each.why_not], ids=lambda each: each.text)
-def test_a_command_that_a_page_shows_runs(command, made, tmp_path, monkeypatch, capsys):
+def test_documented_command_runs(command, made, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "folder"
     shutil.copytree(made, folder, symlinks=True)
     monkeypatch.chdir(folder)
@@ -60,7 +60,7 @@ def test_a_command_that_a_page_shows_runs(command, made, tmp_path, monkeypatch, 
     assert (bool(code), bool(capsys.readouterr().out)) == (False, True)
 
 
-def test_the_versions_of_the_study_end_with_one_loss(tmp_path):
+def test_versions_of_the_study_have_equal_losses(tmp_path):
     losses = set()
     for number, command in enumerate(VERSIONS):
         assert run(f"{command.text.partition('daskgpt.')[2]} --out {tmp_path / str(number)}") == 0
@@ -68,7 +68,7 @@ def test_the_versions_of_the_study_end_with_one_loss(tmp_path):
     assert (len(VERSIONS), len(losses)) == (5, 1)
 
 
-def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
+def test_documented_python_runs(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "python.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(compile(text.replace("steps=100", "steps=2, validation_batches=1"), "python.md", "exec"), {})

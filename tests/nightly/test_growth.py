@@ -23,7 +23,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="resident memory is read from /proc")
-def test_a_thousand_overlapping_steps_keep_tasks_and_memory_flat():
+def test_overlapping_steps_leak_no_tasks_or_memory():
     window, random = 4, np.random.default_rng(5)
     step = TrainingStep(
         SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="chunk", barrier="none", in_place=True)
@@ -42,7 +42,7 @@ def test_a_thousand_overlapping_steps_keep_tasks_and_memory_flat():
     assert found[-1][2] - found[settled][2] < 2_000_000
 
 
-def test_a_run_on_a_cluster_of_processes_leaves_no_tasks_behind(tmp_path):
+def test_cluster_run_leaks_no_tasks(tmp_path):
     with (tmp_path / "log").open("w") as log:
         # Windows of steps end at each recovery point, so that there is something to look at on a fast machine too.
         entries = long_run(tmp_path, log, steps=3000, every=50, flags=f"{FLAGS} --snapshot-every 25")

@@ -1,4 +1,4 @@
-"""Tests of what the system refuses: a full disk, output that nobody takes, two runs at once, a user's own settings."""
+"""Tests of runs under difficult conditions: a full disk, closed output, two runs at once, a user's own settings."""
 
 import os
 import shlex
@@ -40,7 +40,7 @@ def training(small_text, out):
     "script",
     ["$RUN | head -1", "$RUN 2>&1 | head -1", "$RUN >&-", "$RUN >&- 2>&-", "$RUN <&- >/dev/null", "$RUN >/dev/full"],
 )
-def test_a_run_that_nobody_watches_goes_on_to_its_end(script, small_text, tmp_path, expected):
+def test_run_completes_with_closed_output(script, small_text, tmp_path, expected):
     if "full" in script and not FULL.exists():
         pytest.skip("the system has no device that is always full")
     out = tmp_path / "run"
@@ -56,7 +56,7 @@ def test_a_run_that_nobody_watches_goes_on_to_its_end(script, small_text, tmp_pa
         assert "stdout: " in result.stderr.splitlines()[-1]
 
 
-def test_of_three_runs_into_one_folder_one_has_it(small_text, tmp_path, expected):
+def test_one_of_three_runs_gets_the_folder(small_text, tmp_path, expected):
     out = tmp_path / "run"
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(training(small_text, out), **pipes) for _ in range(3)]
@@ -70,7 +70,7 @@ SETTINGS = {"DASK_SCHEDULER": "processes", "DASK_OPTIMIZATION__FUSE__ACTIVE": "F
 SETTINGS |= {"DASK_TEMPORARY_DIRECTORY": "/nowhere", "DASK_TOKENIZE__ENSURE_DETERMINISTIC": "True"}
 
 
-def test_a_run_on_one_core_under_other_settings_of_dask_has_the_same_bits(small_text, tmp_path, expected, monkeypatch):
+def test_one_core_and_dask_settings_change_no_bit(small_text, tmp_path, expected, monkeypatch):
     out = tmp_path / "run"
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Tests of kills: a process that is killed at any moment leaves a run that is gone on with to the same bits."""
+"""Tests of kills: a run whose process was killed at any moment continues to the same bits."""
 
 import random
 
@@ -8,7 +8,7 @@ from kills import kill_and_resume
 from daskgpt.kernels.compilation import compile_all
 
 
-def test_ten_kills_at_random_moments(tmp_path):
+def test_resume_after_ten_random_kills(tmp_path):
     compile_all(np.float32)
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}: python benchmarks/kills.py --kills 10 --seed {seed}")  # pytest shows it where the test fails

@@ -11,7 +11,7 @@ STEPS = 30
 
 
 @pytest.mark.parametrize("kind", ["attention.forward", "rank.window", "state.rows", "recovery.copy"])
-def test_a_worker_that_is_killed_costs_no_bit(kind, cluster, small_text, tmp_path, monkeypatch):
+def test_killed_worker_changes_no_bit(kind, cluster, small_text, tmp_path, monkeypatch):
     monkeypatch.setattr(rank_steps, "WINDOW_SECONDS", 1e-3)  # many windows a round
     train(small_text, tmp_path / "whole", steps=STEPS)
     cluster.have(3)

@@ -1,4 +1,4 @@
-"""Tests of workers that we start: each has one heap, whatever threads it has had before it was told."""
+"""Tests of local workers: each has one heap, also if it had threads before."""
 
 import ctypes
 import platform
@@ -23,6 +23,6 @@ def heaps():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other heaps")
-def test_a_worker_of_a_local_cluster_has_one_heap():
+def test_local_worker_has_one_heap():
     with daskgpt.open_scheduler("local", 2) as scheduler:
         assert scheduler.everywhere(heaps) == [1, 1]

@@ -1,4 +1,4 @@
-"""Tests of the notebooks as they run: whole, with answers to their puzzles, and on a cluster that is there already."""
+"""Tests that run the notebooks completely, with answers to their puzzles, and on a running cluster."""
 
 import nbformat
 import pytest
@@ -25,7 +25,7 @@ def shown_by(notebook):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
-def test_a_notebook_runs_and_its_checks_know_right_answers_from_wrong_ones(path, tmp_path):
+def test_notebook_runs_and_checks_answers(path, tmp_path):
     notebook, found = nbformat.read(path, as_version=4), solutions(path)
     nbformat.validate(notebook)
     assert puzzles(notebook) == list(found)
@@ -38,7 +38,7 @@ def test_a_notebook_runs_and_its_checks_know_right_answers_from_wrong_ones(path,
 
 
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem[0] in SAME], ids=by_name)
-def test_a_notebook_uses_a_cluster_that_runs_already(path, tmp_path, monkeypatch):
+def test_notebook_uses_a_running_cluster(path, tmp_path, monkeypatch):
     machines, place = tmp_path / "machines", tmp_path / "place"
     machines.mkdir()
     place.mkdir()

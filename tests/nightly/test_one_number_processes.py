@@ -24,7 +24,7 @@ OLDER = {"haswell": AVX2, "skylake-avx512": AVX512}
 
 
 @pytest.mark.parametrize("processor", OLDER)
-def test_code_for_an_older_processor_computes_the_same_bits(processor):
+def test_older_instruction_sets_give_the_same_bits(processor):
     """In a process of its own, which compiles everything for that processor."""
     wanted = OLDER[processor]
     if not features().issuperset(wanted):
@@ -39,19 +39,19 @@ def test_code_for_an_older_processor_computes_the_same_bits(processor):
 @needs_own_product
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("name", sorted(LARGER))
-def test_the_bits_of_larger_models_are_those_of_every_other_machine(name, unit):
+def test_bits_of_larger_models_match_the_golden_bits(name, unit):
     test_one_number.test_no_chunk_changes_a_bit(name, unit)
-    test_one_number.test_the_bits_are_those_of_every_other_machine(name, unit)
+    test_one_number.test_bits_match_the_golden_bits(name, unit)
 
 
-def test_the_campaign_is_a_command():
+def test_campaign_runs_as_a_command():
     command = [sys.executable, str(Path(campaign.__file__)), "--cases", "30", "--seed", str(one_number.seed())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("30 cases, 0 failed: ")
 
 
-def test_importing_the_package_is_cheap():
+def test_import_loads_neither_dask_nor_numba():
     code = "import sys, daskgpt; print('dask' in sys.modules, 'numba' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert found.stdout.split() == ["False", "False"]

@@ -72,7 +72,7 @@ def told(folder):
     return subprocess.run(["./test_gpt2"], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_small_model_is_accepted_and_a_wrong_gradient_is_not(tmp_path):
+def test_llmc_accepts_a_small_model_and_rejects_a_wrong_gradient(tmp_path):
     config, parameters = daskgpt.load(GOLDEN / "gpt2_small.bin")
     write(tmp_path, config, parameters, (4, 32))
     found = told(tmp_path)
@@ -87,7 +87,7 @@ def test_a_small_model_is_accepted_and_a_wrong_gradient_is_not(tmp_path):
     assert found.count("TENSOR OK") == 15
 
 
-def test_a_model_of_gpt2s_shape_is_accepted(tmp_path):
+def test_llmc_accepts_a_model_of_gpt2_size(tmp_path):
     config = daskgpt.preset("gpt2")
     write(tmp_path, config, daskgpt.initial_parameters(config, 0), (4, 64))
     assert "overall okay: 1" in told(tmp_path)

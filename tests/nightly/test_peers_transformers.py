@@ -62,7 +62,7 @@ def converted(source, target):
 
 
 @pytest.mark.parametrize("config", SIZES)
-def test_theirs_read_here(config, tmp_path):
+def test_reads_models_of_transformers(config, tmp_path):
     model = theirs_of(config)
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "shards", max_shard_size="20MB" if config.channels > 100 else "8KB")
@@ -72,7 +72,7 @@ def test_theirs_read_here(config, tmp_path):
 
 
 @pytest.mark.parametrize("config", SIZES)
-def test_ours_read_there(config, tmp_path):
+def test_transformers_reads_our_models(config, tmp_path):
     parameters = random_parameters(config, np.random.default_rng(3))
     if config.channels > 100:  # of so many channels sums with such values are some hundreds
         start = daskgpt.initial_parameters(config, 0)
@@ -85,7 +85,7 @@ def test_ours_read_there(config, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_their_16_bit_files(dtype, tmp_path):
+def test_reads_16_bit_files_of_transformers(dtype, tmp_path):
     model = theirs_of(SMALL)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     assert_same_logits(tmp_path, model.float())  # what is in the file, computed in float32 by both
@@ -93,14 +93,14 @@ def test_their_16_bit_files(dtype, tmp_path):
     np.testing.assert_array_equal(parameters["wte.weight"], model.transformer.wte.weight.detach().numpy())
 
 
-def test_a_model_without_its_head(tmp_path):
+def test_reads_a_model_without_head(tmp_path):
     """GPT2Model's files have no prefix, and older ones the masks."""
     model = theirs_of(SMALL)
     model.transformer.save_pretrained(tmp_path)
     assert_same_logits(tmp_path, model)
 
 
-def test_their_pipeline_writes_text_as_generate_does(tmp_path):
+def test_pipeline_generates_the_same_text(tmp_path):
     parameters = random_parameters(BYTES, np.random.default_rng(3))
     daskgpt.save(tmp_path / "own.safetensors", BYTES, parameters, encoding="bytes", sequence_length=64)
     folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
@@ -113,7 +113,7 @@ def test_their_pipeline_writes_text_as_generate_does(tmp_path):
     assert theirs[0, len(ids) :].tolist() == list(tokens)
 
 
-def test_their_tokenizer_of_a_gpt2_folder(tmp_path):
+def test_transformers_tokenizer_of_an_exported_folder(tmp_path):
     try:
         codec = encodings.get_encoding("gpt2")
     except FileNotFoundError as error:
@@ -135,7 +135,7 @@ def test_their_tokenizer_of_a_gpt2_folder(tmp_path):
 
 
 @pytest.mark.parametrize("biases", [True, False])
-def test_the_lines_that_convert_nanogpts_checkpoint(tmp_path, monkeypatch, biases):
+def test_conversion_of_nanogpt_checkpoints(tmp_path, monkeypatch, biases):
     model, state = theirs_of(SMALL), {}
     for name, values in model.state_dict().items():
         if name.endswith(".bias") and not biases:
@@ -152,7 +152,7 @@ def test_the_lines_that_convert_nanogpts_checkpoint(tmp_path, monkeypatch, biase
     assert_same_logits(tmp_path / "NEW_FOLDER", model)
 
 
-def test_a_folder_with_its_own_tokenizer_is_tuned_and_read_back_there(tmp_path, capsys):
+def test_fine_tuned_folder_with_tokenizer_loads_in_transformers(tmp_path, capsys):
     """Train, write text, evaluate and export a folder of theirs: the same text and logits there."""
     text, run, back = tmp_path / "text.txt", tmp_path / "run", tmp_path / "back"
     text.write_text("".join(f"line {number}: the quick brown fox\n" for number in range(2000)))

@@ -30,7 +30,7 @@ def _written(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_bytes_are_the_same_with_workers_and_a_learned_vocabulary(workers, corpus, tmp_path):
+def test_workers_and_learned_vocabulary_give_the_same_bytes(workers, corpus, tmp_path):
     flags = ("--learn-vocabulary", "600", "--shard-tokens", "1M")
     one = prepared(tmp_path, corpus, *flags, "--scheduler", "sync", out="one")
     result = run("prepare", corpus, *flags, "--scheduler", "local", "--threads", workers, "--out", tmp_path / "two")
@@ -39,7 +39,7 @@ def test_the_bytes_are_the_same_with_workers_and_a_learned_vocabulary(workers, c
     assert len(files_of(one)) > 4
 
 
-def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(corpus, tmp_path):
+def test_killed_preparation_continues_to_the_same_bytes(corpus, tmp_path):
     """Killed whenever the files have grown by some, until one process comes to the end."""
     learned = prepared(tmp_path, corpus, "--learn-vocabulary", "600", out="learned") / VOCABULARY_FILE
     many = [*[corpus] * 5, "--encoding", learned, "--shard-tokens", "700k"]
@@ -55,7 +55,7 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(corpus, tmp_path
             kills += 1
         process.wait()
         assert not (out / MANIFEST).exists()
-        assert "must hold prepared tokens, to the end" in refused(run("train", "--data", out, *SMALL))
+        assert "must be complete" in refused(run("train", "--data", out, *SMALL))
     assert kills == 4
     result = run("prepare", *many, "--out", out)
     assert result.returncode == 0, result.stderr
@@ -63,7 +63,7 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(corpus, tmp_path
     assert not list(out.glob(".*.tmp"))
 
 
-def test_a_vocabulary_is_learned_alike_by_any_number_of_threads(corpus, tmp_path):
+def test_number_of_threads_does_not_change_a_learned_vocabulary(corpus, tmp_path):
     names = set()
     for threads in ("1", "2"):
         out = tmp_path / threads

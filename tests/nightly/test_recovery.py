@@ -1,4 +1,4 @@
-"""Tests of workers that come, go, die, hang or differ while a run goes on: its model is that of threads."""
+"""Tests of a run whose workers join, leave, die, hang or differ: its model is that of threads."""
 
 import json
 import random
@@ -28,7 +28,7 @@ MATTERS = 0.6  # seconds that steps take around a change, so that it is seen bef
 
 @pytest.fixture(scope="module")
 def whole(small_text, tmp_path_factory):
-    """The folder of a run that nobody disturbs, with threads."""
+    """Return the folder of an undisturbed run with threads."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(small_text, out, "threads")
     return out
@@ -58,7 +58,7 @@ def acting(actions):
     return act
 
 
-def test_the_last_worker_is_waited_for(cluster, small_text, whole, tmp_path, capsys):
+def test_run_waits_for_a_new_worker(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(1)
 
     def kill():
@@ -72,7 +72,7 @@ def test_the_last_worker_is_waited_for(cluster, small_text, whole, tmp_path, cap
     assert re.search(r"from step \d+ back to \d+, the last checkpoint \(", said)
 
 
-def test_a_worker_of_another_arithmetic_comes_only_when_the_run_is_over(small_text, whole, tmp_path):
+def test_worker_with_other_arithmetic_joins_after_the_run(small_text, whole, tmp_path):
     with Machines(tmp_path, 1) as machines:
         machines.have(1)
 
@@ -117,7 +117,7 @@ def test_kill_matrix(kind, cluster, small_text, whole, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["no worker", "asked to stop", "no scheduler"])
-def test_what_ends_a_run_that_can_be_gone_on_with(way, whole, tmp_path):
+def test_lost_cluster_exits_with_a_resumable_run(way, whole, tmp_path):
     with Machines(tmp_path, 1) as machines:
         run, lines = WatchedRun(tmp_path, FLAGS), []
         flags = ["--save-every", 5, *(["--worker-minutes", 0.03] * (way == "no worker"))]
@@ -136,7 +136,7 @@ def test_what_ends_a_run_that_can_be_gone_on_with(way, whole, tmp_path):
     assert len(losses_of(run.out)) == len(done.losses) == steps
 
 
-def test_a_client_that_is_killed_leaves_nothing_on_the_cluster(cluster, tmp_path):
+def test_killed_client_leaves_nothing_on_the_cluster(cluster, tmp_path):
     cluster.have(2)
     run = WatchedRun(tmp_path, FLAGS)
     with run.start(cluster.address, "--snapshot-every", 2):
@@ -147,7 +147,7 @@ def test_a_client_that_is_killed_leaves_nothing_on_the_cluster(cluster, tmp_path
 
 
 @pytest.mark.parametrize("way", ["stops for seconds", "silent"])
-def test_a_worker_that_stands_still_costs_no_bit(way, cluster, small_text, whole, tmp_path, capsys):
+def test_stopped_worker_changes_no_bit(way, cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
     name = cluster.start_worker()
     cluster.have(3)
@@ -162,13 +162,13 @@ def test_a_worker_that_stands_still_costs_no_bit(way, cluster, small_text, whole
         small_text, tmp_path / "run", cluster.address, acting({AT: stop}), worker_seconds=2 if way == "silent" else 60
     )
     assert same(tmp_path / "run", whole)
-    assert (", which said nothing" in capsys.readouterr().out) == (way == "silent")
+    assert (", which sent no heartbeat" in capsys.readouterr().out) == (way == "silent")
     if way == "silent":
         worker.resume()
         wait_until(lambda: name in cluster.ended(), "the end of a worker that comes back too late")
 
 
-def test_a_local_cluster_starts_a_worker_again(small_text, whole, tmp_path):
+def test_local_cluster_restarts_a_worker(small_text, whole, tmp_path):
     killed = []
 
     def kill():
@@ -181,7 +181,7 @@ def test_a_local_cluster_starts_a_worker_again(small_text, whole, tmp_path):
     assert same(tmp_path / "run", whole)
 
 
-def test_on_workers_that_live_for_seconds_a_run_has_the_same_bits(tmp_path):
+def test_short_lived_workers_change_no_bit(tmp_path):
     with (tmp_path / "short_lives.jsonl").open("w+") as log:
         seed = random.SystemRandom().randrange(10**6)
         coming, said = short_lives(tmp_path, log, seconds=90, life=20, stagger=5, seed=seed)
@@ -190,7 +190,7 @@ def test_on_workers_that_live_for_seconds_a_run_has_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("hosts", [False, True])
-def test_a_campaign_of_faults_at_random_moments(hosts, tmp_path):
+def test_random_faults_change_no_bit(hosts, tmp_path):
     """Killed, stopped and ended processes; with hosts of their own also those that are cut off or restarted."""
     if hosts and missing():
         pytest.skip(missing())

@@ -17,7 +17,7 @@ def slurm(tmp_path):
         yield environment
 
 
-def test_a_job_that_is_stopped_queues_again_and_ends_with_the_same_model(slurm, tmp_path):
+def test_stopped_job_requeues_and_trains_the_same_model(slurm, tmp_path):
     (tmp_path / "cluster").symlink_to(ROOT / "cluster")
     # A window of steps on a cluster ends at each recovery point, however fast the machine is.
     flags = [*FLAGS.split(), "--steps", "2000", "--snapshot-every", "20", "--data", str(write_text(tmp_path))]

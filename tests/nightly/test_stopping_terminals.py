@@ -27,7 +27,7 @@ def interrupted(begun, tmp_path, *flags, **environment):
     return process.returncode, shown, children
 
 
-def test_ctrl_c_saves_the_model_of_a_cluster(tmp_path):
+def test_ctrl_c_saves_a_cluster_run(tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     begun = lambda: metrics.exists() and metrics.read_text().count("\n") > 3  # noqa: E731
     code, shown, children = interrupted(begun, tmp_path, "--scheduler", "local", "--threads", "2")
@@ -38,7 +38,7 @@ def test_ctrl_c_saves_the_model_of_a_cluster(tmp_path):
     assert not psutil.wait_procs(children, PATIENCE)[1]
 
 
-def test_ctrl_c_while_kernels_are_compiled_ends_the_command(tmp_path):
+def test_ctrl_c_during_compilation_ends_the_command(tmp_path):
     cache = tmp_path / "cache"
     code, shown, _ = interrupted(lambda: any(cache.rglob("*.nbc")), tmp_path, NUMBA_CACHE_DIR=str(cache))
     assert (code, shown.splitlines()[-1]) == (130, "stopped")
@@ -54,7 +54,7 @@ daskgpt.fit(config, data=data, dataflow=dataflow, run=daskgpt.RunConfig(steps=2)
 """
 
 
-def test_a_script_that_each_worker_would_start_again_is_told_so(tmp_path):
+def test_script_without_main_guard_is_reported(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(text=str(write_text(tmp_path))))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)

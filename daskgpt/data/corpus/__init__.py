@@ -1,1 +1,1 @@
-"""From files of text to folders of tokens, of any size: what `daskgpt.prepare` does."""
+"""From files of text to folders of tokens, of any size, for `daskgpt.prepare`."""

@@ -1,6 +1,6 @@
-"""A block's documents, to which part each belongs, and their tokens: what one task makes of it, wherever it runs.
+"""The documents of a block, the part that each belongs to, and their tokens: the work of one task.
 
-What is held out for validation follows from a text's hash.
+The hash of a text decides whether it is held out for validation.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from daskgpt.data.corpus.sources import RECORDS, REPLACE, SKIP, WHERE, Block, Pi
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.vocabulary import END_OF_TEXT, know_vocabulary
 
-PASSAGE_BYTES = 2**14  # of a text file that is one document, of which whole passages are held out
+PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A document, or some of a text file's.
+    """A document, or a part of a text file.
 
     size   of its text in UTF-8 [bytes]
-    opens  whether it does not go on from what stands before it
+    opens  whether it begins a document
     """
 
     text: str
@@ -41,10 +41,10 @@ class Passage:
 def passages_of(block: Block, config: PrepareConfig) -> Iterator[Passage | None]:
     """Yield the passages of a block in order; None for one that was skipped.
 
-    Errors   ValueError for records that are none and bytes that cannot be decoded
+    Errors   ValueError for invalid records and bytes that cannot be decoded
     """
     for piece in block:
-        opens = piece.start == 0  # else a text goes on from the block before
+        opens = piece.start == 0  # otherwise a text continues from the previous block
         for text, whole in _texts(piece, config):
             if text is None:
                 yield None
@@ -63,7 +63,7 @@ def _is_held_out(encoded: bytes, fraction: float) -> bool:
 
 
 def _texts(piece: Piece, config: PrepareConfig) -> Iterator[tuple[str | None, bool]]:
-    """Yield the texts of a piece, None for one that was skipped, and whether each is a document of its own."""
+    """Yield the texts of a piece, None for one that was skipped, and whether each is a separate document."""
     content, place = piece.content, piece.start
     if isinstance(content, tuple):
         for number, row in enumerate(content):
@@ -89,7 +89,7 @@ def _texts(piece: Piece, config: PrepareConfig) -> Iterator[tuple[str | None, bo
 
 
 def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) -> str | None:
-    """Return a text, None where it is none and is skipped: JSON may hold halves of characters."""
+    """Return a text, None if it is invalid and skipped: JSON may hold halves of characters."""
     try:
         text = raw if isinstance(raw, str) else raw.decode()
         if isinstance(raw, str) and not raw.isascii():
@@ -101,7 +101,7 @@ def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) 
         if config.undecodable == REPLACE and isinstance(raw, bytes):
             return raw.decode(errors="replace")
         wrong = getattr(error, "start", 0) if isinstance(raw, bytes) else 0
-        got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or say --undecodable replace or skip."
+        got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or give --undecodable replace or skip."
         require(config.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
         return None
 
@@ -112,30 +112,30 @@ def _field(line: str, piece: Piece, place: int, config: PrepareConfig) -> str:
     try:
         known = json.loads(line)
     except ValueError as error:
-        advice = "JSONL has one object a line; give other texts an ending such as .txt."
+        advice = "JSONL has one object per line; give other texts an ending such as .txt."
         got["line"] = repr(line[:40])
         raise refusal(ValueError, WHERE, "every line must be JSON", got, advice) from error
     names = ", ".join(known)[:80] if isinstance(known, dict) else type(known).__name__
     holds = isinstance(known, dict) and config.field in known
     fields = {"field": config.field, "fields": names}
-    require(holds, WHERE, "every record must have the field", got | fields, "Name it by --field.")
+    require(holds, WHERE, "every record must have the field", got | fields, "Name it with --field.")
     value = known[config.field]
     rule, got = "the field of every record must be text", got | {config.field: repr(value)[:40]}
-    require(isinstance(value, str), WHERE, rule, got, "Name another by --field.")
+    require(isinstance(value, str), WHERE, rule, got, "Name another with --field.")
     return str(value)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A block as tokens, each document behind an end-of-text.
+    """A block as tokens, each document after an end-of-text.
 
     tokens       of both parts, (N,) uint16
-    documents    of both parts; passages of one text that follow one another count once
+    documents    number in both parts; consecutive passages of one text count once
     sizes        of both parts' texts in UTF-8 [bytes]
-    continues    whether it may go on from the block before: then its first tokens have no end-of-text before them
-    first, last  parts to which its first and its last passage belong, -1 where there is none
-    skipped      documents that could not be decoded
-    end_of_text  its id
+    continues    whether it may continue the previous block: then its first tokens have no end-of-text before them
+    first, last  parts of its first and its last passage, -1 if there is none
+    skipped      number of documents that could not be decoded
+    end_of_text  id of the token
     """
 
     tokens: list[np.ndarray]
@@ -150,10 +150,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class BlockEncoder:
-    """Encodes blocks; it is sent to the tasks that do so, with a learned vocabulary if there is one.
+    """Encodes blocks; it is sent to tasks, with a learned vocabulary if there is one.
 
     name      of the encoding
-    content   of its file where it is a learned one, else ""
+    content   of the file of a learned encoding, else ""
     """
 
     name: str
@@ -161,7 +161,7 @@ class BlockEncoder:
     config: PrepareConfig
 
     def __call__(self, block: Block) -> Encoded:
-        """Cost   tiktoken's time: it holds no lock of Python's while it encodes"""
+        """Encode a block. Cost   tiktoken's time, without Python's lock"""
         codec = _codec(self.name, self.content, threading.get_ident())
         runs: tuple[list[list[str]], list[list[str]]] = ([], [])
         sizes, skipped, first, last, continues = [0, 0], 0, -1, -1, False
@@ -187,7 +187,7 @@ class BlockEncoder:
 def _codec(name: str, content: str, thread: int) -> tiktoken.Encoding:
     """Return the encoding of a thread.
 
-    An encoding's regular expressions keep what they work with in a pool. Its first thread has a place there, all others
+    An encoding's regular expressions keep their scratch data in a pool. Its first thread has a place there, all others
     take turns: two threads with one encoding lose a tenth to two fifths of their time.
     """
     if content:
@@ -196,7 +196,7 @@ def _codec(name: str, content: str, thread: int) -> tiktoken.Encoding:
 
 
 def _encoded(codec: tiktoken.Encoding, runs: list[list[str]], unmarked: bool) -> np.ndarray:
-    """Return runs of passages as tokens, end-of-text before each; unmarked: not before the first one."""
+    """Return runs of passages as tokens, end-of-text before each; with `unmarked`, not before the first one."""
     texts = ["".join(run) for run in runs]
     if not texts:
         return np.empty(0, np.uint16)

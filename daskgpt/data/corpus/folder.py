@@ -1,12 +1,13 @@
-"""A folder of token files: its manifest, and how it is written, with a journal to go on from.
+"""A folder of token files: its manifest, and a writer with a journal to continue from.
 
     DIR/train_000000.bin ...   llm.c's token files; one that is not full has no header yet
         val_000000.bin ...
-        vocabulary.tiktoken    where it was learned
-        manifest.json          written last: without it nothing here counts
+        vocabulary.tiktoken    if it was learned
+        manifest.json          written last: without it the folder is incomplete
 
-The journal says up to which block of the input all is on the disk, and how long each file is there. A process that goes
-on cuts the files back to that and does the rest: what was written after the journal, whole or half, is made again.
+The journal records the block of the input up to which everything is on the disk, and the length of each file then. A
+process that continues truncates the files to these lengths and does the rest: everything that was written after the
+journal is made again.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ WHERE = "prepare"
 MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.tiktoken"
 VERSION = 1
 PARTS = ("train", "val")
-BLOCKS_BETWEEN = 32  # of which the journal is written anew
+BLOCKS_BETWEEN = 32  # after which the journal is written again
 
 
 @dataclass
 class Shard:
-    """A file of tokens; its SHA-256 is of the whole file."""
+    """A file of tokens, with the SHA-256 of the whole file."""
 
     file: str
     tokens: int
@@ -47,7 +48,7 @@ class Shard:
 
 @dataclass
 class Part:
-    """What is to be trained on, or held out.
+    """The tokens to train on, or those held out.
 
     bytes   of its text in UTF-8, without end-of-text
     """
@@ -59,19 +60,19 @@ class Part:
 
     @classmethod
     def of(cls, known: dict[str, Any]) -> Part:
-        """Return the part that JSON holds."""
+        """Return the part from its JSON."""
         return cls(**known | {"shards": [Shard(**shard) for shard in known["shards"]]})
 
 
 @dataclass
 class Manifest:
-    """All that decides the tokens of a folder, and what came of it: a pure function of inputs and settings.
+    """The inputs and settings that decide the tokens of a folder, and the results, which are a pure function of them.
 
-    encoding     by name; a learned one's file lies beside
-    ids          of the encoding, end-of-text, the last one, among them
-    settings     that decide the tokens
+    encoding     name; the file of a learned one lies in the folder
+    ids          number of ids of the encoding, with end-of-text, the last one
+    settings     settings that decide the tokens
     inputs       number, bytes, and digest of names and sizes of the files
-    skipped      documents that could not be decoded
+    skipped      number of documents that could not be decoded
     """
 
     encoding: str
@@ -83,9 +84,9 @@ class Manifest:
     skipped: int = 0
 
     def write(self, folder: Path) -> None:
-        """Write it, whole or not at all: with it a folder is complete.
+        """Write the manifest atomically, which completes the folder.
 
-        Errors   OSError where the system refuses
+        Errors   OSError if the system refuses
         """
         known = {"version": VERSION, "kind": "daskgpt tokens", **asdict(self)}
         with replacing(folder / MANIFEST, WHERE) as file:
@@ -93,20 +94,24 @@ class Manifest:
 
 
 def digest_of(known: Any) -> str:
-    """Return the SHA-256 of what JSON writes."""
+    """Return the SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path, where: str) -> Manifest:
     """Return the manifest of a folder.
 
-    Errors   FileNotFoundError where it has none; ValueError where it is damaged or of another version
+    Errors   FileNotFoundError if it has none; ValueError if it is damaged or of another version
     """
     path, begun = folder / MANIFEST, (folder / JOURNAL).is_file()
-    rule = "the folder must hold prepared tokens, to the end" if begun else "the folder must hold prepared tokens"
-    advice = "Give the command that prepared it once more: it goes on." if begun else "Name one of daskgpt.prepare's."
+    rule = "the preparation of the folder must be complete" if begun else "the folder must hold prepared tokens"
+    advice = (
+        "Give the same daskgpt.prepare command again: it continues."
+        if begun
+        else "Name one that daskgpt.prepare wrote."
+    )
     require(path.is_file(), where, rule, {"folder": folder}, advice, FileNotFoundError)
-    rule, advice = "the manifest must be as it was written", "Prepare it again."
+    rule, advice = "the manifest must be unchanged", "Prepare it again."
     try:
         known = json.loads(path.read_bytes())
         check = known.pop("check")
@@ -114,13 +119,13 @@ def read_manifest(folder: Path, where: str) -> Manifest:
         raise refusal(ValueError, where, rule, f"path={path} ({type(error).__name__})", advice) from None
     require(check == digest_of(known), where, rule, {"path": path, "check": str(check)[:12]}, advice)
     rule, got = f"its version must be {VERSION}", {"path": path, "version": known.pop("version")}
-    require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: read it with that.")
+    require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
     del known["kind"]
     return Manifest(**known | {name: Part.of(known[name]) for name in PARTS})
 
 
 class _PartWriter:
-    """The shards of one part, cut back to what the journal knows of them."""
+    """The shards of one part, truncated to their lengths in the journal."""
 
     def __init__(self, folder: Path, name: str, part: Part, shard_tokens: int) -> None:
         self.folder, self.name, self.part, self.shard_tokens = folder, name, part, shard_tokens
@@ -139,7 +144,7 @@ class _PartWriter:
         return self.folder / f"{self.name}_{len(self.part.shards):06}.bin"
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, to as many files as they need."""
+        """Append tokens to as many files as they need."""
         tokens = np.ascontiguousarray(tokens, "<u2")
         while tokens.size:
             if self.file is None:
@@ -153,7 +158,7 @@ class _PartWriter:
                 self.close()
 
     def close(self) -> None:
-        """Give the file that is being filled its header."""
+        """Write the header of the current file."""
         if self.file is not None:
             self.file.seek(0)
             self.file.write(header_of(TOKENS, 1, self.held))
@@ -165,26 +170,26 @@ class _PartWriter:
             self.file, self.held = None, 0
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush everything to the disk."""
         if self.file is not None:
             self.file.flush()
             os.fsync(self.file.fileno())
 
 
 class FolderWriter:
-    """Writes the blocks of a corpus in order; a context that holds the folder against other processes.
+    """Writes the blocks of a corpus in order; a context that locks the folder.
 
-    blocks    how many earlier processes have written
-    finished  whether they have written all, manifest included
+    blocks    number of blocks that earlier processes have written
+    finished  whether they have written all, including the manifest
     """
 
     def __init__(self, path: str, decides: Mapping[str, Any], shard_tokens: int) -> None:
-        """path          of the folder, which is new, empty, or one that the same preparation has begun
-        decides       all that decides what is written
-        shard_tokens  of a full file
+        """path          of the folder, which is new, empty, or begun by the same preparation
+        decides       inputs and settings that decide the content
+        shard_tokens  tokens of a full file
 
-        Errors    ValueError where something else is there; RuntimeError where another process writes it; OSError where
-                  the system refuses
+        Errors    ValueError if the folder has other content; RuntimeError if another process writes it; OSError if the
+                  system refuses
         """
         self.folder, self.decides = Path(path).expanduser(), digest_of(decides)
         self.vocabulary = self.folder / VOCABULARY_FILE
@@ -193,7 +198,7 @@ class FolderWriter:
             self._hold()
             try:
                 known = self._known()
-                for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed
+                for leftover in self.folder.glob(".*.tmp"):  # left by a process that was killed
                     leftover.unlink(missing_ok=True)
                 self.finished = (self.folder / MANIFEST).is_file()
                 self.blocks, self.last = known.get("blocks", 0), known.get("last", -1)
@@ -209,7 +214,7 @@ class FolderWriter:
     def _hold(self) -> None:
         names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
         fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
-        rule, advice = "the folder must be new, empty, or begun by the same command", "Name another by --out."
+        rule, advice = "the folder must be new, empty, or begun by the same command", "Name another with --out."
         good = (fresh or JOURNAL in names) and (self.folder.is_dir() or not self.folder.exists())
         require(good, WHERE, rule, {"out": self.folder}, advice)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -224,9 +229,9 @@ class FolderWriter:
             return  # a file system without locks
 
     def _known(self) -> dict[str, Any]:
-        """Return what the journal says: empty where this is the beginning.
+        """Return the content of the journal; empty at the beginning.
 
-        Errors   ValueError where it is that of something else
+        Errors   ValueError if it belongs to another preparation
         """
         path = self.folder / JOURNAL
         if not path.is_file():
@@ -237,11 +242,11 @@ class FolderWriter:
         except (ValueError, KeyError, TypeError):
             same = False
         rule = "the folder must be begun with the same inputs and settings"
-        require(same, WHERE, rule, {"out": self.folder}, "Name another by --out, or remove it.")
+        require(same, WHERE, rule, {"out": self.folder}, "Name another with --out, or remove it.")
         return known
 
     def save(self) -> None:
-        """Bring all that was written to the disk, and note it in the journal."""
+        """Flush everything to the disk, and record it in the journal."""
         for writer in self.writers:
             writer.sync()
         sync_folder(self.folder)
@@ -253,7 +258,7 @@ class FolderWriter:
     def take(self, block: Encoded) -> None:
         """Write the next block.
 
-        Errors   OSError where the system refuses, with the path
+        Errors   OSError if the system refuses, with the path
         """
         with _writing(self.folder):
             if block.continues and self.last != block.first:
@@ -271,7 +276,7 @@ class FolderWriter:
                 self.save()
 
     def close_shards(self) -> None:
-        """Finish every file, and bring it to the disk."""
+        """Finish every file and flush it to the disk."""
         with _writing(self.folder):
             for writer in self.writers:
                 writer.close()
@@ -283,14 +288,14 @@ class FolderWriter:
     def __exit__(self, *_: object) -> None:
         for writer in self.writers:
             if writer.file is not None:
-                with suppress(OSError):  # of what is still to be written: the journal does not count it
+                with suppress(OSError):  # an error in unwritten data: the journal does not count it
                     writer.file.close()
         self.lock.close()
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raise the system's errors in the form that all errors have."""
+    """Raise the system's errors in the common form."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Preparing tokens: from the inputs to a folder that training reads, whoever encodes the blocks."""
+"""Preparation of tokens: from the inputs to a folder that training reads, with any scheduler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from daskgpt.data.corpus.sources import BLOCK_BYTES, Block, PrepareConfig, block
 from daskgpt.data.tokenizer import check_learnable, encoding_named, get_encoding, learn_encoding, vocabulary_size
 from daskgpt.formats.vocabulary import is_learned, learned_vocabulary, read_vocabulary
 
-LEARNED_BYTES = 100_000_000  # of text that a vocabulary is learned from, spread over the corpus
-# Calls a function on each of some items, in tasks, and another one on each result here, in their order.
+LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
+# Calls a function on each item in tasks, and another one on each result in this process, in order.
 Each = Callable[[str, Callable[[Block], Encoded], Iterator[Block], Callable[[Encoded], None]], None]
 
 
@@ -25,7 +25,7 @@ class Preparation:
     def __init__(self, inputs: list[str], config: PrepareConfig) -> None:
         """inputs   files, folders and globs
 
-        Errors   ValueError for inputs without text and unknown encodings, OSError for what cannot be read
+        Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
         self.config, self.sources = config, list_sources(inputs)
         self.encoding = "" if config.learn_vocabulary else encoding_named(config.encoding or "gpt2")
@@ -33,18 +33,18 @@ class Preparation:
             get_encoding(self.encoding)
         else:
             check_learnable(config.learn_vocabulary, WHERE)
-        # What decides the tokens, with the inputs.
+        # The settings that, with the inputs, decide the tokens.
         known = {name: value for name, value in asdict(config).items() if name != "out"}
         self.settings = known | {"encoding": self.encoding, "block_bytes": BLOCK_BYTES}
 
     def run(self, each: Each, tell: Callable[[int], None]) -> Manifest:
-        """Make the folder, or go on with making it; the same bytes whoever does it, and however often it was stopped.
+        """Make the folder, or continue it; its bytes depend on neither the scheduler nor the number of stops.
 
         each   see schedulers.protocol.Scheduler.each
-        tell   is given the bytes of text that have been encoded, each time some are
+        tell   called with the bytes of text encoded so far, whenever they grow
 
         Cost     memory for some blocks of 4 MiB, and for learning a vocabulary
-        Errors   ValueError for texts that are not as they must be, OSError where the system refuses
+        Errors   ValueError for invalid texts, OSError if the system refuses
         """
         decides = {"settings": self.settings, "files": [asdict(source) for source in self.sources]}
         with FolderWriter(self.config.out, decides, self.settings["shard_tokens"]) as folder:
@@ -70,7 +70,7 @@ class Preparation:
         return blocks(self.sources, self.config)
 
     def _learned(self, folder: FolderWriter) -> str:
-        """The name of the corpus's own vocabulary: learned, or found where an earlier process has learned it."""
+        """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
         if folder.vocabulary.is_file():
             return read_vocabulary(folder.vocabulary)
         every = max(1, -(-sum(source.size for source in self.sources) // LEARNED_BYTES))
@@ -79,9 +79,9 @@ class Preparation:
         return learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
 
     def _finish(self, folder: FolderWriter, name: str) -> Manifest:
-        """The manifest, written: with it the folder is whole.
+        """Write and return the manifest, which completes the folder.
 
-        Errors   ValueError where a part has no text
+        Errors   ValueError if a part has no text
         """
         training, validation = folder.parts
         for kind, part in (("training", training), ("validation", validation)):

@@ -1,9 +1,9 @@
-"""What a corpus is read from: files in an order of their own, cut into blocks that are encoded independently.
+"""Sources of a corpus: files in a fixed order, cut into blocks that are encoded independently.
 
-A file is cut at positions that follow from its bytes alone, so that its tokens depend neither on who encodes it nor on
-how it is packed. Text is cut in front of the last line break before a word: GPT-2's pattern, which every vocabulary
-here shares, ends a piece there anyhow, so that no token crosses the cut. Lines and documents that a separator divides
-are cut behind them.
+A file is cut at positions that follow from its bytes alone, so its tokens depend on neither the scheduler nor the
+compression. Text is cut before the last line break in front of a word: GPT-2's pattern, which every vocabulary here
+shares, ends a piece there anyway, so no token crosses the cut. Lines, and documents with a separator, are cut after
+their ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from daskgpt.data.text import files_below, readable
 from daskgpt.formats.llmc import LARGEST_COUNT
 
 WHERE = "prepare"
-BLOCK_BYTES = 2**22  # of text that one task encodes
+BLOCK_BYTES = 2**22  # bytes of text that one task encodes
 SEARCHED = 2**16  # bytes in which a text is searched for a place to cut; without one it is cut between two characters
-LOOKED_AT = 2**13  # bytes of a file in a folder: with a zero among them it is no text, and left out
+LOOKED_AT = 2**13  # first bytes of a file in a folder: with a zero among them, it is not text and skipped
 ROWS = 256  # of Parquet read at a time
 
 TEXT, RECORDS, ROWS_OF_TEXT = "text", "records", "rows"
@@ -45,26 +45,31 @@ _A_CHARACTER = re.compile(rb"[^\x80-\xbf]")
 @documented
 @dataclass(frozen=True)
 class PrepareConfig(Checked):
-    """What tokens are made of a corpus."""
+    """Input and output of the preparation."""
 
-    out: str = setting("", "folder to write; one that this command has begun is gone on with")
+    out: str = setting("", "folder to write; if the same command has begun it, it is continued")
     encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
     learn_vocabulary: int = setting(
-        0, "learn a vocabulary of so many ids from the corpus; 0 = none", unit="ids", least=0
+        0, "learn a vocabulary of this many ids from the corpus; 0 = none", unit="ids", least=0
     )
-    shard_tokens: int = setting(100_000_000, "tokens in a file, such as 100M", unit="tokens", least=1, parse=amount)
+    shard_tokens: int = setting(100_000_000, "tokens per file, such as 100M", unit="tokens", least=1, parse=amount)
     validation_fraction: float = setting(
-        0.1, "share of the documents, by their hash, that is held out; of a text file whole passages", above=0, below=1
+        0.1,
+        "share of the documents, chosen by hash, that is held out; of a text file, whole passages",
+        above=0,
+        below=1,
     )
-    field: str = setting("text", "name of the text in JSONL's objects and Parquet's columns")
-    separator: str = setting("", "between the documents of a text file, such as <|endoftext|>; empty = one a file")
-    undecodable: str = setting(REFUSE, "what happens to a document that is no UTF-8", choices=(REFUSE, REPLACE, SKIP))
+    field: str = setting("text", "name of the text field in JSONL objects, and of the column in Parquet files")
+    separator: str = setting(
+        "", "separator of the documents of a text file, such as <|endoftext|>; empty = one document per file"
+    )
+    undecodable: str = setting(REFUSE, "handling of a document that is not UTF-8", choices=(REFUSE, REPLACE, SKIP))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rule, advice = "the tokens need a folder", "Add --out FOLDER."
         require(bool(self.out), WHERE, rule, {"out": "none"}, advice)
-        rule, got = "a vocabulary is learned or given", {"learn_vocabulary": self.learn_vocabulary}
+        rule, got = "a vocabulary must be either learned or given", {"learn_vocabulary": self.learn_vocabulary}
         either = not (self.learn_vocabulary and self.encoding)
         require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
         rule = f"shard_tokens must be at most {LARGEST_COUNT}"
@@ -75,7 +80,7 @@ class PrepareConfig(Checked):
 class SourceFile:
     """One file of a corpus.
 
-    name   in the manifest: what follows the input that it belongs to
+    name   in the manifest: its path below the input
     kind   text, records (JSONL), or rows (Parquet)
     """
 
@@ -91,7 +96,7 @@ class SourceFile:
 class Piece:
     """Bytes of a file, or rows of one.
 
-    start   where it lies in the file, unpacked; the number of its first row
+    start   its offset in the uncompressed file; for rows, the number of the first one
     """
 
     path: str
@@ -106,7 +111,7 @@ Block = tuple[Piece, ...]
 def list_sources(inputs: list[str]) -> list[SourceFile]:
     """Return the files of some inputs, sorted: a file, a folder (all texts below it that are not hidden) or a glob.
 
-    Errors   FileNotFoundError where there is none; ValueError for empty inputs; OSError where one cannot be read
+    Errors   FileNotFoundError if there is none; ValueError for empty inputs; OSError if one cannot be read
     """
     found = []
     for source in inputs:
@@ -122,7 +127,7 @@ def list_sources(inputs: list[str]) -> list[SourceFile]:
 
 
 def _source(path: Path, name: str, *, text_only: bool = False) -> SourceFile | None:
-    """Return a file of a corpus; text_only: None for a file that is there for another reason than its text."""
+    """Return a file of a corpus; with `text_only`, None for a file that is not text."""
     packing = path.suffix if path.suffix in _COMPRESSED else ""
     inner = path.suffixes[-2] if packing and len(path.suffixes) > 1 else path.suffix
     # .json.gz are lines of JSON in some corpora; .json alone is one object.
@@ -135,9 +140,9 @@ def _source(path: Path, name: str, *, text_only: bool = False) -> SourceFile | N
 
 
 def blocks(sources: list[SourceFile], config: PrepareConfig) -> Iterator[Block]:
-    """Yield every file in pieces, small ones together: what one task works on.
+    """Yield the pieces of every file, small ones together, as blocks for one task each.
 
-    Errors   ValueError for what is not of its kind, OSError for what cannot be read, when its turn comes
+    Errors   ValueError for invalid files, OSError for unreadable ones, when they are reached
     """
     gathered: list[Piece] = []
     held = 0
@@ -157,11 +162,11 @@ def blocks(sources: list[SourceFile], config: PrepareConfig) -> Iterator[Block]:
 
 
 def _pieces(source: SourceFile, separator_text: str) -> Iterator[Piece]:
-    """Yield a file's content, cut at the first place for it from each multiple of BLOCK_BYTES on."""
+    """Yield a file's content, cut at the first possible place after each multiple of BLOCK_BYTES."""
     separator = b"\n" if source.kind == RECORDS else separator_text.encode()
     try:
         with _opened(source) as file:
-            held, start = bytearray(), 0  # what was read and not given yet, and where it begins
+            held, start = bytearray(), 0  # data that were read and not yet yielded, and their offset
             for number in count(1):
                 position = number * BLOCK_BYTES - start
                 if position <= 0:  # within a record that is longer than a block
@@ -177,11 +182,12 @@ def _pieces(source: SourceFile, separator_text: str) -> Iterator[Piece]:
             with readable(source.path, WHERE):
                 raise
         got = f"file={source.path} ({error})"
-        raise refusal(ValueError, WHERE, "a compressed file must be whole", got, "Make it again.") from error
+        raise refusal(ValueError, WHERE, "a compressed file must be complete", got, "Make it again.") from error
 
 
 def _cut(file: Any, held: bytearray, position: int, separator: bytes) -> int:
-    """Return where content is cut that begins with `held`, from a position on; more of it is read as needed."""
+    """Return the first place to cut content at or after a position; it begins with `held`, and more is read as
+    needed."""
 
     def fill(size: int) -> bool:
         while len(held) < size and (more := file.read(max(size - len(held), 2**20))):
@@ -200,7 +206,7 @@ def _cut(file: Any, held: bytearray, position: int, separator: bytes) -> int:
 
 
 def in_text(window: bytes) -> int:
-    """Return where the text that begins with these bytes is cut: behind so many of them."""
+    """Return the number of bytes after which a text with this beginning is cut."""
     found = _BEFORE_A_WORD.search(window) or _A_CHARACTER.search(window)
     return found.start() if found else 0
 
@@ -218,10 +224,12 @@ def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
         with parquet.ParquetFile(source.path) as file:
             names, got = file.schema_arrow.names, {"file": source.path, "field": field}
             columns = got | {"columns": ", ".join(names)[:120]}
-            require(field in names, WHERE, "the file must have a column of that name", columns, "Name one by --field.")
+            require(
+                field in names, WHERE, "the file must have a column of that name", columns, "Name one with --field."
+            )
             kind = file.schema_arrow.field(field).type
             texts = arrow.types.is_string(kind) or arrow.types.is_large_string(kind)
-            require(texts, WHERE, "the column must hold texts", got | {"type": kind}, "Name another by --field.")
+            require(texts, WHERE, "the column must hold texts", got | {"type": kind}, "Name another with --field.")
             held, start, held_bytes = list[str](), 0, 0
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
                 for text in batch.column(0).to_pylist():
@@ -234,13 +242,13 @@ def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
                 yield Piece(source.path, source.kind, start, tuple(held))
     except arrow.ArrowException as error:
         found = f"file={source.path} ({str(error).splitlines()[0][:100]})"
-        raise refusal(ValueError, WHERE, "the file must be whole Parquet", found, "Make it again.") from error
+        raise refusal(ValueError, WHERE, "the file must be complete Parquet", found, "Make it again.") from error
 
 
 def _library(name: str, source: SourceFile) -> Any:
     """Return a library that only some files need.
 
-    Errors   ValueError where it is not installed
+    Errors   ValueError if it is not installed
     """
     try:
         return import_module(name)

@@ -132,7 +132,7 @@ def _factors(builder, target, stream, place, part, query, group, threshold, kept
 
 @helper
 def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
-    """A row of 32 queries for each of 32 keys: 0 where a probability is dropped, else `kept`; as `factors_of_row`."""
+    """A row of 32 queries for each of 32 keys: 0 if a probability is dropped, else `kept`; as `factors_of_row`."""
     for group in range(8):
         for half in range(2):
             _factors(
@@ -292,7 +292,7 @@ def _differentiate_patch(
 ):  # fmt: skip
     """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two patches at `work`.
 
-    factors   of dropout, a patch like the scores; 0 where there is none
+    factors   of dropout, a patch like the scores; 0 if there is none
     """
     tiles.multiply_patch(unit, left, right, steps, zeros, 0, work, ROW)
     tiles.multiply_patch(unit, v, dy, steps, zeros, 0, work + PATCH, ROW)

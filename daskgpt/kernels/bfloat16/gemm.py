@@ -144,7 +144,8 @@ def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first
 
 # The rows of x that are multiplied with one panel of the weight after another: they stay in the second cache.
 _ROWS_BYTES = 1 << 20
-# A summed axis longer than this is cut into pieces of half the length, for so many rows, to read the weight less often.
+# A summed axis longer than this is cut into pieces of half the length, for up to this many rows at a time, so that the
+# weight is read less often.
 _LONGEST, _DEEP_ROWS = 2048, 256
 # Fewer bands of rows than this use a panel up faster than it can be fetched ahead.
 _PATCHES_TO_FETCH = 3
@@ -346,8 +347,8 @@ def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
 def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
     """How many runs of how many tokens are multiplied: every sequence starts with a step of its own.
 
-    A unit adds up the products of 32 tokens (a tile) or of two (a pair) in its own way. What meets in one must not
-    depend on the chunk: a chunk's sequences are runs, or one run where each of them fills its steps.
+    A unit adds up the products of 32 tokens (a tile) or of two (a pair) in its own way. The tokens of one such step
+    must not depend on the chunk: a chunk's sequences are runs, or one run if each of them fills its steps.
     """
     tokens = dy.shape[-2] if dy.ndim > 1 else 1
     sequences = dy.size // max(tokens * dy.shape[-1], 1)
@@ -356,7 +357,7 @@ def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
 
 @functools.lru_cache(1024)
 def _gradient_plan(steps: int, channels: int) -> tuple[int, int]:
-    """Rows and columns of a patch, for so many steps of 32 tokens."""
+    """Return rows and columns of a patch, for a number of steps of 32 tokens."""
     step_bytes = steps * STEP
     rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))

@@ -1,6 +1,6 @@
 """Which unit of the processor multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 BLAS).
 
-Every thread asks for the tile registers before its first product with them, when it asks for memory to work in.
+Every thread requests the tile registers before its first product with them, when it requests scratch memory.
 """
 
 import ctypes

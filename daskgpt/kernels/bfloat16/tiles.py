@@ -176,7 +176,7 @@ def multiply_patch(unit, left, right, steps, start, start_step, total, total_ste
     """32 x 32 float32 sums at `total` = those at `start` + a left panel @ a right panel, over `steps`.
 
     start_step and total_step are the bytes from row to row; a start_step of 0 starts every row with the same numbers.
-    Each sum goes on where it was: how the summed axis is cut into calls does not change a bit.
+    Each sum continues where it was: how the summed axis is cut into calls does not change a bit.
     """
     if unit == AMX:
         _multiply_by_tiles(left, right, steps, start, start_step, total, total_step)

@@ -133,7 +133,7 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
 
 @functools.lru_cache(1024)
 def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
-    """Rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and so many totals."""
+    """Return rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and a number of totals."""
     rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4 * totals) // 32 * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
 
@@ -188,7 +188,7 @@ def _runs(dy, x):
 
 
 def _table(operands, groups, started):
-    """The fields of every run; the first group goes on from a gradient where it is `started`."""
+    """The fields of every run; the first group continues from a gradient where it is `started`."""
     runs = [(*place, group) for (dy, x), group in zip(operands, groups) for place in _runs(dy, x)]
     rows, before, count = [], 0 if started else None, 1 + groups[-1]
     for (*place, group), after in zip(runs, [*(run[-1] for run in runs[1:]), None]):
@@ -229,8 +229,8 @@ def linear_update(
     g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight: the same bits as these three in a row
 
     parts    pairs of dy and x, in the order in which their rows are summed
-    groups   of each part the group whose total it enters, see `kernels.totals`; the first one goes on from start
-    start    these rows of the gradient that the sum goes on from, or None
+    groups   of each part the group whose total it enters, see `kernels.totals`; the first one continues from start
+    start    these rows of the gradient that the sum continues from, or None
     state    weight, m, v (whole), hyper
     options  of adamw_inplace
 

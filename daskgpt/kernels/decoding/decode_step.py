@@ -1,7 +1,7 @@
 """The next tokens of some texts: GPT-2 over a few rows, each a token of a text whose keys and values are kept.
 
 Nothing here makes an array: weights, kept keys and values and the memory to work in are the caller's, for as many calls
-as there are tokens. Every thread normalises all rows for itself, which costs less than to wait for one that does.
+as there are tokens. Every thread normalizes all rows for itself, which costs less than to wait for one that does.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""GELU of some numbers beside each other, fewer than a loop that Numba vectorises would need to be faster for it."""
+"""GELU of some numbers beside each other, fewer than a loop that Numba vectorizes would need to be faster for it."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Threads that work on one thing: tickets for its parts, and places where all of them meet.
+"""Threads that share a task: tickets for its parts, and barriers.
 
 Each stage has two counters in memory of the caller, which sets them before: how many parts have been given away (at
 first as many as there are threads, whose first parts have their own numbers), and how many threads have arrived. A

@@ -8,7 +8,7 @@ function is loaded. The environment variable DASKGPT_BLAS chooses the function:
     portable   a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
 
 They differ in the last bits: all processes of one run need the same one. The number of threads of NumPy's BLAS is not
-set here: whoever runs kernels in several threads limits it to one.
+set here: callers that run kernels in several threads limit it to one.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ def _libraries() -> Iterator[Path]:
 
 @functools.cache
 def find_gemm(letter: str) -> int:
-    """Address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; 0 where there is none."""
+    """Address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; 0 if there is none."""
     for path in _libraries():
         try:
             library = ctypes.CDLL(str(path))
@@ -96,7 +96,7 @@ def _choice() -> str:
 
 
 def _portable(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """The arguments and the result of cblas_?gemm, row-major, for alpha 1. Each sum goes on from beta * c."""
+    """The arguments and the result of cblas_?gemm, row-major, for alpha 1. Each sum continues from beta * c."""
     # The caller defines only the lower half of the orders: 111 is as it is, 112 transposed.
     b_transposed = b_order & 1 == 0
     a_row, a_column = (1, lda) if a_order & 1 == 0 else (lda, 1)

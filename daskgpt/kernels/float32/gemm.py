@@ -11,7 +11,7 @@ share of what comes next into the second cache; later tiles pack it, or read it 
 
 A sum starts at beta times what is there and runs over all steps in order, with one rounding a step. Nothing else
 decides its bits: not the tile, the other rows and columns, the transposes, alignment or thread, nor how the summed axis
-is cut into products that go on from one another (beta 1).
+is cut into products that continue from one another (beta 1).
 """
 
 import functools
@@ -163,9 +163,9 @@ def pack_share(work, plan, width, right, columns, steps, call, panel):
         tiles.copy_rows(work.functions, width, source, step, min(each, steps - first), columns, target)
 
 
-# Attention's products: so few steps, and so many numbers of the left operand, are not worth any packing.
+# Attention's products: up to this many steps, and numbers of the left operand, packing does not pay.
 _SHORT, _SMALL = 64, 8192
-# Rows, and numbers of the result, below which it may be written by columns.
+# Numbers of rows and of elements of the result below which it may be written by columns.
 _FEW, _RESIDENT = 192, 2**20
 
 
@@ -188,7 +188,7 @@ def _turn(work, rows, columns, c, out):
 
 @helper
 def _sum_group(work, rows, columns, steps, left, panels, following, beta):
-    """A few rows of the left operand meet all packed columns. following: the rows after them."""
+    """Multiply a few rows of the left operand by all packed columns. following: the rows after them."""
     a, a_step = left
     plan = plan_ahead(ROWS, (steps + LINE - 1) // LINE, a_step, count_panels(columns), steps)
     for row in range(0, rows, ROWS):
@@ -225,7 +225,7 @@ def _sum_columns(work, rows, columns, k, left, c, beta):
 
 @helper
 def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
-    """LANES rows of the result: their strip, already copied, meets all packed columns.
+    """Make LANES rows of the result: multiply their strip, already copied, by all packed columns.
 
     Every other tile copies what the one before it has fetched of the next strip, and fetches more; the tiles between
     them fetch the result's next rows.
@@ -257,7 +257,7 @@ def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
 
 @helper
 def _sum_strips(work, rows, columns, steps, left, c, beta):
-    """The left operand is transposed: strips of LANES of its columns meet all packed columns of the right one."""
+    """Multiply a transposed left operand: strips of LANES of its columns by all packed columns of the right one."""
     (a, a_step), (at, step) = left, c
     copy_strip(work, plan_ahead(steps, 1, a_step, 1, steps), a, rows, steps, 0, work.strip)
     for row in range(0, rows, LANES):
@@ -269,7 +269,7 @@ def _sum_strips(work, rows, columns, steps, left, c, beta):
 
 @helper
 def _sum_rows(work, rows, columns, steps, left, c, beta):
-    """Rows of the left operand stream past all packed columns.
+    """Multiply rows of the left operand by all packed columns.
 
     Of the tiles of ROWS rows, every other fetches the next ones, those between them the result's.
     """
@@ -374,7 +374,7 @@ def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, be
 
 @helper
 def _in_place(work, by_columns, m, n, k, left, right, c, beta):
-    """A small product of whole panels: nothing is packed, nothing fetched ahead."""
+    """Make a small product of whole panels, without packing or fetching ahead."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     kind = tiles.BY_COLUMNS if by_columns else tiles.BY_ROWS
     down = 4 if by_columns else a_step

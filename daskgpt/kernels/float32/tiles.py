@@ -22,7 +22,7 @@ VECTOR = 4 * LANES
 REALS, MASK = ir.VectorType(lanes.F32, LANES), ir.VectorType(lanes.I1, LANES)
 # Rows and vectors of the largest tile.
 ROWS, WIDTH = LANES // 2, 3
-# Numbers in a cache line: so many steps are between two looks ahead.
+# Numbers in a cache line: the number of steps between two prefetches.
 LINE = 16
 
 
@@ -120,7 +120,7 @@ def function(module: Any, name: str, kinds: list[Any], body: Callable[..., None]
 
 
 class _Tile:
-    """Code of rows x (LANES width) sums, which go on from beta * what was there: + left @ right, step by step.
+    """Code of rows x (LANES width) sums, which continue from beta * what was there: + left @ right, step by step.
 
     A left operand by rows has its summed axis contiguous, one by columns its rows; left_step is the distance along the
     other axis. A tile that packs also leaves the right operand's vectors behind, one after the other.
@@ -161,7 +161,8 @@ class _Tile:
         return {(row, part): builder.add(rows[row], lanes.whole(VECTOR * part)) for row, part in self.places}
 
     def _start(self, sums: dict[tuple[int, int], Any], total: Any, beta: Any) -> None:
-        """The sums' first values: that a sum goes on where it was is what makes its bits the same however it is cut."""
+        """The sums' first values: that a sum continues where it was is what makes its bits the same however it is
+        cut."""
         builder, zero = self.builder, lanes.constant(REALS, 0.0)
         self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
         scale = lanes.splat(builder, beta, LANES)
@@ -213,7 +214,7 @@ _TRANSPOSE, _COPY_HALVES = 0, 4
 
 
 def _number(kind: Any, rows: Any, width: Any) -> Any:
-    """Of a tile; 1, 2 and 3 copy rows of so many vectors."""
+    """Return the number of a tile; 1, 2 and 3 copy rows of one, two and three vectors."""
     return kind * 64 + rows * 4 + width
 
 
@@ -229,7 +230,7 @@ def _functions(module: Any) -> Iterator[tuple[int, Any]]:
 
 @lanes.instruction("", "n")
 def code(builder):
-    """Address of the table of all functions; only what asks for it is compiled together with them."""
+    """Return the address of the table of all functions; only callers of this function are compiled with them."""
     if not lanes.has_fma():
         return lanes.whole(0)
     functions = dict(_functions(builder.module))

@@ -4,7 +4,7 @@ A function takes an llvmlite builder first and returns a value. How many lanes t
 arguments, LANES being the default. A place in memory is a pointer or an address (a whole number), and a distance in
 bytes from it. The intrinsics at the end are for kernels: they read and write single numbers at an address.
 
-A loop that Numba vectorises first compares every pair of its arrays for overlap, and may round its last numbers
+A loop that Numba vectorizes first compares every pair of its arrays for overlap, and may round its last numbers
 differently from the others: numbers that never fill a vector. That pays for long arrays, not for a few columns.
 """
 

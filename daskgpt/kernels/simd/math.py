@@ -100,7 +100,8 @@ def fma(left, right, total):
 
 
 def maximum(row: Any) -> Any:
-    """Largest number of a row. A NaN may be passed over: whoever subtracts the maximum from the row meets it again."""
+    """Return the largest number of a row. It may ignore a NaN, which stays in the row when the maximum is
+    subtracted."""
     return row.max()
 
 

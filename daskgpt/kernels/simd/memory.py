@@ -1,7 +1,8 @@
-"""Memory that kernels work in, kept from call to call: fresh memory costs a page fault every 4 KB.
+"""Scratch memory of kernels, kept from call to call: fresh memory costs a page fault every 4 KB.
 
-What Python calls gets memory of its thread's own (`Scratch`). Compiled code has no look-up for that: a function that it
-calls by its address takes memory out of slots that all threads share, and puts it back (`slots`, `take`, `give_back`).
+A function called from Python gets memory of its own thread (`Scratch`). Compiled code has no such look-up: a function
+that it calls by its address takes memory out of slots that all threads share, and puts it back (`slots`, `take`,
+`give_back`).
 """
 
 import itertools
@@ -76,7 +77,7 @@ def _release(builder, address):
 
 @helper
 def take(places, size):
-    """Address of `size` bytes for this call alone; whoever asks at these slots asks for the same size."""
+    """Return the address of `size` bytes for this call alone; all requests at these slots have the same size."""
     for slot in range(_SLOTS):
         found = _take_slot(places + 8 * slot)
         if found != 0:
