@@ -81,12 +81,12 @@ def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig
 def print_table(comparisons: list[Comparison], tolerance: float) -> int:
     """Print the table; return the exit code."""
     print(f"{'tensor':28} {'largest':>10} {'difference':>11}   of the largest, at most {tolerance:g}")
+    failed = [c for c in comparisons if not c.difference <= tolerance]
     for c in comparisons:
-        verdict = "ok" if c.difference <= tolerance else "DIFFERS"
+        verdict = "DIFFERS" if c in failed else "ok"
         print(f"{c.name:28} {c.magnitude:10.3e} {c.difference:11.1e}   {verdict}")
-    failed = sum(c.difference > tolerance for c in comparisons)
-    print("all agree" if not failed else f"{failed} of {len(comparisons)} tensors differ")
-    return int(failed > 0)
+    print("all agree" if not failed else f"{len(failed)} of {len(comparisons)} tensors differ")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

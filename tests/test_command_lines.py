@@ -79,6 +79,7 @@ def test_verify_finds_a_wrong_gradient(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "DIFFERS" in line] == ["ln_f.bias"]
     assert lines[-1] == "1 of 18 tensors differ"
+    assert [verify.print_table([verify.Comparison("x", 1, 0.5)], tolerance) for tolerance in (0.5, 0.4)] == [0, 1]
 
 
 @pytest.mark.parametrize(

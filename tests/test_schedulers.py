@@ -145,13 +145,22 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
             raise failures.WorkerLost("here", "a worker must live", "nothing")
         return steps_run(self, state, *rest)
 
+    pending, copied = [], RankSteps.copied
+
+    def copied_at_once(self, *state):
+        found = copied(self, *state)
+        pending.extend(each for each in found if not each.done())
+        return found
+
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
     monkeypatch.setattr(RankSteps, "run", losing)
+    monkeypatch.setattr(RankSteps, "copied", copied_at_once)
     monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # a step each
     fit(small_text, tmp_path / "run", client=client, **run)
     assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [again]
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
     assert tensors_of(tmp_path / "run") == tensors_of(tmp_path / "whole")
+    assert not pending, "later steps change a state in place"
 
 
 def recovering(who, *, asked=False, minutes=10.0):

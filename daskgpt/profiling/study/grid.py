@@ -41,7 +41,7 @@ class StudyConfig(BatchConfig):
     minutes: float = setting(
         28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
     )
-    out: str = setting("", "folder of the study, an earlier one to go on with; empty = studies/DATE-TIME")
+    out: str = setting("", "folder of the study, an earlier one to continue; empty = studies/DATE-TIME")
 
 
 @dataclass(frozen=True, order=True)
