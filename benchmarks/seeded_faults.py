@@ -4,7 +4,7 @@
 
 A fault is one of five kinds at a random place: a comparison reversed, a term dropped, an integer off by one, a missing
 wait, two arguments swapped. The kinds take turns; the place depends on the seed and the fault's number alone, for the
-same sources. Each fault is one line of JSON: place, the text before and after, the first test that failed, and the
+same sources. Each fault is one line of JSON: commit, place, the text before and after, the first test that failed, and the
 seconds until it did. The test files that mention the changed module run first, then all others. A test that takes more
 than `--hang` seconds is ended and counts as failed.
 """
@@ -316,7 +316,12 @@ def _report(arguments: Namespace, number: int, fault: Fault, failed: str, second
     print(f"{number:3} {verdict} after {seconds:.0f} s  {change}  {failed}", flush=True)
     if arguments.record:
         place = {name: value for name, value in asdict(fault).items() if name not in ("start", "end")}
-        line = {"seed": arguments.seed, "number": number} | place | {"failed": failed, "seconds": round(seconds)}
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        line = (
+            {"commit": commit.stdout.strip(), "seed": arguments.seed, "number": number}
+            | place
+            | {"failed": failed, "seconds": round(seconds)}
+        )
         with arguments.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
