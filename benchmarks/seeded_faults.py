@@ -4,9 +4,9 @@
 
 A fault is one of five kinds at a random place: a comparison reversed, a term dropped, an integer off by one, a missing
 wait, two arguments swapped. The kinds take turns; the place depends on the seed and the fault's number alone, for the
-same sources. Each fault is one line of JSON: commit, place, the text before and after, the first test that failed, and the
-seconds until it did. The test files that mention the changed module run first, then all others. A test that takes more
-than `--hang` seconds is ended and counts as failed.
+same sources. Each fault is one line of JSON: commit, place, the text before and after, the first test that failed, and
+the seconds until it did. The test files that mention the changed module run first, then all others (`--ring near`
+leaves these out). A test that takes more than `--hang` seconds is ended and counts as failed.
 """
 
 from __future__ import annotations
