@@ -58,6 +58,21 @@ TURNED = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
+# Tests of each folder of the package, which run after those that mention the changed module.
+NEAR = {
+    "config": "flags settings command_lines start",
+    "data": "data_dataset data_text data_encodings data_loading data_split data_token_files prepare tokenizers",
+    "formats": "formats_huggingface formats_llmc formats_run_model formats_gguf safetensors_files convert fuzz tokenizers",
+    "generation": "generating sampling evaluate readable lived_in",
+    "graph": "grain chunks groups clipping one_number distribute timeline",
+    "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",
+    "kernels/bfloat16": "kernels_bfloat16 bfloat16",
+    "kernels/decoding": "generating sampling",
+    "model": "model layers lived_in dropout one_number",
+    "profiling": "study timeline dataflow bench records dashboard plot layers",
+    "schedulers": "schedulers cluster distribute bench",
+    "training": "checkpoints resume run_folder validation local_steps cluster stopping logs best_checkpoint start",
+}
 WAITS = {"wait", "join", "result", "acquire", "release", "settle", "barrier", "notify_all"}
 
 
@@ -226,15 +241,18 @@ class Copy:
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
         return (found.group(1) if found else done.stdout.strip().rpartition("\n")[2][:200]), seconds
 
-    def about(self, file: str, most: int = 6) -> list[str]:
-        """List the files of tests that speak of a module of the package, those first that do most often."""
+    def near(self, file: str, most: int = 3) -> list[str]:
+        """List the test files that mention a module of the package, most often first, then those of its folder."""
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         counts = Counter[str]()
         for path in (self.folder / "tests").glob("test_*.py"):
             text = path.read_text()
             said = 3 * text.count(module) + len(re.findall(rf"\b{module.rpartition('.')[2]}\b", text + path.stem[5:]))
-            counts[f"tests/{path.name}"] = said
-        return [name for name, said in counts.most_common(most) if said]
+            counts[path.stem] = said
+        found = [name for name, said in counts.most_common(most) if said]
+        folders = sorted((name for name in NEAR if file.startswith(f"daskgpt/{name}/")), key=len, reverse=True)
+        found += [f"test_{name}" for folder in folders for name in NEAR[folder].split()]
+        return [f"tests/{name}.py" for name in dict.fromkeys(found)]
 
     def with_fault(self, fault: Fault) -> tuple[str, float]:
         """Run the tests on the package with the fault, and take the fault out again."""
@@ -242,7 +260,7 @@ class Copy:
         source, times = path.read_text(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
         path.write_text(fault.apply(source))
         try:
-            files = [] if self.ring == "whole" else self.about(fault.file)
+            files = [] if self.ring == "whole" else self.near(fault.file)
             failed, seconds = self.run_tests(*files) if files else ("", 0.0)
             if not failed and self.ring != "near":
                 failed, more = self.run_tests("tests", *(f"--ignore={name}" for name in files))
