@@ -62,7 +62,7 @@ TURNED = {
 NEAR = {
     "config": "flags settings command_lines start",
     "data": "data_dataset data_text data_encodings data_loading data_split data_token_files prepare tokenizers",
-    "formats": "formats_huggingface formats_llmc formats_run_model formats_gguf safetensors_files convert fuzz tokenizers",
+    "formats": "formats_huggingface formats_llmc formats_run_model formats_gguf safetensors_files convert fuzz",
     "generation": "generating sampling evaluate readable lived_in",
     "graph": "grain chunks groups clipping one_number distribute timeline",
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",
