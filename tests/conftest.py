@@ -25,6 +25,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionstart(session):
+    """Compile kernels on all cores before processes of pytest-xdist start, each of which would compile them all."""
+    config = session.config
+    processes = config.getoption("numprocesses", None)
+    if processes and config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput"):
+        compile_all(np.float32, processes=processes)
+        compile_all(np.float64, bfloat16=False, processes=processes)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the files of tests/nightly/; the tests of a file share a process, as do all tests of the cluster."""
