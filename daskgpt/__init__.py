@@ -38,7 +38,7 @@ _PUBLIC = {
     "initial_parameters": "model.parameters",
     "load": "training.run_folder",
     "loss_and_gradients": "training.inference",
-    "measure": "profiling.execution",
+    "measure": "profiling.measure",
     "open_scheduler": "schedulers.connect",
     "plan": "profiling.plan",
     "preset": "config.model",

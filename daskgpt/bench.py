@@ -30,7 +30,7 @@ from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, 
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling import machine
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.records import Measurement, append_records, check_records, measured
 from daskgpt.schedulers.connect import open_scheduler
@@ -81,7 +81,7 @@ def steps(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) ->
     job = job_of(config, options, dataflow)
     compile_kernels(job.precision)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
-        return measure(Steps(job, scheduler, options.seed), options.warmup, options.steps, options.recorded)
+        return measure_steps(Steps(job, scheduler, options.seed), options.warmup, options.steps, options.recorded)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,19 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.profiling.records import append_records, check_records
-from daskgpt.profiling.study import runs
-from daskgpt.profiling.study.grid import DIALS, ORDER, StudyConfig, chosen_grid, default_grid, job_of_point, quick_grid
-from daskgpt.profiling.study.table import Rows, Table
+from daskgpt.profiling.study import (
+    DIALS,
+    ORDER,
+    Rows,
+    StudyConfig,
+    Table,
+    chosen_grid,
+    default_grid,
+    job_of_point,
+    quick_grid,
+    run_all,
+    write_timelines,
+)
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
 
@@ -71,9 +81,9 @@ def main(arguments: list[str]) -> int:
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     if values.timelines:
         compile_kernels()
-        runs.write_timelines(model, study, folder)
+        write_timelines(model, study, folder)
         return 0
-    from daskgpt.profiling.study.report import write_report  # refuses to be imported without matplotlib
+    from daskgpt.profiling.report import write_report  # refuses to be imported without matplotlib
 
     table = Table(folder / "results.csv", model, study)
 
@@ -83,7 +93,7 @@ def main(arguments: list[str]) -> int:
 
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failed = runs.run_all(model, study, grid, table, report)
+    failed = run_all(model, study, grid, table, report)
     if values.record:
         append_records(values.record, Rows(table.rows).records(arguments))
     print(f"study written to {folder / 'report.md'}")

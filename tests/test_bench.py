@@ -15,7 +15,7 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.model.parameters import parameter_count, step_operations
 from daskgpt.profiling import machine
-from daskgpt.profiling.measure import Steps, measure, random_batch
+from daskgpt.profiling.measure import Steps, measure_steps, random_batch
 from daskgpt.profiling.plan import fits, predict
 from daskgpt.profiling.records import Record
 from daskgpt.schedulers import machine as machine_memory
@@ -59,7 +59,7 @@ def test_worker_kernels_are_counted(cluster):
     cluster.have(1)
     with open_scheduler(cluster.address) as scheduler:
         steps = Steps(job_of(scheduler=cluster.address), scheduler, 0)
-        found = measure(steps, warmup=1, timed=2, recorded=1)
+        found = measure_steps(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
     figures = {name: figure.median for name, figure in found.figures.items()}
     assert (found.settings["threads"], 0 < figures["overhead"] < 1) == (1, True)

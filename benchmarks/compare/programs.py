@@ -14,8 +14,7 @@ from compare.turns import Turn, disturbed
 from daskgpt.config.errors import refusal, require
 from daskgpt.profiling import machine
 from daskgpt.profiling.measure import Steps
-from daskgpt.profiling.records import Figure, figures_of
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Spread, figures_of
 from daskgpt.profiling.timeline import is_message
 from daskgpt.training.job import Job
 

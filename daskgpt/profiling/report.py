@@ -9,9 +9,8 @@ from typing import Any
 
 from daskgpt.profiling import machine
 from daskgpt.profiling.plots import Figure, save, style
-from daskgpt.profiling.statistics import Comparison, Spread, rounded
-from daskgpt.profiling.study.grid import BARRIERS
-from daskgpt.profiling.study.table import Row, Rows, count, median, model_name, speedups, spread, spreads
+from daskgpt.profiling.records import Comparison, Spread, rounded
+from daskgpt.profiling.study import BARRIERS, Row, Rows, count, median, model_name, speedups, spread, spreads
 
 RECORDING = 0.03  # of a step, above which a report says what recording costs
 BARRIER_COLORS = {"layer": "#d1495b", "phase": "#edae49", "step": "#00798c", "none": "#5e3c99"}
