@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from daskgpt.config.model import GPT2Config, preset
-from daskgpt.profiling import machine, study
+from daskgpt.profiling import study
 from daskgpt.profiling.records import read_records, rounded
 from daskgpt.profiling.report import compare, sections, write_report
 from daskgpt.profiling.study import (
@@ -28,6 +28,7 @@ from daskgpt.profiling.study import (
     speedups,
     spread,
 )
+from daskgpt.schedulers import machine
 from daskgpt.study import main, parser, settings
 
 MODEL = GPT2Config(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)

@@ -21,14 +21,13 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
-from daskgpt.profiling import machine
 from daskgpt.profiling.plan import job_from
 from daskgpt.profiling.recorder import recorder_of
 from daskgpt.profiling.records import Figure, Measurement, Spread
 from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.schedulers.machine import product_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as job_facts
@@ -61,13 +60,8 @@ class BenchConfig(BatchConfig):
 
 def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -> Job:
     """Return the checked job of a run on random tokens, with a constant learning rate."""
-    return Job(
-        config,
-        DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups),
-        OptimizerConfig(schedule="constant"),
-        dataflow,
-        RunConfig(seed=options.seed),
-    )
+    data = DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups)
+    return Job(config, data, OptimizerConfig(schedule="constant"), dataflow, RunConfig(seed=options.seed))
 
 
 def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -180,10 +174,9 @@ def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measu
     step = Figure.of(Spread.of(steps.run(timed)), "ms", 1e3)
     peak = steps.peak() / 1e9
     found = summarise(steps.timeline(recorded))
-    busy = {
-        phase: sum(own[0] for (layer, of), own in found.kernels.items() if of == phase and not is_message(layer))
-        for phase in PHASES
-    }
+    busy = dict.fromkeys(PHASES, 0.0)
+    for (layer, phase), (seconds, _) in found.kernels.items():
+        busy[phase] += 0.0 if is_message(layer) else seconds
     idle = 1 - sum(busy.values()) / (threads * found.wall)
     passes = {name: Figure.single(1e3 * seconds / (threads * found.steps), "ms") for name, seconds in busy.items()}
     assert step.median is not None, "it was measured"
@@ -219,7 +212,7 @@ def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measu
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
     """Return the `product_rate` of this process; a worker, which Dask gives under this name, has its own threads."""
-    return product_rate(dask_worker.state.nthreads if dask_worker else threads)
+    return machine.product_rate(dask_worker.state.nthreads if dask_worker else threads)
 
 
 WARMUP = 4  # steps before the first turn

@@ -18,7 +18,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written
 from daskgpt.config.rich import text_table
 from daskgpt.kernels.simd.lanes import features
-from daskgpt.profiling import machine
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import usable_cores
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")

@@ -32,10 +32,10 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import parameter_count
-from daskgpt.profiling import machine
 from daskgpt.profiling.measure import BatchConfig, Steps, job_of
 from daskgpt.profiling.records import PACKAGES, Figure, Record, Spread, measured, significant
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.connect import check_address, open_scheduler
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import Job, compile_kernels
