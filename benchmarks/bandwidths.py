@@ -32,8 +32,7 @@ from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig, LocalConfig
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, random_batch
-from daskgpt.profiling.records import Figure, figures_of
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Spread, figures_of
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job

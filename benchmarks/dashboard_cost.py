@@ -28,8 +28,7 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
-from daskgpt.profiling.records import Figure
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Spread
 from daskgpt.schedulers.local import usable_cores
 
 WARMUP = 10  # steps before the first window

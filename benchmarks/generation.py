@@ -20,10 +20,9 @@ from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count
-from daskgpt.profiling import machine
 from daskgpt.profiling.measure import BenchConfig
-from daskgpt.profiling.records import Figure, Measurement
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Measurement, Spread
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.machine import copy_rate
 from daskgpt.training.job import compile_kernels

@@ -27,8 +27,7 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
-from daskgpt.profiling.records import Figure
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Spread
 
 COLUMNS = 80
 TOLD = "told.json"

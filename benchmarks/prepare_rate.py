@@ -28,8 +28,7 @@ from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.settings import count
 from daskgpt.data.corpus.folder import MANIFEST
-from daskgpt.profiling.records import Figure
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Spread
 
 TIKTOKEN = """
 import json, sys, time

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from daskgpt.profiling.study.grid import BARRIERS
+from daskgpt.profiling.study import BARRIERS
 from daskgpt.profiling.timeline import Event, TaskGraph, Timeline, Window, svg_one_under_the_other
 
 DOCS = Path(__file__).parent.parent / "docs"

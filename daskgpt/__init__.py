@@ -38,7 +38,7 @@ _PUBLIC = {
     "initial_parameters": "model.parameters",
     "load": "training.run_folder",
     "loss_and_gradients": "training.inference",
-    "measure": "profiling.execution",
+    "measure": "profiling.measure",
     "open_scheduler": "schedulers.connect",
     "plan": "profiling.plan",
     "preset": "config.model",
@@ -46,23 +46,7 @@ _PUBLIC = {
     "save": "formats.models",
 }
 
-__all__ = ["DataConfig", "DataflowConfig", "GPT2Config", "LocalConfig", "OptimizerConfig", "RunConfig"]
-__all__ += [
-    "TimelineCallback",
-    "TimelineConfig",
-    "check_layer",
-    "dataflow",
-    "digest",
-    "fit",
-    "initial_parameters",
-    "load",
-    "loss_and_gradients",
-    "measure",
-    "open_scheduler",
-    "plan",
-    "preset",
-]
-__all__ += ["sample", "save"]
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,13 +26,21 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, add_plan_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.flags import (
+    Parser,
+    add_flags,
+    add_model_flags,
+    add_plan_flags,
+    from_flags,
+    given_flags,
+    run_command,
+)
+from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
-from daskgpt.profiling import machine
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import check_workers, predict
-from daskgpt.profiling.records import Measurement, append_records, check_records, measured
+from daskgpt.profiling.records import append_records, check_records, measured
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.job import compile_kernels
 
@@ -40,26 +48,25 @@ from daskgpt.training.job import compile_kernels
 def parser() -> Parser:
     """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
-    flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
+    add_model_flags(flags)
     flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
     flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")
     add_plan_flags(flags)
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
-    for config in (BenchConfig, DataflowConfig):
-        add_flags(flags, config)
+    add_flags(flags, BenchConfig)
+    add_flags(flags, DataflowConfig)
     return flags
 
 
 def main(arguments: list[str]) -> int:
     """Check everything, measure, print and record it."""
     values = parser().parse_args(arguments)
-    options, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
-    config = preset(values.preset, **given_flags(GPT2Config, values))
+    options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(GPT2Config, values))
+    job = job_of(config, options, from_flags(DataflowConfig, values))
     rule, got = "--record must come without --plan", {"plan": values.plan, "record": values.record}
     require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave out one of them.")
     check_workers(values.workers, plan=values.plan)
     if values.plan:
-        print(predict(job_of(config, options, dataflow), values.workers or 0))
+        print(predict(job, values.workers or 0))
         return 0
     if values.record:
         check_records(values.record)
@@ -67,21 +74,16 @@ def main(arguments: list[str]) -> int:
         others = machine.busy_cores()
         if others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; the figures show a share of the machine only")
-        found = steps(config, options, dataflow)
+        compile_kernels(job.precision)
+        with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+            steps = Steps(job, scheduler, options.seed)
+            found = measure_steps(steps, options.warmup, options.steps, options.recorded)
     facts = {"preset": values.preset, "others_cores": others, **found.settings}
     record = measured("daskgpt.bench", arguments, found.figures, facts)
     if values.record:
         append_records(values.record, [record])
     print(record.line().decode().rstrip() if values.json else found.describe())
     return 0
-
-
-def steps(config: GPT2Config, options: BenchConfig, dataflow: DataflowConfig) -> Measurement:
-    """Time training steps."""
-    job = job_of(config, options, dataflow)
-    compile_kernels(job.precision)
-    with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
-        return measure(Steps(job, scheduler, options.seed), options.warmup, options.steps, options.recorded)
 
 
 if __name__ == "__main__":

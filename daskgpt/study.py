@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
+from daskgpt.config.model import GPT2Config, preset
 from daskgpt.profiling.records import append_records, check_records
-from daskgpt.profiling.study import runs
-from daskgpt.profiling.study.grid import DIALS, ORDER, StudyConfig, chosen_grid, default_grid, job_of_point, quick_grid
-from daskgpt.profiling.study.table import Rows, Table
+from daskgpt.profiling.study import (
+    DIALS,
+    ORDER,
+    Rows,
+    StudyConfig,
+    Table,
+    chosen_grid,
+    default_grid,
+    job_of_point,
+    quick_grid,
+    run_all,
+    write_timelines,
+)
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
 
@@ -37,7 +45,6 @@ QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.
 def parser() -> Parser:
     """Return all flags."""
     flags = Parser(prog="daskgpt.study", description=DESCRIPTION)
-    flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--quick", action="store_true", help="a very small model, few points, one repetition")
     flags.add_argument(
         "--timelines",
@@ -48,9 +55,9 @@ def parser() -> Parser:
     flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name in DIALS:
-        flag, kind = f"--{name.replace('_', '-')}", _list_of(str if name in ORDER else _number)
+        flag, kind = f"--{name.replace('_', '-')}", _words if name in ORDER else _numbers
         lists.add_argument(flag, type=kind, metavar="LIST", help=f"values of daskgpt.train's {flag}")
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
+    add_model_flags(flags)
     add_flags(flags, StudyConfig)
     return flags
 
@@ -71,9 +78,9 @@ def main(arguments: list[str]) -> int:
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     if values.timelines:
         compile_kernels()
-        runs.write_timelines(model, study, folder)
+        write_timelines(model, study, folder)
         return 0
-    from daskgpt.profiling.study.report import write_report  # refuses to be imported without matplotlib
+    from daskgpt.profiling.report import write_report  # refuses to be imported without matplotlib
 
     table = Table(folder / "results.csv", model, study)
 
@@ -83,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failed = runs.run_all(model, study, grid, table, report)
+    failed = run_all(model, study, grid, table, report)
     if values.record:
         append_records(values.record, Rows(table.rows).records(arguments))
     print(f"study written to {folder / 'report.md'}")
@@ -101,16 +108,16 @@ def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
     return preset("tiny", **QUICK_MODEL | given), replace(study, **small, repetitions=repetitions)
 
 
-def _number(text: str) -> int:
-    return 0 if text == "auto" else int(text)
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def values(text: str) -> list[Any]:
-        return [kind(part) for part in text.split(",")]
+def _numbers(text: str) -> list[int]:
+    return [0 if part == "auto" else int(part) for part in text.split(",")]
 
-    values.__name__ = f"list of {'words' if kind is str else 'numbers'}"
-    return values
+
+# These names are shown by argparse for a text that is no such list.
+_words.__name__, _numbers.__name__ = "list of words", "list of numbers"
 
 
 if __name__ == "__main__":

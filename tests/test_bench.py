@@ -14,11 +14,10 @@ from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.model.parameters import parameter_count, step_operations
-from daskgpt.profiling import machine
-from daskgpt.profiling.measure import Steps, measure, random_batch
+from daskgpt.profiling.measure import Steps, measure_steps, random_batch
 from daskgpt.profiling.plan import fits, predict
 from daskgpt.profiling.records import Record
-from daskgpt.schedulers import machine as machine_memory
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
@@ -59,7 +58,7 @@ def test_worker_kernels_are_counted(cluster):
     cluster.have(1)
     with open_scheduler(cluster.address) as scheduler:
         steps = Steps(job_of(scheduler=cluster.address), scheduler, 0)
-        found = measure(steps, warmup=1, timed=2, recorded=1)
+        found = measure_steps(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
     figures = {name: figure.median for name, figure in found.figures.items()}
     assert (found.settings["threads"], 0 < figures["overhead"] < 1) == (1, True)
@@ -189,9 +188,9 @@ def control_groups(tmp_path, monkeypatch, own="", files=()):
     for name, text in {"cgroup": own, **dict(files)}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine_memory, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(machine_memory, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "MEMORY_INFO", tmp_path / "meminfo")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -215,7 +214,7 @@ LIMITS = [
 @pytest.mark.parametrize(("own", "files", "limit"), LIMITS)
 def test_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
     physical = control_groups(tmp_path, monkeypatch, own, files)
-    assert machine_memory.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
+    assert machine.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
 
 
 OF_A = {"a/memory.max": "5000", "a/memory.current": "2000", "a/memory.stat": "anon 1\ninactive_file 500\n"}
@@ -230,7 +229,7 @@ LEFT += [("0::/\n", ALL | {"memory.current": "9900"}, 0)]
 @pytest.mark.parametrize(("own", "files", "left"), LEFT)
 def test_available_memory_of_machine_and_container(tmp_path, monkeypatch, own, files, left):
     control_groups(tmp_path, monkeypatch, own, files)
-    assert machine_memory.available_memory() == left
+    assert machine.available_memory() == left
 
 
 REFUSED = [

@@ -18,7 +18,7 @@ from daskgpt.model import layers
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.optimizer import OPTIMIZERS, Optimizer
 from daskgpt.model.parameters import tensors
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.connect import open_scheduler
@@ -133,7 +133,7 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments
     assert predict(made).made["optimizer"] == moment_bytes(config, *moments)
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(made, scheduler, 0)
-        assert measure(steps, warmup=1, timed=1, recorded=1).figures["update"].median > 0
+        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"].median > 0
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
 
 

@@ -25,7 +25,7 @@ from daskgpt.model import layers, parameters
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.optimizer import ADAMW, OPTIMIZERS
 from daskgpt.model.parameters import PARAMETERS
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.connect import open_scheduler
@@ -196,6 +196,6 @@ def test_plan_bench_and_timeline_of_extensions():
     assert predict(made).made["optimizer"] == sum(4 * (int(np.prod(shape)) + shape[0]) for shape in shapes)
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(made, scheduler, 0)
-        assert measure(steps, warmup=1, timed=1, recorded=1).figures["update"].median > 0
+        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"].median > 0
         kernels = {f"{row.name}.forward" for row in ROWS.values()}
         assert kernels | {"mini.update"} <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}

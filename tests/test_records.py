@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from daskgpt import bench
-from daskgpt.profiling.records import Figure, Record, append_records, check_records, command_line, read_records
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Record, Spread, append_records, check_records, command_line, read_records
 
 FIGURES = {"step": Figure.of(Spread.of([0.3, 0.1, 0.2]), "ms", 1e3)}
 MACHINE = {"processor": "a processor", "cores": 2}

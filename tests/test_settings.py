@@ -11,7 +11,7 @@ import daskgpt
 from daskgpt.generate import GenerateConfig
 from daskgpt.profiling.measure import BenchConfig
 from daskgpt.profiling.recorder import TimelineConfig
-from daskgpt.profiling.study.grid import StudyConfig
+from daskgpt.profiling.study import StudyConfig
 
 PUBLIC = [getattr(daskgpt, name) for name in daskgpt.__all__ if name.endswith("Config")]
 

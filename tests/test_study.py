@@ -10,22 +10,25 @@ from xml.etree import ElementTree
 import pytest
 
 from daskgpt.config.model import GPT2Config, preset
-from daskgpt.profiling import machine
-from daskgpt.profiling.records import read_records
-from daskgpt.profiling.statistics import rounded
-from daskgpt.profiling.study import grid, runs
-from daskgpt.profiling.study.grid import (
+from daskgpt.profiling import study
+from daskgpt.profiling.records import read_records, rounded
+from daskgpt.profiling.report import compare, sections, write_report
+from daskgpt.profiling.study import (
     BARRIERS,
+    COLUMNS,
     DIALS,
     Point,
+    Rows,
     StudyConfig,
+    Table,
     base_point,
     chosen_grid,
     default_grid,
     job_of_point,
+    speedups,
+    spread,
 )
-from daskgpt.profiling.study.report import compare, sections, write_report
-from daskgpt.profiling.study.table import COLUMNS, Rows, Table, speedups, spread
+from daskgpt.schedulers import machine
 from daskgpt.study import main, parser, settings
 
 MODEL = GPT2Config(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
@@ -44,10 +47,10 @@ def finished(tmp_path_factory):
     """The folder of a study of the very small model, whose runs were in this process."""
     out = tmp_path_factory.mktemp("study") / "quick"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "run_one", runs.run)
+        patch.setattr(study, "run_one", study.run)
         patch.setattr(machine, "busy_cores", lambda: 0.0)
         with pytest.MonkeyPatch.context() as no_report:
-            no_report.setattr("daskgpt.profiling.study.report.write_report", lambda *_: None)
+            no_report.setattr("daskgpt.profiling.report.write_report", lambda *_: None)
             assert main(["--quick", "--out", str(out)]) == 0
         before = (out / "results.csv").read_text()
         (out / "results.csv").write_text("".join(before.splitlines(keepends=True)[:-1]))
@@ -112,7 +115,7 @@ def test_bad_input_is_refused_at_once(flags, keyword, tmp_path, monkeypatch):
         main([*flags.split(), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("plots", "study.report"):
+    for name in ("plots", "report"):
         monkeypatch.delitem(sys.modules, f"daskgpt.profiling.{name}", raising=False)
     with pytest.raises(RuntimeError, match="matplotlib must be installed"):
         main(["--quick", "--out", str(tmp_path / "out")])
@@ -122,21 +125,21 @@ def test_bad_input_is_refused_at_once(flags, keyword, tmp_path, monkeypatch):
 def test_a_run_that_fails_in_a_process_of_its_own_says_why():
     point = replace(BASE, batch_chunk=3, sequence_chunk=16)
     with pytest.raises(RuntimeError, match=r"exit code 1, ValueError: DataflowConfig: batch_chunk must"):
-        runs.run_one(MODEL, replace(STUDY, sequence_length=16), point)
+        study.run_one(MODEL, replace(STUDY, sequence_length=16), point)
 
 
 def test_runs_that_fail_are_told_and_repetitions_end_with_the_time(tmp_path, monkeypatch, capsys):
-    def failing(model, study, point):
+    def failing(model, _, point):
         if point.threads == 1:
             raise RuntimeError("no")
         return {name: 1.0 for name in COLUMNS if name not in Table(tmp_path / "none", MODEL, STUDY).shared}
 
-    monkeypatch.setattr(runs, "run_one", failing)
+    monkeypatch.setattr(study, "run_one", failing)
     points, said = [BASE, replace(BASE, threads=1)], []
     for minutes, repetitions in ((0.0, 1), (9.0, 3)):
         table = Table(tmp_path / f"{minutes}.csv", MODEL, STUDY)
-        study = replace(STUDY, repetitions=3, minutes=minutes)
-        failed = runs.run_all(MODEL, study, points, table, lambda table=table: said.append(len(table.rows)))
+        own = replace(STUDY, repetitions=3, minutes=minutes)
+        failed = study.run_all(MODEL, own, points, table, lambda table=table: said.append(len(table.rows)))
         assert (len(failed), len(table.rows)) == (repetitions, repetitions)
     assert said == [1, 1, 2, 3]
 
@@ -151,7 +154,7 @@ def test_the_default_grid_asks_five_questions():
     assert {(p.barrier, p.grain) for p in points} >= {("step", "segment"), ("step", "chunk"), ("layer", "kernel")}
     assert ("layer", "block") not in {(p.barrier, p.grain) for p in points}
     assert {(p.scheduler, p.threads) for p in points} == {("threads", 1), ("threads", 2), ("sync", 1), ("local", 2)}
-    for point in [*points, *grid.quick_grid(STUDY, 2)]:
+    for point in [*points, *study.quick_grid(STUDY, 2)]:
         dataflow = job_of_point(replace(MODEL, positions=64), STUDY, point).dataflow
         assert (dataflow.batch_chunk, dataflow.sequence_chunk) == (point.batch_chunk, point.sequence_chunk)
 
@@ -166,9 +169,9 @@ def test_chosen_values_are_combined():
 
 
 def test_thread_counts_slicings_and_quick_settings():
-    assert [grid.thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-    assert grid.slicings(StudyConfig(batch_size=3, sequence_length=6)) == [(3, 6), (3, 3), (1, 6), (1, 3)]
-    assert (1, 64) in grid.slicings(StudyConfig(batch_size=12, sequence_length=64))
+    assert [study.thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert study.slicings(StudyConfig(batch_size=3, sequence_length=6)) == [(3, 6), (3, 3), (1, 6), (1, 3)]
+    assert (1, 64) in study.slicings(StudyConfig(batch_size=12, sequence_length=64))
     model, own = settings(parser().parse_args(["--quick", "--steps", "7", "--channels", "16"]))
     assert (model.blocks, model.channels, own.steps, own.batch_size, own.repetitions) == (1, 16, 7, 4, 1)
     assert settings(parser().parse_args(["--preset", "gpt2"])) == (preset("gpt2"), StudyConfig())
@@ -193,7 +196,7 @@ def figures(view):
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     """Writes a report of rows without its figures, and returns its text."""
-    monkeypatch.setattr("daskgpt.profiling.study.report._save", lambda draw, path: None)
+    monkeypatch.setattr("daskgpt.profiling.report._save", lambda draw, path: None)
 
     def written(rows, quick=False):
         write_report(tmp_path, rows, quick)

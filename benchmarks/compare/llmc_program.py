@@ -18,7 +18,7 @@ from compare.turns import Turn
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.profiling.measure import Steps
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Spread
 
 STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
 # What it prints of its model, and the field of ours.

@@ -15,7 +15,7 @@ from typing import Any
 
 from daskgpt.config.errors import refusal
 from daskgpt.config.stopping import delayed_interrupts
-from daskgpt.profiling import machine
+from daskgpt.schedulers import machine
 
 BENCHMARKS = Path(__file__).parent.parent
 

@@ -12,11 +12,10 @@ from typing import Any
 from compare.processes import require_layernorm
 from compare.turns import Turn, disturbed
 from daskgpt.config.errors import refusal, require
-from daskgpt.profiling import machine
 from daskgpt.profiling.measure import Steps
-from daskgpt.profiling.records import Figure, figures_of
-from daskgpt.profiling.statistics import Spread
+from daskgpt.profiling.records import Figure, Spread, figures_of
 from daskgpt.profiling.timeline import is_message
+from daskgpt.schedulers import machine
 from daskgpt.training.job import Job
 
 # Least length of a turn, whose first step finds the caches full of the other's data; and where that is not too long.

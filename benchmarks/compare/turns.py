@@ -10,7 +10,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Protocol
 
-from daskgpt.profiling import machine
+from daskgpt.schedulers import machine
 
 PAUSE_SECONDS = 0.05  # between turns: threads of OpenMP spin for some milliseconds after their last work
 DISTURBED = 0.1  # cores that other programs keep busy

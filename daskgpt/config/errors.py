@@ -20,12 +20,7 @@ def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, Any] | str, 
 
 
 def require(
-    holds: bool,
-    where: str,
-    rule: str,
-    got: Mapping[str, Any] | str,
-    advice: str,
-    kind: type[Exception] = ValueError,
+    holds: bool, where: str, rule: str, got: Mapping[str, Any] | str, advice: str, kind: type[Exception] = ValueError
 ) -> None:
     """Raise a `refusal` with these arguments unless `holds`."""
     if not holds:

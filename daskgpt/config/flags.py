@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest, refusal
+from daskgpt.config.model import PRESETS, GPT2Config
 from daskgpt.config.settings import help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
@@ -127,6 +128,13 @@ def _type(f: Field[Any]) -> Callable[[str], Any]:
 
     number.__name__ = f"number or {' or '.join(words)}"  # shown by argparse for a text that is neither
     return number
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --preset, and a flag for each number of the model, which overrides the preset's."""
+    text = f"size of the model: {', '.join(PRESETS)} (default: tiny)"
+    parser.add_argument("--preset", default="tiny", help=text)
+    add_flags(parser, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:

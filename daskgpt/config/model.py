@@ -41,18 +41,13 @@ class GPT2Config(Checked):
         require(self.padded_vocabulary >= self.vocabulary, where, rule, got, "Use 0 for no padding.")
 
 
+_PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}
 PRESETS: dict[str, GPT2Config] = {
     "tiny": GPT2Config(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
-    "gpt2": GPT2Config(blocks=12, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024),
-    "gpt2-medium": GPT2Config(
-        blocks=24, heads=16, channels=1024, vocabulary=50257, padded_vocabulary=50304, positions=1024
-    ),
-    "gpt2-large": GPT2Config(
-        blocks=36, heads=20, channels=1280, vocabulary=50257, padded_vocabulary=50304, positions=1024
-    ),
-    "gpt2-xl": GPT2Config(
-        blocks=48, heads=25, channels=1600, vocabulary=50257, padded_vocabulary=50304, positions=1024
-    ),
+    "gpt2": GPT2Config(blocks=12, heads=12, channels=768, **_PUBLISHED),
+    "gpt2-medium": GPT2Config(blocks=24, heads=16, channels=1024, **_PUBLISHED),
+    "gpt2-large": GPT2Config(blocks=36, heads=20, channels=1280, **_PUBLISHED),
+    "gpt2-xl": GPT2Config(blocks=48, heads=25, channels=1600, **_PUBLISHED),
 }
 
 

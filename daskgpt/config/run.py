@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from daskgpt.config.errors import nearest_divisor, refusal, require
 from daskgpt.config.groups import check_groups, groups_setting
@@ -231,19 +232,16 @@ class RunConfig(Checked):
 
 def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:
     """Check local steps. Errors   ValueError if they do not fit the batch, its groups or the barrier"""
-    size, replicas = data.batch_size, local.replicas
-    rule, count = "accumulate must be 1 with local steps", data.accumulate
-    require(not local.local_steps or count == 1, "train", rule, {"accumulate": count}, "Leave one of them out.")
-    if size % replicas:
-        advice = f"Try replicas={nearest_divisor(size, replicas)}."
-        raise refusal(
-            ValueError, "train", "replicas must divide batch_size", {"replicas": replicas, "batch_size": size}, advice
-        )
+    if not local.local_steps:  # there is one replica then
+        return
+    size, replicas, advice = data.batch_size, local.replicas, "Leave one of them out."
+    got: dict[str, Any] = {"accumulate": data.accumulate, "barrier": barrier, "local_steps": local.local_steps}
+    require(data.accumulate == 1, "train", "accumulate must be 1 with local steps", got, advice)
+    require(barrier == "step", "train", "barrier must be step with local steps", got, advice)
+    got, advice = {"replicas": replicas, "batch_size": size}, f"Try replicas={nearest_divisor(size, replicas)}."
+    require(size % replicas == 0, "train", "replicas must divide batch_size", got, advice)
     if replicas > 1 and data.groups:
         check_groups("train", data.groups, "batch_size / replicas", size // replicas)
-    rule = "barrier must be step with local steps"
-    got = {"barrier": barrier, "local_steps": local.local_steps}
-    require(not local.local_steps or barrier == "step", "train", rule, got, "Leave one of them out.")
 
 
 def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig, size: str = "batch_size") -> None:

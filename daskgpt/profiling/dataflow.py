@@ -12,13 +12,12 @@ from daskgpt.config.errors import nearest, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig
-from daskgpt.graph.calls import Origin, is_pick
-from daskgpt.graph.fuse import chunk_of
-from daskgpt.graph.nodes import Key, is_leaf
+from daskgpt.graph.calls import Origin
+from daskgpt.graph.nodes import Key
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import CompiledStep
 from daskgpt.profiling.plan import assumed_step, job_from, predict
-from daskgpt.profiling.timeline import color_of
+from daskgpt.profiling.timeline import EventMaker, TaskGraph, color_of
 from daskgpt.training.stand_ins import Trial
 
 DRAWN = 300  # tasks that a picture has at most
@@ -129,12 +128,8 @@ class Dataflow:
         got = {"block": block, "phase": phase}
         require(bool(own), "Dataflow.of", "some task must run a kernel of it", got, "Ask for a block of the model.")
         short = _distinct({name: _short(name, block, phase) for name in own})
-        tasks = {
-            short[name]: replace(self.tasks[name], name=short[name], calls=kernels) for name, kernels in own.items()
-        }
-        needs = {
-            short[name]: frozenset(short[earlier] for earlier in self.needs[name] if earlier in own) for name in own
-        }
+        tasks = {new: replace(self.tasks[name], name=new, calls=own[name]) for name, new in short.items()}
+        needs = {new: frozenset(short[each] for each in self.needs[name] & own.keys()) for name, new in short.items()}
         return Dataflow(f"block {block}, {phase}: {self.title}", tasks, needs, self.peak)
 
     def without(self, edge: tuple[str, str]) -> Dataflow:
@@ -287,25 +282,15 @@ def tasks_of(
     runnable: CompiledStep, results: Mapping[Key, int]
 ) -> tuple[dict[str, DataflowTask], dict[str, frozenset[str]]]:
     """Return tasks by name, every one after those that it needs, and their needs; results: bytes that each returns."""
-    graph, unmerged = runnable.graph, runnable.recorded.unmerged
-    own = [key for key, node in graph.items() if not is_leaf(node)]
-    inside = {
-        key: {each for each in graph[key].dependencies if each in graph and not is_leaf(graph[each])} for key in own
-    }
-    calls = {key: [c.key for c in calls_of(graph[key]) if not is_pick(unmerged[c.key])] for key in own}
-    chunks = {
-        key: next((found for each in calls[key] if (found := chunk_of(unmerged, each, whole=False))), None)
-        for key in own
-    }
-    names = _distinct({key: _name(runnable.title(key), chunks[key]) for key in own})
-    needs = {names[key]: frozenset(names[each] for each in inside[key]) for key in own}
-    depths = _depths(needs)
-    tasks = {
-        names[key]: DataflowTask(
-            names[key], chunks[key], tuple(map(runnable.recorded.origin, calls[key])), results.get(key, 0)
-        )
-        for key in sorted(own, key=lambda key: (depths[names[key]], names[key]))
-    }
+    inside, known = TaskGraph.of(runnable).needs, EventMaker(runnable).chunks
+    calls = {key: [c.key for c in calls_of(runnable.graph[key]) if c.key in known] for key in inside}
+    chunks = {key: next(filter(None, (known[each] for each in own)), None) for key, own in calls.items()}
+    names = _distinct({key: _name(runnable.title(key), chunk) for key, chunk in chunks.items()})
+    needs = {names[key]: frozenset(names[each] for each in own) for key, own in inside.items()}
+    depths, tasks = _depths(needs), {}
+    for key, name in sorted(names.items(), key=lambda item: (depths[item[1]], item[1])):
+        origins = tuple(map(runnable.recorded.origin, calls[key]))
+        tasks[name] = DataflowTask(name, chunks[key], origins, results.get(key, 0))
     return tasks, needs
 
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
+from html import escape
 from math import prod
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import GPT2Config
+from daskgpt.config.rich import html_table, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
-from daskgpt.profiling import machine
+from daskgpt.profiling.plan import job_from
 from daskgpt.profiling.recorder import recorder_of
-from daskgpt.profiling.records import Figure, Measurement
-from daskgpt.profiling.statistics import Spread
-from daskgpt.profiling.timeline import Timeline, is_message, summarise
+from daskgpt.profiling.records import Figure, Measurement, Spread
+from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.machine import product_rate
+from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.job import Job
+from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as job_facts
 from daskgpt.training.trainer import steps_of
 
@@ -54,13 +60,8 @@ class BenchConfig(BatchConfig):
 
 def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -> Job:
     """Return the checked job of a run on random tokens, with a constant learning rate."""
-    return Job(
-        config,
-        DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups),
-        OptimizerConfig(schedule="constant"),
-        dataflow,
-        RunConfig(seed=options.seed),
-    )
+    data = DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups)
+    return Job(config, data, OptimizerConfig(schedule="constant"), dataflow, RunConfig(seed=options.seed))
 
 
 def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +166,7 @@ class Steps:
         return grain
 
 
-def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
+def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
     """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
     job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
     steps.run(warmup)
@@ -173,10 +174,9 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
     step = Figure.of(Spread.of(steps.run(timed)), "ms", 1e3)
     peak = steps.peak() / 1e9
     found = summarise(steps.timeline(recorded))
-    busy = {
-        phase: sum(own[0] for (layer, of), own in found.kernels.items() if of == phase and not is_message(layer))
-        for phase in PHASES
-    }
+    busy = dict.fromkeys(PHASES, 0.0)
+    for (layer, phase), (seconds, _) in found.kernels.items():
+        busy[phase] += 0.0 if is_message(layer) else seconds
     idle = 1 - sum(busy.values()) / (threads * found.wall)
     passes = {name: Figure.single(1e3 * seconds / (threads * found.steps), "ms") for name, seconds in busy.items()}
     assert step.median is not None, "it was measured"
@@ -212,4 +212,146 @@ def measure(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
     """Return the `product_rate` of this process; a worker, which Dask gives under this name, has its own threads."""
-    return product_rate(dask_worker.state.nthreads if dask_worker else threads)
+    return machine.product_rate(dask_worker.state.nthreads if dask_worker else threads)
+
+
+WARMUP = 4  # steps before the first turn
+HEAD = ("", "ms", "speedup", "effic.", "overlap", "idle")  # narrow enough for a phone
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Steps under one dataflow.
+
+    seconds   a step, one value a turn
+    losses    of all steps that were made, in their order
+    timeline  of some further steps
+    """
+
+    threads: int
+    seconds: Spread
+    losses: tuple[float, ...]
+    timeline: Timeline
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Times of kernels, tasks and threads in the timeline."""
+        return summarise(self.timeline)
+
+    @property
+    def overlap(self) -> float:
+        """Share of the time in which two or more different layers ran at once."""
+        return self.summary.overlap
+
+    @property
+    def idle(self) -> float:
+        """Share of the threads' time in which no kernel ran."""
+        return 1 - self.summary.kernel_share
+
+
+class Executions(dict[str, Execution]):
+    """Name -> execution. The first one is what the others' speedup is measured by.
+
+    others   cores that other programs kept busy before
+    """
+
+    def __init__(self, found: Mapping[str, Execution], others: float = 0.0) -> None:
+        super().__init__(found)
+        self.others = others
+
+    @property
+    def first(self) -> Execution:
+        return next(iter(self.values()))
+
+    def speedup(self, name: str) -> float:
+        """Return how many times as fast as the first, by medians."""
+        return self.first.seconds.median / self[name].seconds.median
+
+    def efficiency(self, name: str) -> float:
+        """Return the speedup by how many times as many threads it has."""
+        return self.speedup(name) * self.first.threads / self[name].threads
+
+    def rows(self) -> list[list[str]]:
+        """Return a table of text, whose columns are those of HEAD."""
+        return [
+            [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
+            + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, run.idle)]
+            for name, run in self.items()
+        ]
+
+    def __repr__(self) -> str:
+        return "\n".join(filter(None, (text_table([HEAD, *self.rows()]), self.note)))
+
+    @property
+    def note(self) -> str:
+        """Say that the machine was busy, "" where it was not."""
+        if self.others <= machine.BUSY:
+            return ""
+        return f"note: other programs kept {self.others:.1f} cores busy; these are times of a share of the machine"
+
+    def _repr_html_(self) -> str:
+        """Return the table, and the timelines one below the other on one time scale: a strip a thread."""
+        runs = list(self.values())
+        title = f"Turns: {runs[0].seconds.n}; medians a step (and middle halves), speedup over {next(iter(self))}"
+        end = max(window.end for run in runs for window in run.timeline.windows)
+        lanes = "".join(
+            f'<div style="margin-top: 8px">{escape(name)}: {run.seconds.text("", 1, 1e3)} ms a step</div>'
+            f"{svg_strips(run.timeline, end=end, named=False)}"
+            for name, run in self.items()
+        )
+        longest = max(runs, key=lambda run: len({event.layer for event in run.timeline.events}))
+        legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(longest.timeline)}</div>'
+        rows = [[row[0], row[1].partition(" ")[0], *row[2:]] for row in self.rows()]
+        return html_table(title, rows, head=HEAD, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
+
+
+def measure(
+    config: GPT2Config,
+    data: DataConfig | Mapping[str, Any] | None = None,
+    dataflows: Mapping[str, DataflowConfig | Mapping[str, Any]] | None = None,
+    *,
+    turns: int = 5,
+    steps: int = 4,
+    seed: int = 0,
+) -> Executions:
+    """Time training steps on random tokens under several dataflows, and record some further ones of each.
+
+    They take turns, so that noise hits all alike.
+
+    dataflows  by name, the first one being what the others are compared with
+    turns      how often each has its turn
+    steps      of a turn, and of the recorded ones; more where a window has more
+
+    Errors     ValueError where configurations do not fit each other, or there is no dataflow, turn or step
+
+    >>> import daskgpt
+    >>> small = daskgpt.preset("tiny", blocks=1, channels=32)
+    >>> models = {"sequential": {"scheduler": "sync", "grain": "block"}, "threads": {"threads": 2, "grain": "block"}}
+    >>> found = daskgpt.measure(small, {"batch_size": 4}, models, turns=1)
+    >>> list(found), found["sequential"].losses == found["threads"].losses
+    (['sequential', 'threads'], True)
+    """
+    known = dataflows or {"default": {}}
+    require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
+    require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
+    shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
+    jobs = {name: job_from(config, dataflow=own, **shared) for name, own in known.items()}
+    for job in jobs.values():
+        compile_kernels(job.precision)
+    others = machine.busy_cores()
+    with ExitStack() as stack:
+        runs: dict[str, Steps] = {}
+        for name, job in jobs.items():
+            scheduler = stack.enter_context(open_scheduler(job.dataflow.scheduler, job.dataflow.threads))
+            runs[name] = Steps(job, scheduler, seed)
+            runs[name].run(WARMUP)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(turns):
+            for name, own in runs.items():
+                taken = own.run(steps)
+                seconds[name].append(sum(taken) / len(taken))
+        found = {
+            name: Execution(run.scheduler.threads, Spread.of(seconds[name]), tuple(run.losses), run.timeline(steps))
+            for name, run in runs.items()
+        }
+        return Executions(found, others)

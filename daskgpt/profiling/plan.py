@@ -16,9 +16,8 @@ from daskgpt.config.rich import html_table, html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.graph.messages import Rank
 from daskgpt.model.parameters import tensors, value_count
-from daskgpt.profiling import machine
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
-from daskgpt.schedulers.machine import memory_limit
 from daskgpt.training.autotune import ChunkChoice, GrainChoice, described
 from daskgpt.training.diloco import SOME_STEPS, replica_step
 from daskgpt.training.job import Job, facts
@@ -265,7 +264,7 @@ def known_grain(job: Job) -> tuple[str, str]:
 
 def fits(job: Job, peak: int) -> str:
     """Return one sentence: whether the peak and the processes that hold it fit the memory that there is here."""
-    limit, whose = memory_limit()
+    limit, whose = machine.memory_limit()
     if not limit:
         return f"{rounded(peak)} are needed; this system does not say how much there is."
     scheduler, threads = job.scheduler, job.dataflow.threads or usable_cores()

@@ -14,15 +14,7 @@ from distributed import performance_report
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.profiling.timeline import (
-    Event,
-    EventMaker,
-    TaskGraph,
-    Timeline,
-    Window,
-    describe_summary,
-    summarise,
-)
+from daskgpt.profiling.timeline import Event, EventMaker, TaskGraph, Timeline, Window, describe_summary, summarise
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.membership import members

@@ -128,10 +128,10 @@ class TaskGraph:
     @classmethod
     def of(cls, runnable: CompiledStep) -> TaskGraph:
         """Return the tasks of a step; a cluster goes on with the updates while the next step starts."""
-        tasks = {key for key, node in runnable.graph.items() if not is_leaf(node)}
-        needs = {key: set(runnable.graph[key].dependencies) & tasks for key in tasks}
+        tasks = {key: node for key, node in runnable.graph.items() if not is_leaf(node)}
+        needs = {key: set(node.dependencies) & tasks.keys() for key, node in tasks.items()}
         order = tuple(TopologicalSorter(needs).static_order())
-        awaited = tasks if runnable.recorded.in_place else runnable.output_keys
+        awaited = tasks.keys() if runnable.recorded.in_place else runnable.output_keys
         graph, readers = runnable.recorded.unmerged, defaultdict[Key, list[Key]](list)
         picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
         for key, node in graph.items():

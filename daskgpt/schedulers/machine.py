@@ -1,24 +1,33 @@
-"""Limits of this machine: memory that processes may use, and measured rates of products and copies."""
+"""This machine: its name, memory that processes may use and have used, and measured rates of products and copies."""
 
 from __future__ import annotations
 
 import os
+import platform
+import resource
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import numpy as np
+import psutil
 from threadpoolctl import threadpool_limits
 
+import daskgpt
 from daskgpt.kernels.float32.blas import matmul
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # A group's files with its limit and with what it holds, in the two versions of control groups.
 VERSION_1, VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 MEMORY_INFO = Path("/proc/meminfo")
+STATUS, CLEAR_REFS, CPU_INFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/cpuinfo")
+BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
 
 
 def memory_limit() -> tuple[int, str]:
@@ -36,12 +45,11 @@ def available_memory() -> int | None:
 
     This is the lesser of the system's own estimate and the rest of a control group: its limit less its use.
     """
-    try:
-        lines = MEMORY_INFO.read_text().splitlines()
-    except OSError:
+    found = _field(MEMORY_INFO, "MemAvailable")
+    if not found:
         return None
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    return None if free is None else max(0, min([free, *(limit - held for limit, held in _groups())]))
+    free = int(found.split()[0]) * 1024
+    return max(0, min([free, *(limit - held for limit, held in _groups())]))
 
 
 def _groups() -> Iterator[tuple[int, int]]:
@@ -72,6 +80,68 @@ def _held(group: Path, usage: str) -> int:
             cached = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
         return max(0, int((group / usage).read_text()) - cached)
     return 0
+
+
+def reset_peak_memory() -> bool:
+    """Let `peak_memory` count from now on; False where the system keeps the peak since the process began."""
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory() -> int:
+    """Return the most bytes of this process that were in memory at one time, interpreter and libraries included."""
+    found = _field(STATUS, "VmHWM")
+    if found:
+        return int(found.split()[0]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def resident_memory() -> int:
+    """Return the bytes of this process that are in memory now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def processor_time() -> dict[tuple[str, int], float]:
+    """Return seconds of processor time of this process, by machine and process, so that a sum counts none twice."""
+    return {(platform.node(), os.getpid()): time.process_time()}
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    return _field(CPU_INFO, "model name") or platform.processor() or platform.machine()
+
+
+def _field(path: Path, name: str) -> str:
+    """Return what a line `name: value` of a file says first; "" where there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def busy_cores(seconds: float = 0.5) -> float:
+    """Return how many cores other programs keep busy while this one sleeps."""
+    before = busy_seconds()
+    time.sleep(seconds)
+    return round((busy_seconds() - before) / seconds, 2)
+
+
+def busy_seconds() -> float:
+    """Return the processor time of all programs and the system since the machine began."""
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python, of daskgpt and of some packages."""
+    return {"python": platform.python_version(), "daskgpt": daskgpt.__version__} | {
+        name: version(name) for name in packages
+    }
 
 
 SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round

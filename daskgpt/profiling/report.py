@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from daskgpt.profiling import machine
 from daskgpt.profiling.plots import Figure, save, style
-from daskgpt.profiling.statistics import Comparison, Spread, rounded
-from daskgpt.profiling.study.grid import BARRIERS
-from daskgpt.profiling.study.table import Row, Rows, count, median, model_name, speedups, spread, spreads
+from daskgpt.profiling.records import Comparison, Spread, rounded
+from daskgpt.profiling.study import BARRIERS, Row, Rows, count, median, model_name, speedups, spread, spreads
+from daskgpt.schedulers import machine
 
 RECORDING = 0.03  # of a step, above which a report says what recording costs
 BARRIER_COLORS = {"layer": "#d1495b", "phase": "#edae49", "step": "#00798c", "none": "#5e3c99"}
@@ -21,28 +20,24 @@ PHASES = {  # column -> name and color
     "update_ms": ("update", "#3ca951"),
     "step_ms": ("total", "#303030"),
 }
-SHARES = {
-    "kernel_share": ("kernels", "#00798c"),
-    "inside_share": ("between a task's kernels", "#a463f2"),
-    "scheduling_share": ("scheduling: a task was ready", "#edae49"),
-    "waiting_share": ("waiting: no task was ready", "#d9d9d9"),
+SHARES = {  # column -> name in a table, name in a figure, color
+    "kernel_share": ("kernels", "kernels", "#00798c"),
+    "inside_share": ("between kernels", "between a task's kernels", "#a463f2"),
+    "scheduling_share": ("scheduling", "scheduling: a task was ready", "#edae49"),
+    "waiting_share": ("waiting", "waiting: no task was ready", "#d9d9d9"),
 }
-SHARES_HEAD = ["kernels", "between kernels", "scheduling", "waiting"]
 MARKERS = "o^sD"
 METHOD = """
 ## Runs
 
 [results.csv](results.csv) has a row for each run ({runs}), which was a process of its own on as many cores as it had
-threads. The repetitions take turns, each in an order of its own, so that a noisy minute hits all settings alike. A run
-warms up for {warmup} steps and then records every kernel call of the steps whose time it reports; as many others, half
-of them before and half after, are not recorded and show what recording costs. Figures show medians over runs, quartiles
-and every run. Two settings are called different (in bold) where the quartiles of their runs do not overlap.
+threads. After {warmup} steps of warmup, a run recorded every kernel call of the steps whose time it reports; other
+steps, which were not recorded, show what recording costs. Figures show medians over runs, quartiles and every run. Two
+settings are called different (in bold) where the quartiles of their runs do not overlap.
 
-Speedup is the time of the sequential run (one thread, a barrier between phases, which costs nothing there) divided by
-the time in question: one base for all. Efficiency is speedup divided by threads. Forward, backward and update have
-times of their own only where a barrier stands between them, and sum up to the step; where the state is updated in
-place, the sums that make a weight gradient are part of the update. docs/metrics.md of daskgpt defines overlap,
-critical path and the shares of the threads' time.
+Speedup is the time of the sequential run (one thread, a barrier between phases) divided by the time in question, and
+efficiency is speedup divided by threads. Phases have times of their own only where a barrier stands between them; the
+update contains the sums of a weight gradient where it is in place. docs/metrics.md of daskgpt defines the rest.
 """
 Times = Mapping[Any, Spread]
 Series = dict[str, tuple[Times, str, Spread | None]]  # name -> times by threads, color, base of the speedup
@@ -221,7 +216,8 @@ def _compared(view: Rows, title: str, name: str, found: Mapping[str, list[Row]],
     """Compare settings by time, critical path, overlap, memory, and where the threads' time goes."""
     at_once = {"overlap": "layers at once", "steps_overlap": "steps at once"}
     times = ["tasks", "step (ms)", "critical path (ms)"]
-    table = [["", *times, *at_once.values(), *SHARES_HEAD, "most memory (GB)"]]
+    shares = [head for head, _, _ in SHARES.values()]
+    table = [["", *times, *at_once.values(), *shares, "most memory (GB)"]]
     for label, rows in found.items():
         cells = [f"{median(rows, 'tasks'):,.0f}", _cell(spread(rows)), _cell(spread(rows, "critical_path_ms"))]
         cells += [_share(rows, column) for column in (*at_once, *SHARES)]
@@ -404,7 +400,7 @@ def _bars(axes: Any, found: Mapping[str, list[Row]], column: str = "step_ms", sc
 def _stacked_shares(axes: Any, found: Mapping[str, list[Row]]) -> None:
     """Draw stacked shares of the threads' time."""
     below = [0.0] * len(found)
-    for column, (label, color) in SHARES.items():
+    for column, (_, label, color) in SHARES.items():
         heights = [100 * median(own, column) for own in found.values()]
         axes.bar(range(len(found)), heights, 0.6, bottom=below, color=color, label=label)
         below = [low + height for low, height in zip(below, heights)]

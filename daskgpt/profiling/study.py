@@ -1,0 +1,507 @@
+"""A study: the settings that it compares, its table of runs, and its runs, each in a fresh process.
+
+Repetitions take turns, so that noise hits all settings alike. `python -m daskgpt.profiling.study JSON` makes one run
+and prints what it measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tqdm import tqdm
+
+from daskgpt.config.groups import groups_of_batch
+from daskgpt.config.model import PRESETS, GPT2Config
+from daskgpt.config.run import DataflowConfig
+from daskgpt.config.settings import documented, setting
+from daskgpt.graph.calls import PHASES
+from daskgpt.model.parameters import parameter_count
+from daskgpt.profiling.measure import BatchConfig, Steps, job_of
+from daskgpt.profiling.records import PACKAGES, Figure, Record, Spread, measured, significant
+from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
+from daskgpt.schedulers import machine
+from daskgpt.schedulers.connect import check_address, open_scheduler
+from daskgpt.schedulers.local import usable_cores
+from daskgpt.training.job import Job, compile_kernels
+
+BARRIERS = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
+# Values that are words, in the order in which they are shown; the other settings of a point are numbers.
+ORDER: dict[str, tuple[str, ...]] = {
+    "scheduler": ("sync", "threads", "local"),
+    "barrier": tuple(BARRIERS),
+    "grain": ("kernel", "segment", "block", "chunk", "auto"),
+    "engine": ("ranks", "tasks"),
+}
+TOKEN_PARTS = (1, 2, 4, 8)
+MOST_CHUNKS = 8
+
+
+@documented
+@dataclass(frozen=True)
+class StudyConfig(BatchConfig):
+    """What all runs of a study share."""
+
+    precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
+    window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**20)
+    steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1, most=2**20)
+    seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds", least=0)
+    # What is auto settles in the first two steps.
+    warmup: int = setting(3, "steps before them", unit="steps", least=3, most=2**20)
+    repetitions: int = setting(3, "how often every point is run", least=1)
+    minutes: float = setting(
+        28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
+    )
+    out: str = setting("", "folder of the study, an earlier one to continue; empty = studies/DATE-TIME")
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """One setting of the dataflow; a chunk of 0 is auto."""
+
+    threads: int
+    scheduler: str
+    barrier: str
+    batch_chunk: int
+    sequence_chunk: int
+    grain: str
+    engine: str = "ranks"
+
+    def runnable(self) -> Point:
+        """Return the point without contradictions: one thread with the synchronous scheduler, an engine on clusters
+        only, and with fork-join, which waits after each layer, tasks of one kernel.
+        """
+        point = replace(self, threads=1) if self.scheduler == "sync" else self
+        point = point if self.scheduler == "local" else replace(point, engine="ranks")
+        return replace(point, grain="kernel") if self.barrier == "layer" else point
+
+    def __str__(self) -> str:
+        chunks = f"chunks of {self.batch_chunk or 'auto'} x {self.sequence_chunk or 'auto'}"
+        engine = ", engine tasks" * (self.engine == "tasks")
+        return f"{self.threads} x {self.scheduler}, barrier {self.barrier}, {chunks}, grain {self.grain}{engine}"
+
+
+DIALS = tuple(field.name for field in fields(Point))
+
+
+def sort_key(dial: str, value: Any) -> tuple[int, Any]:
+    """Return a key that sorts words as ORDER has them, and numbers by size."""
+    known = ORDER.get(dial, ())
+    return known.index(value) if value in known else len(known), value
+
+
+def base_point(study: StudyConfig, cores: int) -> Point:
+    """Return the point that the others differ from in one setting: all cores, barrier step, grain block."""
+    batch_chunk = study.batch_size // 2 if study.batch_size % 2 == 0 else study.batch_size
+    return Point(cores, "threads", "step", batch_chunk, study.sequence_length, "block")
+
+
+def default_grid(study: StudyConfig, cores: int) -> list[Point]:
+    """Return the points of a study's five questions: threads and barriers, slicing, grain, and schedulers."""
+    base = base_point(study, cores)
+    points = [replace(base, threads=n, barrier=barrier) for n in thread_counts(cores) for barrier in BARRIERS]
+    points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in slicings(study)]
+    points += [replace(base, grain=grain) for grain in ("kernel", "segment", "block", "chunk")]
+    points += [replace(base, scheduler=scheduler) for scheduler in ORDER["scheduler"]]
+    points += [replace(base, scheduler="local", engine="tasks")]
+    return distinct(points)
+
+
+def quick_grid(study: StudyConfig, cores: int) -> list[Point]:
+    """Return a few points, with which every section of the report has something to say."""
+    base = base_point(study, min(cores, 2))
+    points = [replace(base, threads=n, barrier=barrier) for n in (1, base.threads) for barrier in BARRIERS]
+    points += [replace(base, batch_chunk=study.batch_size, sequence_chunk=study.sequence_length // 2)]
+    points += [replace(base, grain="kernel"), replace(base, scheduler="sync")]
+    return distinct(points)
+
+
+def chosen_grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[Point]:
+    """Return every combination of the chosen values, with those of the base point for the other settings."""
+    base = asdict(base_point(study, cores))
+    values = [chosen.get(dial) or [base[dial]] for dial in DIALS]
+    return distinct(Point(*combination) for combination in product(*values))
+
+
+def distinct(points: Iterable[Point]) -> list[Point]:
+    """Return each runnable point once."""
+    return list(dict.fromkeys(point.runnable() for point in points))
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Return 1, 2, 4 ... and all cores."""
+    return [2**power for power in range(10) if 2**power < cores] + [cores]
+
+
+def slicings(study: StudyConfig) -> list[tuple[int, int]]:
+    """Return chunks (sequences, tokens): all sequences, half of them and one, with their tokens in 1 to 8 parts.
+
+    No batch is cut into more than MOST_CHUNKS chunks, except into single sequences.
+    """
+    size, length = study.batch_size, study.sequence_length
+    return [
+        (sequences, length // parts)
+        for sequences in dict.fromkeys((size, max(size // 2, 1), 1))
+        for parts in TOKEN_PARTS
+        if size % sequences == length % parts == 0 and (parts == 1 or size // sequences * parts <= MOST_CHUNKS)
+    ]
+
+
+def job_of_point(config: GPT2Config, study: StudyConfig, point: Point) -> Job:
+    """Return the checked job of a point's runs.
+
+    Errors   ValueError where the point does not fit the model or the batch
+    """
+    check_address(point.scheduler)
+    return job_of(config, study, DataflowConfig(**asdict(point), precision=study.precision, window=study.window))
+
+
+MODEL = tuple(f.name for f in fields(GPT2Config))
+SHARED = ("batch_size", "sequence_length", "groups", "precision", "window", "warmup", "seed")
+PHASES_MS = ("forward_ms", "backward_ms", "update_ms")
+SHARES = ("overlap", "steps_overlap", "kernel_share", "inside_share", "scheduling_share", "waiting_share")
+TEXT = ("date", "loss", "machine", "cpu", "python", "daskgpt", *PACKAGES)
+FOUND = (
+    *("batch_chunk_used", "sequence_chunk_used", "grain_used", "tasks", "steps"),
+    *("step_ms", "step_ms_q1", "step_ms_q3", "tokens_per_s", *PHASES_MS, "recording_cost", "critical_path_ms"),
+    *(*SHARES, "peak_gb", "others_cores", "cores", *TEXT),
+)
+COLUMNS = (*MODEL, *SHARED, *DIALS, "repetition", *FOUND)
+# Column -> figure and unit of a record.
+FIGURES = {
+    **{"step_ms": ("step", "ms"), "critical_path_ms": ("critical_path", "ms"), "peak_gb": ("peak", "GB")},
+    **{name: (name, "") for name in SHARES},
+}
+
+Row = dict[str, Any]
+
+
+class Table:
+    """The rows of a study, in memory and on disk.
+
+    Errors   ValueError where the file is of another study: other columns, another model or batch
+    """
+
+    def __init__(self, path: Path, model: GPT2Config, study: StudyConfig) -> None:
+        self.path = path
+        self.shared = asdict(model) | {name: getattr(study, name) for name in SHARED}
+        self.shared["groups"] = groups_of_batch(study.batch_size, study.sequence_length, study.groups)
+        self.rows = list(self._read()) if path.exists() else []
+
+    def _read(self) -> Iterator[Row]:
+        with self.path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                rule = "the table must have the columns of this version"
+                raise ValueError(f"study: {rule}; got file={self.path}. Give another --out.")
+            for texts in reader:
+                row = {name: text if name in TEXT else _value(text) for name, text in texts.items()}
+                for name, value in self.shared.items():
+                    if row[name] != value:
+                        got = f"{name}={value}, and {name}={row[name]} in {self.path}"
+                        raise ValueError(f"study: a folder must hold one study; got {got}. Give another --out.")
+                yield row
+
+    def __contains__(self, run: tuple[Point, int]) -> bool:
+        point, repetition = run
+        wanted = asdict(point) | {"repetition": repetition}
+        return any(wanted.items() <= row.items() for row in self.rows)
+
+    def add(self, point: Point, repetition: int, found: Mapping[str, Any]) -> None:
+        """Append a run's row."""
+        new = not self.path.exists()
+        row = self.shared | asdict(point) | {"repetition": repetition} | dict(found)
+        self.rows.append(row)
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def _value(text: str) -> Any:
+    """Return the number that was written, the word, or None."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text or None
+
+
+class Rows:
+    """The rows of a study, seen from a reference point: the one whose values the most points share."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.all = list(rows)
+        self.runs: Counter[tuple[Any, ...]] = Counter(tuple(row[dial] for dial in DIALS) for row in rows)
+        counts = [Counter(values) for values in zip(*self.runs)]
+
+        def commonness(point: tuple[Any, ...]) -> tuple[int, bool, tuple[Any, ...]]:
+            return sum(own[value] for own, value in zip(counts, point)), "step" in point, point
+
+        self.reference: dict[str, Any] = dict(zip(DIALS, sorted(self.runs, key=commonness)[-1]))
+
+    def at(self, **values: Any) -> list[Row]:
+        """Return the rows with these values, and those of the reference for the other settings; fork-join has grain
+        kernel unless a grain is given.
+        """
+        wanted = self.reference | values
+        if wanted["barrier"] == "layer" and "grain" not in values:
+            wanted["grain"] = "kernel"
+        return [row for row in self.all if wanted.items() <= row.items()]
+
+    def along(self, dial: str, **values: Any) -> dict[Any, list[Row]]:
+        """Return value of a setting -> its rows, for those values that were run."""
+        known = sorted({row[dial] for row in self.all}, key=lambda value: sort_key(dial, value))
+        found = {value: self.at(**{dial: value}, **values) for value in known}
+        return {value: rows for value, rows in found.items() if rows}
+
+    def sequential(self, column: str = "step_ms") -> Spread | None:
+        """Return the times of the sequential run, the base of every speedup: one thread, and no barrier that costs.
+
+        On one thread a barrier between phases costs next to nothing, and phases have times of their own there.
+        """
+        found = (spread(self.at(threads=1, barrier=barrier), column) for barrier in ("phase", "step", "none"))
+        return next((times for times in found if times), None)
+
+    def phase_times(self, barrier: str) -> dict[str, dict[int, Spread]]:
+        """Return column of a phase, and of the step -> threads -> its times; empty where phases were not apart."""
+        found = self.along("threads", barrier=barrier)
+        times = {column: spreads(found, column) for column in (*PHASES_MS, "step_ms")}
+        return times if all(times.values()) else {}
+
+    def slicings(self) -> dict[int, dict[int, Spread]]:
+        """Return sequences in a chunk -> number of chunks -> times of a step, most sequences first."""
+        size, length = self.all[0]["batch_size"], self.all[0]["sequence_length"]
+        series = {}
+        for sequences in sorted({row["batch_chunk"] for row in self.all} - {0}, reverse=True):
+            times = spreads(self.along("sequence_chunk", batch_chunk=sequences))
+            times.pop(0, None)  # auto
+            series[sequences] = {size // sequences * (length // tokens): times[tokens] for tokens in reversed(times)}
+        return {sequences: times for sequences, times in series.items() if times}
+
+    def schedulers(self) -> dict[str, list[Row]]:
+        """Return `threads (2 threads)` -> its rows; on a cluster by both engines."""
+        found = {}
+        for scheduler in sorted({row["scheduler"] for row in self.all}, key=lambda own: sort_key("scheduler", own)):
+            for engine in ORDER["engine"]:
+                for threads, rows in self.along("threads", scheduler=scheduler, engine=engine).items():
+                    own = count(threads, "thread" if scheduler in ("sync", "threads") else "worker")
+                    found[f"{scheduler}{', engine tasks' * (engine == 'tasks')} ({own})"] = rows
+        return found
+
+    def records(self, arguments: Sequence[str]) -> list[Record]:
+        """Return a record for each point, whose turns are its runs; arguments: the command line of the study."""
+        shared = ("batch_size", "sequence_length", "groups", "precision", "window", "tasks", "others_cores", "loss")
+        found = []
+        for point in self.runs:
+            rows = [row for row in self.all if tuple(row[dial] for dial in DIALS) == point]
+            first, spreads = rows[0], {column: spread(rows, column) for column in FIGURES}
+            settings = {"model": model_name(first)} | {name: first[name] for name in (*DIALS, *shared)}
+            figures = {FIGURES[name][0]: Figure.of(own, FIGURES[name][1]) for name, own in spreads.items() if own}
+            record = measured("daskgpt.study", arguments, figures, settings)
+            where = {**record.machine, "processor": first["cpu"], "cores": first["cores"]}
+            versions = {name: first[name] for name in record.versions}
+            found.append(replace(record, date=str(rows[-1]["date"]), machine=where, versions=versions))
+        return found
+
+
+def spread(rows: Iterable[Row], column: str = "step_ms") -> Spread | None:
+    """Return a column's values, over the runs that have it; None where none has."""
+    values = tuple(float(row[column]) for row in rows if row[column] is not None)
+    return Spread(values) if values else None
+
+
+def spreads(found: Mapping[Any, Iterable[Row]], column: str = "step_ms") -> dict[Any, Spread]:
+    """Return the `spread` of each name's rows, of those that have one."""
+    own = {name: spread(rows, column) for name, rows in found.items()}
+    return {name: values for name, values in own.items() if values is not None}
+
+
+def median(rows: Iterable[Row], column: str) -> float:
+    """Return a column's median; 0 where no row has it."""
+    found = spread(rows, column)
+    return found.median if found else 0.0
+
+
+def speedups(times: Mapping[int, Spread], base: Spread | None) -> dict[int, float]:
+    """Return thread count -> time of the base, divided by the time with these; empty without a base."""
+    return {threads: base.median / own.median for threads, own in times.items()} if base else {}
+
+
+def model_name(row: Row) -> str:
+    """Return `gpt2 (124,439,808 parameters)` of a run's model; a size without a name is described by its numbers."""
+    config = GPT2Config(**{name: row[name] for name in MODEL})
+    known = [name for name, size in PRESETS.items() if size == config]
+    numbers = f"a GPT-2 with {count(config.blocks, 'block')} of {config.channels} channels"
+    return f"{known[0] if known else numbers} ({parameter_count(config):,} parameters)"
+
+
+def count(number: int, what: str) -> str:
+    """Return `1 run`, `2 runs`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def run_all(
+    model: GPT2Config, study: StudyConfig, points: Sequence[Point], table: Table, after: Callable[[], None]
+) -> list[str]:
+    """Run every point that the table lacks, repetition by repetition; return what failed, a line each.
+
+    after   called after each repetition; once, where nothing was left to run
+    """
+    failed: list[str] = []
+    todo = {n: [p for p in shuffled(points, study, n) if (p, n) not in table] for n in range(study.repetitions)}
+    start, took = time.monotonic(), 0.0
+    bar = tqdm(total=sum(map(len, todo.values())), unit="run", dynamic_ncols=True)
+    for repetition, own in todo.items():
+        elapsed = time.monotonic() - start
+        if took and elapsed + took * len(own) > study.minutes * 60:
+            bar.write(f"stopped after {repetition} of {study.repetitions} repetitions: --minutes {study.minutes:g}")
+            break
+        for point in own:
+            bar.set_postfix_str(f"repetition {repetition + 1}: {point}")
+            try:
+                table.add(point, repetition, run_one(model, study, point))
+            except RuntimeError as error:
+                failed.append(f"{point}: {error}")
+                bar.write(failed[-1])
+            bar.update()
+        if own:
+            took = (time.monotonic() - start - elapsed) / len(own)
+            after()
+    bar.close()
+    if not bar.total:
+        after()
+    return failed
+
+
+def shuffled(points: Sequence[Point], study: StudyConfig, repetition: int) -> list[Point]:
+    """Return the points in another order for each repetition, so that no point always follows the same one."""
+    return Random(f"{study.seed} {repetition}").sample(points, len(points))
+
+
+def run_one(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
+    """Return the columns of one run, made by a process of its own.
+
+    Errors   RuntimeError with the last line that the process wrote, where it failed
+    """
+    described = json.dumps([asdict(model), asdict(study), asdict(point)])
+    command = [sys.executable, "-m", "daskgpt.profiling.study", described]
+    environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["nothing was written"])[-1]
+        raise RuntimeError(f"the run must end; got exit code {result.returncode}, {last}")
+    return dict(json.loads(result.stdout.splitlines()[-1]))
+
+
+def run(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
+    """Time and record some steps; return the columns of its row in the table.
+
+    The time of a step and those of its phases come from the same steps, in which every kernel call is recorded. Others
+    before and after them, which are not recorded, show what recording costs. A phase has a time of its own only where
+    it never runs beside another: its share of the recorded steps, of the median step.
+    """
+    job = job_of_point(model, study, point)
+    compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
+    others = machine.busy_cores()
+    with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
+        steps = Steps(job, scheduler, study.seed)
+        number = max(study.steps, math.ceil(study.seconds / min(steps.run(study.warmup))))
+        steps.reset_peak()
+        bare = steps.run(-(-number // 2))
+        timeline = steps.timeline(number)
+        bare += steps.run(-(-number // 2))
+        peak = steps.peak()
+        found = summarise(timeline)
+        tasks, grain, chunk = steps.tasks, steps.grain, steps.steps.chunk
+    seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
+    low, middle, high = (1e3 * value for value in seconds.quartiles)
+    part = middle / (sum(found.phases.values()) or 1.0)
+    own = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "batch_chunk_used": chunk[0],
+        "sequence_chunk_used": chunk[1],
+        "grain_used": grain,
+        "tasks": tasks,
+        "steps": seconds.n,
+        "step_ms": middle,
+        "step_ms_q1": low,
+        "step_ms_q3": high,
+        "recording_cost": middle / Spread.of(bare).median / 1e3 - 1,
+        "tokens_per_s": 1e3 * study.batch_size * study.sequence_length / middle,
+        **{f"{name}_ms": part * found.phases[name] if found.phases else None for name in PHASES},
+        "critical_path_ms": found.critical_path * 1e3 / found.steps,
+        **{name: getattr(found, name) for name in SHARES},
+        "peak_gb": peak / 1e9,
+        "loss": repr(steps.losses[study.warmup + study.steps]),
+        "others_cores": others,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu": machine.processor(),
+        "cores": os.cpu_count(),
+        **machine.versions(*PACKAGES),
+    }
+    return {name: significant(value) if isinstance(value, float) else value for name, value in own.items()}
+
+
+def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None:
+    """Write FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has, FOLDER/barriers.html
+    with all of them on one time scale, and FOLDER/fork_join.svg with the first and the last.
+
+    A chunk holds a quarter of the sequences, so that there is something to overlap. A task is what one chunk does
+    between two gathers, for fork-join one kernel. Of --repetitions recordings the shortest is kept: other programs can
+    only make one longer.
+    """
+    from daskgpt.profiling.pages import write_picture, write_side_by_side, write_timeline  # loads Bokeh
+
+    chunk = max(study.batch_size // 4, 1)
+    timelines: dict[str, Timeline] = {}
+    for barrier, label in BARRIERS.items():
+        point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "segment").runnable()
+        job = job_of_point(model, study, point)
+        with open_scheduler("threads", point.threads) as scheduler:
+            steps = Steps(job, scheduler, study.seed)
+            steps.run(max(study.warmup, study.window))
+            found = [steps.timeline(study.window) for _ in range(study.repetitions)]
+        shortest = timelines[f"barrier {label}"] = min(found, key=lambda own: summarise(own).wall)
+        _, page = write_timeline(shortest, folder / barrier)
+        print(f"\nbarrier {barrier}: {page}\n{describe_summary(summarise(shortest))}")
+    name = model_name(asdict(model))
+    title = f"{study.window} steps of {name}, {study.batch_size} x {study.sequence_length} tokens a step"
+    first, *_, last = timelines
+    picture = write_picture({name: timelines[name] for name in (first, last)}, folder / "fork_join.svg")
+    print(f"\nfork-join beside barrier-free, a picture: {picture}")
+    print(f"all barriers on one time scale: {write_side_by_side(timelines, folder / 'barriers.html', title)}")
+
+
+def main() -> None:
+    """Make the run that the command line describes, on as many cores as it has threads."""
+    model, study, point = json.loads(sys.argv[1])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(point["threads"], 1)])
+    with contextlib.redirect_stdout(sys.stderr):
+        row = run(GPT2Config(**model), StudyConfig(**study), Point(**point))
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""A grid of runs, its table, figures and report."""
