@@ -28,7 +28,7 @@ from daskgpt.config.files import matching_files
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.dataset import check_tokens, is_token_source, whole_source
-from daskgpt.data.hellaswag import ENDING, read_hellaswag
+from daskgpt.data.questions import ENDING, read_hellaswag
 from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.formats.llmc import Question, is_question_file, read_questions
 from daskgpt.generation.decoder import Weights

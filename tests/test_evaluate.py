@@ -12,7 +12,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import evaluate
-from daskgpt.data.hellaswag import read_hellaswag
+from daskgpt.data.questions import read_hellaswag
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.evaluate import sizes_of
 from daskgpt.formats.llmc import Question, read_questions

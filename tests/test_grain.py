@@ -20,7 +20,7 @@ from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, inplace
-from daskgpt.graph.accumulating import MicroBatches
+from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans

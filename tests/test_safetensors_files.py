@@ -10,10 +10,9 @@ from llmc_samples import SMALL, assert_same_bits, small_parameters
 from safetensors import safe_open
 
 from daskgpt.formats import layouts
-from daskgpt.formats.checks import MAX_JSON_BYTES
 from daskgpt.formats.run_model import open_run_model, write_run_models
 from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
-from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.stored_model import MAX_JSON_BYTES, StoredModel
 
 # Names, and values of every kind of layout.
 ARRAYS = {

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.data.corpus.folder import JOURNAL, MANIFEST, VOCABULARY_FILE, Part, read_manifest
 from daskgpt.data.text import SPANS, STANDARD_LIBRARY, read_text, split_text, split_tokens
+from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, Part, read_manifest
 from daskgpt.data.tokenizer import (
     encode,
     encoding_named,

@@ -18,9 +18,16 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import matching_files, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.checks import refuse_pickle, require_file
-from daskgpt.formats.layouts import READABLE, held, pieces, require_default_settings
-from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.formats.stored_model import (
+    READABLE,
+    ReadLater,
+    StoredModel,
+    held,
+    pieces,
+    refuse_pickle,
+    require_default_settings,
+    require_file,
+)
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 

@@ -16,8 +16,6 @@ import numpy as np
 from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.checks import short
-from daskgpt.formats.layouts import READABLE, held, published_shapes, to_published
 from daskgpt.formats.safetensors import (
     SHARD_BYTES,
     NamedTensor,
@@ -26,7 +24,7 @@ from daskgpt.formats.safetensors import (
     write_tensor_file,
     write_tensor_files,
 )
-from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.formats.stored_model import READABLE, ReadLater, StoredModel, held, published_shapes, short, to_published
 from daskgpt.formats.vocabulary import is_learned, know_vocabulary, learned_vocabulary
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import Tensor, tensors

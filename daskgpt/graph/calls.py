@@ -5,7 +5,7 @@ Only this module uses `dask.array.blockwise`. There are six kinds of calls:
     KernelCall   a kernel on the chunks of one place of the batch
     ChunkSum     a summing kernel over all chunks: a gradient, or the loss
     RowSum       some rows of such a sum over some of the chunks (the passes divide sums)
-    RowUpdate    an update of some rows of a tensor in place, from the rows of a gradient (`graph.inplace`)
+    RowUpdate    an update of some rows of a tensor in place, from the rows of a gradient (`graph.update_in_place`)
     Pick         one of several results
     Exchange     any other function of results: sending, receiving, waiting
 

@@ -29,7 +29,10 @@ from typing import Any, NamedTuple, TypeVar
 from daskgpt.config.groups import Groups
 from daskgpt.graph.calls import FIRST, MESSAGE, READER, ChunkSum, Exchange, Origin, RowSum, several, wait
 from daskgpt.graph.fuse import in_order
-from daskgpt.graph.inplace import (
+from daskgpt.graph.messages import Channel, Peers, Rank, RowAccess, Shard, inputs_in_one, item, receive, send
+from daskgpt.graph.nodes import Graph, Key, all_keys, as_it_is, key_trees, only_key, task
+from daskgpt.graph.sum_order import SumOrder
+from daskgpt.graph.update_in_place import (
     Rewritten,
     RowUpdate,
     UpdateRules,
@@ -38,9 +41,6 @@ from daskgpt.graph.inplace import (
     shares,
     start_of,
 )
-from daskgpt.graph.messages import Channel, Peers, Rank, RowAccess, Shard, inputs_in_one, item, receive, send
-from daskgpt.graph.nodes import Graph, Key, all_keys, as_it_is, key_trees, only_key, task
-from daskgpt.graph.sum_order import SumOrder
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
 SHARD_COST = 1 << 15  # fixed cost of an update, as a number of elements

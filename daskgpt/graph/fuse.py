@@ -30,9 +30,9 @@ from dask.order import order
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, is_pick, origin_of
-from daskgpt.graph.inplace import RowUpdate, dependents_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 from daskgpt.graph.program import Place, program_of
+from daskgpt.graph.update_in_place import RowUpdate, dependents_of
 
 GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks

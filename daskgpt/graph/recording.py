@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import dask.array as da
 import numpy as np
 
+from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import GroupOf, Surroundings, fuse, title
-from daskgpt.graph.inplace import Rewritten
 from daskgpt.graph.nodes import (
     Graph,
     Key,
@@ -28,7 +28,7 @@ from daskgpt.graph.nodes import (
     waiting_for,
 )
 from daskgpt.graph.program import Place, calls_of, in_run
-from daskgpt.graph.waits import with_barriers
+from daskgpt.graph.update_in_place import Rewritten
 
 STATE = "state"
 

@@ -15,15 +15,15 @@ from daskgpt.config.errors import require
 from daskgpt.config.groups import Groups
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.accumulating import MicroBatches, accumulate
+from daskgpt.graph.accumulate import MicroBatches, accumulate
+from daskgpt.graph.barriers import memory_waits, stage_of
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.distribute import Distribution
 from daskgpt.graph.fuse import Fusion
-from daskgpt.graph.inplace import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.graph.messages import Rank, RowAccess
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, StepGraph
-from daskgpt.graph.waits import memory_waits, stage_of
+from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.gpt2 import mean_loss

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from daskgpt.graph.calls import ChunkSum, Exchange, Origin, RowSum, wait
-from daskgpt.graph.inplace import start_of
 from daskgpt.graph.nodes import Graph, Key, all_keys, is_leaf, key_trees, task, waiting_for
+from daskgpt.graph.update_in_place import start_of
 
 
 @dataclass(frozen=True)
