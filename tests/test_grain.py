@@ -127,8 +127,8 @@ def test_program_drops_values_after_their_last_reader():
         gc.collect()
         return alive[0]() is None
 
-    first, second = Call(("a",), make, [], 0, (), True), Call(("b",), read, [0], 1, (0,), True)
-    assert Program([first, second, Call(("c",), look, [1], 2, (), True)], [], [2])() is True
+    first, second = Call(("a",), make, [], 0, ()), Call(("b",), read, [0], 1, (0,))
+    assert Program([first, second, Call(("c",), look, [1], 2, ())], [], [2])() is True
 
 
 def spans_of(barrier, grain="kernel", steps=2):

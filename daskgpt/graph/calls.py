@@ -266,7 +266,7 @@ class ChunkSum(KernelCall):
         calls: list[tuple[int, Sequence[np.ndarray]]] = []
         for number, piece in enumerate(pieces, first):
             joined = self.order.together and len(piece) > 1
-            parts = [[_concatenated(own, axes) for own, axes in zip(zip(*piece), self.inputs)]] if joined else piece
+            parts = [[_joined(own, axes) for own, axes in zip(zip(*piece), self.inputs)]] if joined else piece
             for cut in self.order.cuts(number):
                 calls += [(cut.group, [_sequences(a, axes, cut) for a, axes in zip(p, self.inputs)]) for p in parts]
         return self.order.chains(calls, first + len(pieces))
@@ -365,7 +365,7 @@ def several(totals: Any) -> Sequence[Any]:
     return totals if isinstance(totals, list | tuple) else [totals]
 
 
-def _concatenated(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
+def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
     """Return the token chunks of some sequences as one."""
     return np.concatenate(parts, axis=axes.index("t")) if "t" in axes else parts[0]
 

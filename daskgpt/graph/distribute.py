@@ -20,31 +20,135 @@ deadlock: the slowest rank never waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import pairwise
 from math import prod
+from operator import getitem
+from types import EllipsisType
 from typing import Any, NamedTuple, TypeVar
 
-from daskgpt.config.groups import Groups
-from daskgpt.graph.calls import FIRST, MESSAGE, READER, ChunkSum, Exchange, Origin, RowSum, several, wait
-from daskgpt.graph.fuse import in_order
-from daskgpt.graph.messages import Channel, Peers, Rank, RowAccess, Shard, inputs_in_one, item, receive, send
-from daskgpt.graph.nodes import Graph, Key, all_keys, as_it_is, key_trees, only_key, task
+import numpy as np
+
+from daskgpt.config.groups import Groups, groups_of_rank
+from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
+from daskgpt.graph.messages import Peers, receive, send
+from daskgpt.graph.nodes import Graph, Key, all_keys, key_trees, only_key, task
 from daskgpt.graph.sum_order import SumOrder
 from daskgpt.graph.update_in_place import (
     Rewritten,
     RowUpdate,
     UpdateRules,
+    chain_of,
     dependents_of,
     row_sum,
     shares,
-    start_of,
 )
+from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
 SHARD_COST = 1 << 15  # fixed cost of an update, as a number of elements
 AHEAD = 1  # number of buckets that are sent before waiting for the totals of one
+
+
+@dataclass(frozen=True)
+class Rank(Peers):
+    """One of the ranks that share a batch.
+
+    groups      of the batch
+    sequences   of the batch
+    tokens      of a sequence
+    """
+
+    groups: int
+    sequences: int
+    tokens: int
+
+    def groups_of(self, rank: int) -> Groups:
+        """Return the groups of a rank."""
+        return groups_of_rank(rank, self.count, self.groups)
+
+    def sequences_of(self, rank: int) -> tuple[int, int]:
+        """Return the first sequence of a rank in the batch, and the one after its last."""
+        own, size = self.groups_of(rank), self.sequences // self.groups
+        return own.first * size, (own.first + own.count) * size
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, beginning after this one, so that ranks do not all send to the same one at a time."""
+        return [(self.number + step) % self.count for step in range(1, self.count)]
+
+    def subtrees_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return the subtrees that the groups of a rank form, as ranges of groups."""
+        own = self.groups_of(rank)
+        return subtrees(own.first, own.first + own.count)
+
+    def add(self, place: int, own: Any, *messages: Sequence[Any], rows: slice | EllipsisType = ...) -> np.ndarray:
+        """Return the sum of the batch, or some rows of it, from the totals that each rank has of its subtrees.
+
+        place      in the message of each other rank
+        own        totals of this rank
+        messages   of `others`
+        """
+        found = {self.number: own} | {other: message[place] for other, message in zip(self.others, messages)}
+        return tree_sum(
+            (*ends, total[rows])
+            for rank in range(self.count)
+            for ends, total in zip(self.subtrees_of(rank), several(found[rank]), strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of a tensor that are summed and updated together.
+
+    update     the task that updates the tensor in the graph before
+    parameter  name of the tensor
+    number     among the shards of the tensor
+    bands      its rows, in bands that are summed at a time
+    owner      the rank that updates it
+    columns    numbers in a row
+    rounded    whether other ranks only multiply by it, in bfloat16
+    """
+
+    update: Key
+    parameter: str
+    number: int
+    bands: tuple[Band, ...]
+    owner: int
+    columns: int
+    rounded: bool = False
+
+    @property
+    def rows(self) -> slice:
+        """Of the tensor."""
+        return slice(self.bands[0][0], self.bands[-1][1])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its totals, in float32."""
+        return 4 * self.columns * (self.bands[-1][1] - self.bands[0][0])
+
+
+@dataclass(frozen=True)
+class RowAccess:
+    """Access to rows of a weight that are sent: they are read from a weight as it is held, and written into another.
+
+    rounding   kernels that read only the rounded values of a weight
+    """
+
+    read: Callable[[Any, slice, bool], Any]
+    write: Callable[[Any, slice, Any], None]
+    rounding: Sequence[Callable[..., Any]] | frozenset[Callable[..., Any]] = ()
+
+    def read_all(self, shards: Sequence[Shard], *values: Any) -> list[Any]:
+        """Return the rows of shards from the weights that they belong to, which come first among the values."""
+        return [self.read(weight, shard.rows, shard.rounded) for shard, weight in zip(shards, values)]
+
+    def store(self, shard: Shard, place: int, message: Sequence[Any], weight: Any) -> None:
+        """Write rows from their owner's message into the own weight."""
+        self.write(weight, shard.rows, message[place])
 
 
 class _Totals(NamedTuple):
@@ -85,13 +189,13 @@ class Distribution:
 
     def rewritten(self) -> Rewritten:
         """Return the graph of this rank."""
-        first = {update: _first_sum(self.graph, last) for update, last in self.last.items()}
+        first = {update: chain_of(self.graph, last)[0] for update, last in self.last.items()}
         # A sum that another one continues from is ready long before the rest.
         early = [update for update in self.updates if first[update] != self.last[update]]
         order = early + [update for update in self.updates if update not in early]
         self._exchange_totals([(first[shard.update], shard) for update in order for shard in self.shards[update]])
         for update in early:
-            self._sum_gathered(update, first[update])
+            self._sum_gathered(update)
         self._share_loss()
         self._read_by_rows()
         return self._update()
@@ -161,13 +265,9 @@ class Distribution:
         self.new[own].func.bucket = bucket
         return own
 
-    def _sum_gathered(self, update: Key, first: Key) -> None:
+    def _sum_gathered(self, update: Key) -> None:
         """Make sums that continue from another sum on its owner, from the chunks of all ranks."""
-        chain = [self.last[update]]
-        while (before := start_of(self.graph, chain[0])) != first:
-            assert before is not None
-            chain.insert(0, before)
-        for number, (before, key) in enumerate(zip([first, *chain], chain)):
+        for number, (before, key) in enumerate(pairwise(chain_of(self.graph, self.last[update]))):
             pieces = self._gathered(update, key, len(self.updates) * number + self.updates.index(update))
             # Each rank's sequences are a chunk. The sum does not depend on the cuts between tokens.
             sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
@@ -335,47 +435,20 @@ def _origin(kind: str, phase: str, number: int) -> Origin:
     return Origin(kind, phase, f"bucket.{number}")
 
 
-def own_part(graph: Graph, ranks: Mapping[Key, int], own: Peers) -> tuple[Graph, Key]:
-    """Cut a graph whose tasks belong to several ranks into the part of one rank, with its messages.
+def item(place: Sequence[int], origin: Origin) -> Exchange:
+    """Return a call that takes the item at a place of a message's nested sequences."""
+    return Exchange(lambda values: reduce(getitem, place, values), origin, MESSAGE, READER)
 
-    ranks   of the tasks and of the leaves that they read
 
-    Return the graph, and a task that is done when everything is sent.
+def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:
+    """Return the inputs of a sum over the own chunks, each as one array, from Dask's nested lists."""
 
-    A task that receives waits in its thread. Its level is the greatest number of messages on a path to it; it runs only
-    after everything of its level or below has been sent, so ranks cannot deadlock.
-    """
+    def in_one(chunks: Any, cut: Sequence[int]) -> np.ndarray:
+        parts = [in_one(each, cut[1:]) for each in chunks] if cut else [chunks]
+        return np.concatenate(parts, cut[0]) if len(parts) > 1 else parts[0]
 
-    def channel_of(source: Key) -> Channel:
-        return f"{source[0].partition('_-')[0]}{source[1:]}", 0  # the rest of the key differs on each rank
-
-    level: dict[Key, int] = {}  # greatest number of messages on a path to a task
-    crossing: dict[tuple[Key, int], int] = {}  # a result and the rank that it is sent to -> the level of the message
-    for key in in_order(graph):
-        level[key] = 0
-        for source in graph[key].dependencies:
-            messages = level.get(source, 0) + (ranks[source] != ranks[key])
-            level[key] = max(level[key], messages)
-            if ranks[source] != ranks[key]:
-                crossing[source, ranks[key]] = messages
-    new, sent = dict[Key, Any](), dict[Key, int]()
-    for (source, rank), messages in crossing.items():
-        if ranks[source] == own.number:
-            key = (f"send.{source[0]}", *source[1:], rank)
-            new[key] = task(key, send(own.link, rank, channel_of(source), None, as_it_is), [source])
-            sent[key] = messages
-    arrived: dict[Key, Key] = {}
-    for (source, rank), messages in crossing.items():
-        if rank == own.number:
-            key = arrived[source] = (f"receive.{source[0]}", *source[1:], ranks[source])
-            after = [other for other, own_messages in sent.items() if own_messages <= messages]
-            new[key] = task(key, receive(own.link, ranks[source], channel_of(source), None), after)
-    for key, node in graph.items():
-        if ranks[key] == own.number:
-            new[key] = node.substitute({source: arrived[source] for source in node.dependencies if source in arrived})
-    last = (f"sent-{own.number}",)
-    new[last] = task(last, wait, sent)
-    return new, last
+    cut_axes = [[number for number, axis in enumerate(axes) if axis in CUT] for axes in call.inputs]
+    return [in_one(call.chunk_at(given, axes, {}), cut) for given, axes, cut in zip(inputs, call.inputs, cut_axes)]
 
 
 Place = TypeVar("Place")
@@ -391,10 +464,3 @@ def _buckets(places: Sequence[Place], bytes_of: Callable[[Place], int]) -> list[
         buckets[-1].append(place)
         size += bytes_of(place)
     return buckets
-
-
-def _first_sum(graph: Graph, key: Key) -> Key:
-    """Return the first sum of the chain that a sum continues; the sum itself if it continues none."""
-    while not isinstance(graph[key].func, RowSum) and (before := start_of(graph, key)) is not None:
-        key = before
-    return key

@@ -47,7 +47,6 @@ class Fusion:
     grain    one of GRAINS, or "step"
     first    layers that belong to the first block
     squares  the layer of tasks that square gradients
-    updates  whether gradients and updates are grouped too
     apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
              rank are each a task
@@ -56,7 +55,6 @@ class Fusion:
     grain: str
     first: Collection[str] = ()
     squares: str = ""
-    updates: bool = False
     apart: bool = False
     ranked: bool = False
 
@@ -66,7 +64,7 @@ class Fusion:
             return lambda key: self.grain
         chunk_group, single = self._chunk_groups(graph), self.grain == "kernel"
         buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
-        shared = self.updates and not single and not self.ranked
+        shared = not single and not self.ranked
         squared = self._squares(graph) if shared else {}
         # Updates that wait for all gradients can all run after that, so one task per block suffices.
         updated = self._updates(graph, "chunk" if squared else self.grain) if shared else {}

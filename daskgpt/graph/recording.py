@@ -147,7 +147,8 @@ class StepGraph:
         places = {self.leaves[name]: place for name, place in given.items() if name in self.leaves}
         keys = {name: keys_of(array) for name, array in self.outputs.items()}
         wanted = [*(key for own in keys.values() for key in own), *self.written]
-        after = _both(self.after, waits or {})
+        waits = waits or {}
+        after = {key: [*self.after.get(key, ()), *waits.get(key, ())] for key in {**self.after, **waits}}
         titles: dict[str, tuple[str, str]] = {}
 
         def name_of(members: Sequence[Key]) -> str:
@@ -296,10 +297,6 @@ def _state(packs: Sequence[Any]) -> dict[Key, Any]:
 def _in_run(key: Key, run: int) -> Key:
     """Return a key of one of several runs in a graph."""
     return (f"{key[0]}-{run}", *key[1:])
-
-
-def _both(one: Mapping[Key, Sequence[Key]], other: Mapping[Key, Sequence[Key]]) -> dict[Key, list[Key]]:
-    return {key: [*one.get(key, ()), *other.get(key, ())] for key in {**one, **other}}
 
 
 def _layout(places: Mapping[str, Place]) -> Layout:
