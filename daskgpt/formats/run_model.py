@@ -43,7 +43,7 @@ FOREIGN = "Another program wrote it, or it is damaged: give a file that daskgpt 
 def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> None:
     """Write a model as one file, which appears under its name only when it is complete and on the disk.
 
-    Layout   formats/layouts.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
+    Layout   formats/stored_model.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
     Dtype    float32
     Cost     16 MiB, and a tensor if tensors are read later
     Errors   ValueError for missing or unknown names and wrong shapes; TypeError unless float32; FileNotFoundError if

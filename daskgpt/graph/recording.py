@@ -158,15 +158,15 @@ class StepGraph:
             return name
 
         around = Surroundings(wanted, places, carried, after)
-        merged = fuse(self.unmerged, group_of, name_of, around, drop=self.in_place)
-        layout = self.layout or _layout({name: merged.places[key] for name, key in self.results.items()})
-        updates = list(dict.fromkeys(merged.places[key].key for key in self.written))
+        graph, fused = fuse(self.unmerged, group_of, name_of, around, drop=self.in_place)
+        layout = self.layout or _layout({name: fused[key] for name, key in self.results.items()})
+        updates = list(dict.fromkeys(fused[key].key for key in self.written))
         if self.results:  # in the order of the packs
-            updates = [merged.places[self.results[names[0]]].key for names in layout.packs]
+            updates = [fused[self.results[names[0]]].key for names in layout.packs]
         return CompiledStep(
             recorded=self,
-            graph=merged.graph,
-            places={name: [merged.places[key] for key in own] for name, own in keys.items()},
+            graph=graph,
+            places={name: [fused[key] for key in own] for name, own in keys.items()},
             layout=layout,
             updates=updates,
             titles=titles,
