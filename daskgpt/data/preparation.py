@@ -19,6 +19,7 @@ import tiktoken
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
+from daskgpt.data import tokenizer
 from daskgpt.data.corpus import (
     BLOCK_BYTES,
     RECORDS,
@@ -33,14 +34,6 @@ from daskgpt.data.corpus import (
     list_sources,
 )
 from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, digest_of, read_manifest
-from daskgpt.data.tokenizer import (
-    check_learnable,
-    encode,
-    encoding_named,
-    get_encoding,
-    learn_encoding,
-    vocabulary_size,
-)
 from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, learned_vocabulary, read_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
@@ -58,11 +51,12 @@ class Preparation:
         Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
         self.config, self.sources = config, list_sources(inputs)
-        self.encoding = "" if config.learn_vocabulary else encoding_named(config.encoding or "gpt2")
+        self.size = sum(source.size for source in self.sources)
+        self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
         if self.encoding:
-            get_encoding(self.encoding)
+            tokenizer.get_encoding(self.encoding)
         else:
-            check_learnable(config.learn_vocabulary, WHERE)
+            tokenizer.check_learnable(config.learn_vocabulary, WHERE)
         # The settings that, with the inputs, decide the tokens.
         known = {name: value for name, value in asdict(config).items() if name != "out"}
         self.settings = known | {"encoding": self.encoding, "block_bytes": BLOCK_BYTES}
@@ -91,22 +85,20 @@ class Preparation:
                 folder.take(block)
                 tell(sum(block.sizes))
 
-            left = islice(self._blocks(), folder.blocks, None)
+            left = islice(blocks(self.sources, self.config), folder.blocks, None)
             each("encode", BlockEncoder(name, content, self.config), left, take)
             folder.close_shards()
             return self._finish(folder, name)
-
-    def _blocks(self) -> Iterator[Block]:
-        return blocks(self.sources, self.config)
 
     def _learned(self, folder: FolderWriter) -> str:
         """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
         if folder.vocabulary.is_file():
             return read_vocabulary(folder.vocabulary)
-        every = max(1, -(-sum(source.size for source in self.sources) // LEARNED_BYTES))
-        sampled = (passages_of(block, self.config) for block in islice(self._blocks(), 0, None, every))
+        every = max(1, -(-self.size // LEARNED_BYTES))
+        sample = islice(blocks(self.sources, self.config), 0, None, every)
+        sampled = (passages_of(block, self.config) for block in sample)
         texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
-        return learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
+        return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
 
     def _finish(self, folder: FolderWriter, name: str) -> Manifest:
         """Write and return the manifest, which completes the folder.
@@ -119,8 +111,9 @@ class Preparation:
             got = {"documents": training.documents + validation.documents, "validation_fraction": fraction}
             require(part.tokens > 0, WHERE, rule, got, "Give more text, or another --validation-fraction.")
         sizes = [[source.name, source.size] for source in self.sources]
-        inputs = {"files": len(sizes), "bytes": sum(source.size for source in self.sources), "digest": digest_of(sizes)}
-        manifest = Manifest(name, vocabulary_size(name), self.settings, inputs, training, validation, folder.skipped)
+        inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
+        ids = tokenizer.vocabulary_size(name)
+        manifest = Manifest(name, ids, self.settings, inputs, training, validation, folder.skipped)
         manifest.write(folder.folder)
         return manifest
 
@@ -195,15 +188,15 @@ def _texts(piece: Piece, config: PrepareConfig) -> Iterator[tuple[str | None, bo
 def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) -> str | None:
     """Return a text, None if it is invalid and skipped: JSON may hold halves of characters."""
     try:
-        text = raw if isinstance(raw, str) else raw.decode()
-        if isinstance(raw, str) and not raw.isascii():
-            raw.encode()
-        return text
+        if isinstance(raw, bytes):
+            return raw.decode()
+        raw.encode()
+        return raw
     except UnicodeError as error:
-        if config.undecodable == REPLACE and isinstance(raw, str):
+        if config.undecodable == REPLACE:
+            if isinstance(raw, bytes):
+                return raw.decode(errors="replace")
             return raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        if config.undecodable == REPLACE and isinstance(raw, bytes):
-            return raw.decode(errors="replace")
         wrong = getattr(error, "start", 0) if isinstance(raw, bytes) else 0
         got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or give --undecodable replace or skip."
         require(config.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
@@ -273,7 +266,7 @@ def _codec(name: str, content: str, thread: int) -> tiktoken.Encoding:
     """
     if content:
         know_vocabulary(content, name)
-    return get_encoding(name)
+    return tokenizer.get_encoding(name)
 
 
 def _encoded(codec: tiktoken.Encoding, runs: list[list[str]], unmarked: bool) -> np.ndarray:
@@ -283,7 +276,7 @@ def _encoded(codec: tiktoken.Encoding, runs: list[list[str]], unmarked: bool) ->
         return np.empty(0, np.uint16)
     if codec.name == "bytes" or any(END_OF_TEXT in text for text in texts):
         mark = np.array([codec.eot_token], np.uint16)
-        found = [array for text in texts for array in (mark, encode(codec, text))]
+        found = [array for text in texts for array in (mark, tokenizer.encode(codec, text))]
         return np.concatenate(found[unmarked:])
     # One call for all of them: documents may be short, and each call costs some microseconds under Python's lock.
     whole = END_OF_TEXT.join(texts if unmarked else ["", *texts])

@@ -36,15 +36,7 @@ from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exc
 from daskgpt.graph.messages import Peers, receive, send
 from daskgpt.graph.nodes import Graph, Key, all_keys, key_trees, only_key, task
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.graph.update_in_place import (
-    Rewritten,
-    RowUpdate,
-    UpdateRules,
-    chain_of,
-    dependents_of,
-    row_sum,
-    shares,
-)
+from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, dependents_of, row_sum, shares
 from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together

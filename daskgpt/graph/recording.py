@@ -17,16 +17,7 @@ import numpy as np
 from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import GroupOf, Surroundings, fuse, title
-from daskgpt.graph.nodes import (
-    Graph,
-    Key,
-    graph_of,
-    is_leaf,
-    keys_of,
-    pieces,
-    renamed,
-    waiting_for,
-)
+from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, calls_of, in_run
 from daskgpt.graph.update_in_place import Rewritten
 
