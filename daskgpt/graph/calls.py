@@ -226,7 +226,7 @@ class ChunkSum(KernelCall):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the total."""
+        """The shape of the total."""
         return tuple(sum(self.chunks[axis]) for axis in self.axes)
 
     @property
@@ -330,7 +330,7 @@ class RowSum(TaskCall):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows."""
+        """The shape of the rows."""
         return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:

@@ -20,14 +20,14 @@ deadlock: the slowest rank never waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
 from math import prod
 from operator import getitem
 from types import EllipsisType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,7 +114,7 @@ class Shard:
 
     @property
     def rows(self) -> slice:
-        """Of the tensor."""
+        """The rows in the tensor."""
         return slice(self.bands[0][0], self.bands[-1][1])
 
     @property
@@ -185,7 +185,7 @@ class Distribution:
         # A sum that another one continues from is ready long before the rest.
         early = [update for update in self.updates if first[update] != self.last[update]]
         order = early + [update for update in self.updates if update not in early]
-        self._exchange_totals([(first[shard.update], shard) for update in order for shard in self.shards[update]])
+        self._exchange_totals([shard for update in order for shard in self.shards[update]], first)
         for update in early:
             self._sum_gathered(update)
         self._share_loss()
@@ -204,7 +204,7 @@ class Distribution:
             rounded = all(getattr(self.graph[key].func, "kernel", None) in self.access.rounding for key in readers)
             for number, bands in enumerate(shares(call, self.rules.of(own))):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
-        for bucket in _buckets(every, lambda shard: shard.bytes):
+        for bucket in _buckets(every):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
                 owner = held.index(min(held))
                 held[owner] += shard.bytes // 4 + SHARD_COST
@@ -214,11 +214,17 @@ class Distribution:
     def _owned(self, update: Key) -> list[Shard]:
         return [shard for shard in self.shards[update] if shard.owner == self.rank.number]
 
-    def _exchange_totals(self, sums: Sequence[tuple[Key, Shard]]) -> None:
-        """Sum the own chunks for each shard, and exchange the totals with its owner, bucket by bucket."""
-        buckets = _buckets(list(sums), lambda each: each[1].bytes)
+    def _exchange_totals(self, shards: Sequence[Shard], first: Mapping[Key, Key]) -> None:
+        """Sum the own chunks for each shard, and exchange the totals with its owner, bucket by bucket.
+
+        shards   in the order in which they are sent
+        first    update -> the sum over chunks with which its gradient begins
+        """
+        buckets = _buckets(shards)
         partial_sums = {
-            each: self._partial(*each, ("sent", number)) for number, bucket in enumerate(buckets) for each in bucket
+            shard: self._partial(first[shard.update], shard, ("sent", number))
+            for number, bucket in enumerate(buckets)
+            for shard in bucket
         }
         posted: list[Key] = []  # for each bucket, a task that has waited for it and for earlier ones
         loss, call = (f"{self.loss[0]}.own",), self.graph[self.loss].func
@@ -227,23 +233,24 @@ class Distribution:
         self.new[loss].func.bucket = "sent", 0
         for number, bucket in enumerate(buckets):
             done = posted[-1:] or [self._send(q, "loss", 0, [loss], "forward", ("sent", 0)) for q in self.rank.others]
-            done += [partial_sums[each] for each in bucket if each[1].owner == self.rank.number]
+            done += [partial_sums[shard] for shard in bucket if shard.owner == self.rank.number]
             for other in self.rank.others:
-                if theirs := [partial_sums[each] for each in bucket if each[1].owner == other]:
+                if theirs := [partial_sums[shard] for shard in bucket if shard.owner == other]:
                     done.append(self._send(other, "totals", number, theirs, "backward", ("sent", number)))
             posted.append((f"posted-{number}_-{self.token}",))
             origin = _origin("posted", "backward", number)
             self.new[posted[-1]] = task(posted[-1], Exchange(wait, origin, bucket=("sent", number)), done)
         for number, bucket in enumerate(buckets):
-            own = [each for each in bucket if each[1].owner == self.rank.number]
+            own = [shard for shard in bucket if shard.owner == self.rank.number]
             if own:
                 after = [posted[min(number + AHEAD, len(posted) - 1)]]
                 messages = [self._receive(other, "totals", number, after) for other in self.rank.others]
-            for place, (total, shard) in enumerate(own):
+            for place, shard in enumerate(own):
                 tree = partial(self.rank.add, place)
-                self.totals[total, shard.number] = _Totals([partial_sums[total, shard], *messages], tree, number)
+                keys = [partial_sums[shard], *messages]
+                self.totals[first[shard.update], shard.number] = _Totals(keys, tree, number)
         self.posted = posted[-1:]
-        for key in {key for key, _ in sums if not isinstance(self.graph[key].func, RowSum)}:
+        for key in {key for key in first.values() if not isinstance(self.graph[key].func, RowSum)}:
             del self.new[key]
 
     def _partial(self, key: Key, shard: Shard, bucket: Hashable) -> Key:
@@ -362,7 +369,7 @@ class Distribution:
         """Update the shards of this rank, send them to the others, and write theirs into the weights."""
         done, sent = dict[tuple[Key, int], Key](), list[Key]()
         every = [shard for update in self.updates for shard in self.shards[update]]
-        buckets = _buckets(every, lambda shard: shard.bytes)
+        buckets = _buckets(every)
         for number, bucket in enumerate(buckets):
             own = [shard for shard in bucket if shard.owner == self.rank.number]
             for shard in own:
@@ -443,16 +450,13 @@ def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:
     return [in_one(call.chunk_at(given, axes, {}), cut) for given, axes, cut in zip(inputs, call.inputs, cut_axes)]
 
 
-Place = TypeVar("Place")
-
-
-def _buckets(places: Sequence[Place], bytes_of: Callable[[Place], int]) -> list[list[Place]]:
-    """Return places in order, grouped until a group has the bytes of a bucket."""
-    buckets, size = list[list[Place]](), BUCKET_BYTES
-    for place in places:
+def _buckets(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Return shards in order, grouped until a group has the bytes of a bucket."""
+    buckets, size = list[list[Shard]](), BUCKET_BYTES
+    for shard in shards:
         if size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
-        buckets[-1].append(place)
-        size += bytes_of(place)
+        buckets[-1].append(shard)
+        size += shard.bytes
     return buckets

@@ -133,7 +133,7 @@ class RowUpdate(TaskCall):
 
     @property
     def rows(self) -> slice:
-        """Of the tensor."""
+        """The rows of the tensor."""
         return slice(self.bands[0][0], self.bands[-1][1])
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
