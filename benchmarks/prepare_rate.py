@@ -27,7 +27,7 @@ from pathlib import Path
 from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.settings import count
-from daskgpt.data.corpus.folder import MANIFEST
+from daskgpt.data.token_folder import MANIFEST
 from daskgpt.profiling.records import Figure, Spread
 
 TIKTOKEN = """

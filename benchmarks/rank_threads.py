@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from daskgpt.graph.messages import Channel, Rank
+from daskgpt.graph.distribute import Rank
+from daskgpt.graph.messages import Channel
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.training.step import Batch, Outcome, StepOptions, TrainingStep
 
@@ -80,7 +81,7 @@ def train(
     messages, shape = Messages(), batches[0][0].shape
 
     def program(number: int) -> Trained:
-        rank = Rank(number, count, options["groups"], *shape, messages.link(number))
+        rank = Rank(number, count, messages.link(number), options["groups"], *shape)
         step = TrainingStep(*arguments, StepOptions(**options, in_place=True), rank)
         scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         own = {name: value.copy() for name, value in initial.items()}  # it is written over

@@ -24,13 +24,11 @@ from tiktoken import Encoding
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import matching_files
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.dataset import check_tokens, is_token_source, whole_source
-from daskgpt.data.hellaswag import ENDING, read_hellaswag
+from daskgpt.data.dataset import check_tokens, whole_source
+from daskgpt.data.questions import Question, read_questions
 from daskgpt.data.tokenizer import get_encoding, sizes_of
-from daskgpt.formats.llmc import Question, is_question_file, read_questions
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 from daskgpt.generation.sampler import PRECISIONS
@@ -66,7 +64,7 @@ def main(arguments: list[str]) -> int:
     encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)
     weights = Weights(model.config, model.loaded().parameters, options.precision)
-    if questions := questions_of(options.data, encoding):
+    if questions := read_questions(options.data, encoding):
         found = multiple_choice(weights, questions[: options.limit or None], options.threads)
     else:
         length = options.sequence_length or length
@@ -77,16 +75,6 @@ def main(arguments: list[str]) -> int:
     facts = {"model": str(values.model), "data": options.data, "precision": options.precision}
     print(json.dumps(facts | found) if values.json else describe(facts, found))
     return 0
-
-
-def questions_of(source: str, encoding: Encoding) -> list[Question]:
-    """Return the questions of a source; none if it is a text."""
-    if source.endswith(ENDING):
-        return read_hellaswag(source, encoding)
-    if not is_token_source(source):
-        return []
-    paths = matching_files(source, "evaluate")
-    return [question for path in paths if is_question_file(path) for question in read_questions(path)]
 
 
 def multiple_choice(weights: Weights, questions: list[Question], threads: int) -> dict[str, Any]:

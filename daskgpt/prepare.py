@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from daskgpt.config.flags import Parser, add_flags, called, from_flags, run_command
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.corpus.folder import Manifest, Part
-from daskgpt.data.corpus.preparation import Preparation
-from daskgpt.data.corpus.sources import PrepareConfig
+from daskgpt.data.corpus import PrepareConfig
+from daskgpt.data.preparation import Preparation
+from daskgpt.data.token_folder import Manifest, Part
 from daskgpt.schedulers.connect import open_scheduler
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt import prepare
-from daskgpt.data.corpus.folder import read_manifest
+from daskgpt.data.token_folder import read_manifest
 from daskgpt.formats.llmc import read_tokens
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box naïve façades 北京 ☃ 'tis it's"

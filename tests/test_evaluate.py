@@ -12,10 +12,9 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import evaluate
-from daskgpt.data.hellaswag import read_hellaswag
+from daskgpt.data.questions import Question, read_hellaswag, read_llmc_questions
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.evaluate import sizes_of
-from daskgpt.formats.llmc import Question, read_questions
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 
@@ -119,7 +118,7 @@ def test_multiple_choice_matches_whole_sequences(parameters, random):
 
 def test_llmc_questions_round_trip(evaluated, tmp_path):
     path = question_file(tmp_path / "questions.bin", QUESTIONS)
-    found = read_questions(path)
+    found = read_llmc_questions(path)
     for question, (context, completions, label) in zip(found, QUESTIONS, strict=True):
         assert (question.context.tolist(), question.label) == (context, label)
         assert [each.tolist() for each in question.completions] == completions
@@ -166,7 +165,7 @@ def test_a_damaged_question_file_is_refused(tmp_path, message):
     for damage in DAMAGED[message]:
         path.write_bytes(damage(whole))
         with pytest.raises(ValueError, match=f"^read_questions: {message}.*; got path="):
-            read_questions(path)
+            read_llmc_questions(path)
 
 
 GOOD = b'{"ctx": "a", "endings": ["b", "c"], "label": 0}\n'

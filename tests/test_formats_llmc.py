@@ -20,8 +20,8 @@ from llmc_samples import (
     write_debug_state,
 )
 
-from daskgpt.formats.layouts import held
 from daskgpt.formats.llmc import read_debug_state, write_model
+from daskgpt.formats.stored_model import held
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import PARAMETERS, Tensor, parameter_shapes
 

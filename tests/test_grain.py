@@ -19,8 +19,8 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.graph import calls, inplace
-from daskgpt.graph.accumulating import MicroBatches
+from daskgpt.graph import calls, update_in_place
+from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
@@ -42,7 +42,7 @@ def assert_same_bits(found, expected, what):
 def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
     """Two ways to share the embedding: its two gradients in one task, or the first one on its own."""
     monkeypatch.setattr(calls, "ROWS_ELEMENTS", 1)  # 64 rows at a time
-    monkeypatch.setattr(inplace, "TASK_ELEMENTS", 1)  # each in a task of its own
+    monkeypatch.setattr(update_in_place, "TASK_ELEMENTS", 1)  # each in a task of its own
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
     model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, own) for own in (False, True)]
     assert_same_bits(*(outcomes_of_steps(model, "float32", own) for own in dials), rows)
@@ -127,8 +127,8 @@ def test_program_drops_values_after_their_last_reader():
         gc.collect()
         return alive[0]() is None
 
-    first, second = Call(("a",), make, [], 0, (), True), Call(("b",), read, [0], 1, (0,), True)
-    assert Program([first, second, Call(("c",), look, [1], 2, (), True)], [], [2])() is True
+    first, second = Call(("a",), make, [], 0, ()), Call(("b",), read, [0], 1, (0,))
+    assert Program([first, second, Call(("c",), look, [1], 2, ())], [], [2])() is True
 
 
 def spans_of(barrier, grain="kernel", steps=2):

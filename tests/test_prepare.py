@@ -14,8 +14,8 @@ from full_disk import full_disk
 from prepared_texts import BYTES, files_of, prepared, text_of, tokens_of, write_corpus
 
 from daskgpt import generate, prepare, train
-from daskgpt.data.corpus.folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, FolderWriter, read_manifest
 from daskgpt.data.dataset import load_prepared
+from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, FolderWriter, read_manifest
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats import vocabulary
 from daskgpt.formats.vocabulary import read_vocabulary
@@ -70,7 +70,7 @@ def test_tokens_match_the_whole_text(encoding, learned, tmp_path, monkeypatch):
     path.write_bytes(text.encode())
     assert path.stat().st_size > 2**22
     (tmp_path / "second.txt").write_text("what is held out, and nothing else")
-    monkeypatch.setattr("daskgpt.data.corpus.documents._is_held_out", lambda encoded, _: encoded.startswith(b"what is"))
+    monkeypatch.setattr("daskgpt.data.preparation._is_held_out", lambda encoded, _: encoded.startswith(b"what is"))
     flags = ("--encoding", learned if encoding == "learned" else encoding, "--scheduler", "sync")
     folder = prepared(tmp_path, path, tmp_path / "second.txt", *flags)
     codec = codec_of(folder)
@@ -173,7 +173,7 @@ def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(cluster, corpus,
 @pytest.mark.parametrize("between", [1, 2, 32])
 def test_stopped_preparation_continues_to_the_same_bytes(between, corpus, expected, tmp_path, monkeypatch):
     """Stopped before each block, with a journal that knows all blocks before it, or some."""
-    monkeypatch.setattr("daskgpt.data.corpus.folder.BLOCKS_BETWEEN", between)
+    monkeypatch.setattr("daskgpt.data.token_folder.BLOCKS_BETWEEN", between)
     out, take, begun = tmp_path / "out", FolderWriter.take, []
     out.mkdir()
     for name in (LOCK, f".{JOURNAL}.1-0a1b2c3d.tmp"):  # of a process that was killed at its very beginning

@@ -9,11 +9,10 @@ import pytest
 from llmc_samples import SMALL, assert_same_bits, small_parameters
 from safetensors import safe_open
 
-from daskgpt.formats import layouts
-from daskgpt.formats.checks import MAX_JSON_BYTES
+from daskgpt.formats import stored_model
 from daskgpt.formats.run_model import open_run_model, write_run_models
 from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
-from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.stored_model import MAX_JSON_BYTES, StoredModel
 
 # Names, and values of every kind of layout.
 ARRAYS = {
@@ -79,7 +78,7 @@ def test_shards_and_their_index(tmp_path, most):
 
 
 def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts.pieces, "__defaults__", (16,))
+    monkeypatch.setattr(stored_model.pieces, "__defaults__", (16,))
     write_tensor_file(tmp_path / "a.safetensors", named(ARRAYS), {}, where="test")
     assert_holds(TensorFiles(tmp_path / "a.safetensors", "test"), ARRAYS)
 

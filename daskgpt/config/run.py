@@ -64,7 +64,7 @@ class OptimizerConfig(Checked):
     optimizer: str = setting(
         "adamw", "adamw, muon (for matrices of blocks; adamw for the rest), or momentum (SGD with beta1)"
     )
-    learning_rate: float = setting(1e-3, "largest learning rate", least=0, most=1e3)
+    learning_rate: float = setting(1e-3, "largest learning rate", least=0)
     schedule: str = setting(
         "cosine",
         "learning rate over the steps; wsd = warmup, stable, decay",
@@ -84,7 +84,7 @@ class OptimizerConfig(Checked):
         least=0,
         parse=count_or_share,
     )
-    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0, most=1e3)
+    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0)
     clip: float = setting(
         0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never", least=0
     )

@@ -13,18 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.data.corpus.folder import JOURNAL, MANIFEST, VOCABULARY_FILE, Part, read_manifest
+from daskgpt.data import tokenizer
 from daskgpt.data.text import SPANS, STANDARD_LIBRARY, read_text, split_text, split_tokens
-from daskgpt.data.tokenizer import (
-    encode,
-    encoding_named,
-    get_encoding,
-    is_to_be_learned,
-    learn_encoding,
-    size_to_learn,
-    specials_of,
-    vocabulary_size,
-)
+from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, Part, read_manifest
 from daskgpt.formats.llmc import read_tokens
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
@@ -99,10 +90,7 @@ class Dataset:
         """
         for kind, tokens, sequences in (("training", self.training, batch_size), ("validation", self.validation, 1)):
             rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
-            got, advice = (
-                {"data": self.origin, "tokens": tokens.size},
-                "Give more text or a smaller batch.",
-            )
+            got, advice = {"data": self.origin, "tokens": tokens.size}, "Give more text or a smaller batch."
             require(tokens.size > sequences * sequence_length, where, rule, got, advice)
         return self
 
@@ -148,14 +136,14 @@ def load_dataset(
              FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
     name = encoding or ("gpt2" if is_token_source(source) else "bytes")
-    where, learned = "load_dataset", is_to_be_learned(name)
-    size_to_learn(name) if learned else vocabulary_size(name)  # known without reading anything
+    where, learned = "load_dataset", tokenizer.is_to_be_learned(name)
+    tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source}
     require(not (learned and is_token_source(source)), where, rule, got, "Name the encoding of these tokens.")
     rule = "validation_fraction must lie between 0 and 1"
     require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
     training, validation, origin, name = _load(source, name, validation_fraction, held_out)
-    dataset = Dataset(training, validation, vocabulary_size(name), name, origin)
+    dataset = Dataset(training, validation, tokenizer.vocabulary_size(name), name, origin)
     return dataset.checked(where, 1, sequence_length)
 
 
@@ -173,10 +161,10 @@ def _load(
     """Return both parts of a source, its description, and the encoding; a fraction of 0 leaves the validation empty."""
     if is_token_source(source):
         tokens = read_tokens(source)
-        check_tokens(tokens, vocabulary_size(name))
+        check_tokens(tokens, tokenizer.vocabulary_size(name))
         if fraction == 0:
             return tokens, tokens[:0], source, name
-        end_of_text = next(iter(specials_of(name).values()))
+        end_of_text = next(iter(tokenizer.specials_of(name).values()))
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
         return training, validation, source, name
     documents = read_text(source)
@@ -184,10 +172,10 @@ def _load(
     files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
     origin = f"{library if source == STANDARD_LIBRARY else source} ({files})"
     texts = split_text(documents, fraction, held_out)
-    if is_to_be_learned(name):
-        name = learn_encoding(texts[0], size_to_learn(name), name)
-    codec = get_encoding(name)
-    training, validation = (_join([encode(codec, text) for text in part], codec.eot_token) for part in texts)
+    if tokenizer.is_to_be_learned(name):
+        name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)
+    codec = tokenizer.get_encoding(name)
+    training, validation = (_join([tokenizer.encode(codec, text) for text in part], codec.eot_token) for part in texts)
     return training, validation, origin, name
 
 
@@ -234,10 +222,10 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
     manifest = read_manifest(path, where)
     own = manifest.encoding
     found = read_vocabulary(path / VOCABULARY_FILE) if is_learned(own) else own
-    got = {"folder": folder, "encoding": f"{found} of {vocabulary_size(found)} ids"}
+    got = {"folder": folder, "encoding": f"{found} of {tokenizer.vocabulary_size(found)} ids"}
     rule = f"the vocabulary must be unchanged, {own} of {manifest.ids} ids"
-    require(found == own and vocabulary_size(own) == manifest.ids, where, rule, got, "Prepare it again.")
-    encoding = encoding_named(encoding) if encoding else own
+    require(found == own and tokenizer.vocabulary_size(own) == manifest.ids, where, rule, got, "Prepare it again.")
+    encoding = tokenizer.encoding_named(encoding) if encoding else own
     rule, advice = "the encoding must be that of the tokens", "Leave --encoding out."
     require(encoding == own, where, rule, {"encoding": encoding, "folder": f"{folder} ({own})"}, advice)
     finished = (path / MANIFEST).stat().st_mtime_ns

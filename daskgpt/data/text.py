@@ -24,7 +24,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import matching_files
-from daskgpt.formats.checks import refuse_pickle
+from daskgpt.formats.stored_model import refuse_pickle
 
 STANDARD_LIBRARY = "stdlib"
 

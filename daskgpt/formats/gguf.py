@@ -16,8 +16,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.layouts import held, pieces, require_default_settings
-from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.stored_model import StoredModel, held, pieces, require_default_settings
 from daskgpt.formats.vocabulary import Vocabulary, merges_of, token_ids
 from daskgpt.model.parameters import tensors
 

@@ -16,11 +16,9 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.checks import read_json, short
-from daskgpt.formats.layouts import READABLE, require_default_settings
 from daskgpt.formats.run_model import ENTRY, metadata_of, named_tensors, open_tensors, read_metadata
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, SHARD_BYTES, StoredTensor, TensorFiles, write_tensor_files
-from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.stored_model import READABLE, StoredModel, read_json, require_default_settings, short
 from daskgpt.formats.vocabulary import encoding_in
 
 CONFIG, GENERATION = "config.json", "generation_config.json"

@@ -1,4 +1,4 @@
-"""llm.c's files of models, debug states, tokens and questions: a header of 256 int32, then numbers, little-endian.
+"""llm.c's files of models, debug states and tokens: a header of 256 int32, then numbers, little-endian.
 
 This module also reads nanoGPT's token files, which are ids without a header.
 """
@@ -18,9 +18,16 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import matching_files, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.checks import refuse_pickle, require_file
-from daskgpt.formats.layouts import READABLE, held, pieces, require_default_settings
-from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.formats.stored_model import (
+    READABLE,
+    ReadLater,
+    StoredModel,
+    held,
+    pieces,
+    refuse_pickle,
+    require_default_settings,
+    require_file,
+)
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 
@@ -40,7 +47,6 @@ DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # dtypes by the ver
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
 LARGEST_COUNT = 2**31 - 1  # version of a token file
 META = "meta.pkl"  # nanoGPT's file of the characters behind the ids
-START = 2**16 - 1  # number before each question
 
 FilePath = str | os.PathLike[str]
 
@@ -226,53 +232,3 @@ def _map_tokens(path: Path) -> np.ndarray:
     advice = "It holds pickled Python objects, which are not opened: give the text that the ids were made from."
     require(not path.with_name(META).exists(), where, rule, got, advice)
     return np.asarray(np.memmap(path, "<u2", mode="r"))
-
-
-# Questions
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """A context, several completions, and the number of the right one.
-
-    Dtype    context and completions token ids
-    """
-
-    context: np.ndarray
-    completions: tuple[np.ndarray, ...]
-    label: int
-
-
-def is_question_file(path: FilePath) -> bool:
-    """Return whether a file begins like llm.c's evaluation files."""
-    with open(path, "rb") as file:
-        return int.from_bytes(file.read(4), "little") == QUESTIONS
-
-
-def read_questions(path: FilePath) -> list[Question]:
-    """Read the questions of a file that llm.c's `write_evalfile` wrote (HellaSwag, MMLU), in version 1 (GPT-2's ids).
-
-    Errors   FileNotFoundError if there is no file; ValueError for another file, or a damaged one
-    """
-    path, where, advice = Path(path), "read_questions", "The file is damaged: write it again."
-    count = read_header(path, where, QUESTIONS, (1,))[2]
-    size = path.stat().st_size
-    got = {"path": path, "count": count, "bytes": size}
-    require(count > 0 and size % 2 == 0, where, "the file must hold questions of 2-byte numbers", got, advice)
-    numbers, found = np.fromfile(path, "<u2", offset=HEADER_BYTES), list[Question]()
-    for index in range(count):
-        mark, nbytes, number, label, completions = np.resize(numbers[:5], 5).tolist()
-        question, numbers = numbers[: nbytes // 2], numbers[nbytes // 2 :]
-        lists, right, left = list[np.ndarray](), 2 * question.size == nbytes, question[5:]
-        for _ in range(1 + completions):
-            length = int(left[0]) if left.size else 0
-            lists.append(left[1 : 1 + length].astype(np.int64))
-            right = right and 0 < length == lists[-1].size
-            left = left[1 + length :]
-        right = right and left.size == 0 and (mark, number) == (START, index) and completions > max(1, label)
-        rule = "every question must be complete, and its label one of the completions"
-        require(right, where, rule, {"path": path, "question": index}, advice)
-        found.append(Question(lists[0], tuple(lists[1:]), label))
-    rule, got = "nothing must follow the last question", {"path": path, "numbers": numbers.size}
-    require(numbers.size == 0, where, rule, got, advice)
-    return found

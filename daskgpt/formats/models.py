@@ -10,12 +10,11 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.checks import refuse_pickle
 from daskgpt.formats.huggingface import INDEX, MODEL, is_huggingface, open_huggingface
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.run_model import open_run_model, write_run_model
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING
-from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.stored_model import StoredModel, refuse_pickle
 from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import check_dtypes, check_parameters
 

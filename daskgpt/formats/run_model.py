@@ -16,8 +16,6 @@ import numpy as np
 from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.checks import short
-from daskgpt.formats.layouts import READABLE, held, published_shapes, to_published
 from daskgpt.formats.safetensors import (
     SHARD_BYTES,
     NamedTensor,
@@ -26,7 +24,7 @@ from daskgpt.formats.safetensors import (
     write_tensor_file,
     write_tensor_files,
 )
-from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.formats.stored_model import READABLE, ReadLater, StoredModel, held, published_shapes, short, to_published
 from daskgpt.formats.vocabulary import is_learned, know_vocabulary, learned_vocabulary
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import Tensor, tensors
@@ -45,7 +43,7 @@ FOREIGN = "Another program wrote it, or it is damaged: give a file that daskgpt 
 def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> None:
     """Write a model as one file, which appears under its name only when it is complete and on the disk.
 
-    Layout   formats/layouts.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
+    Layout   formats/stored_model.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
     Dtype    float32
     Cost     16 MiB, and a tensor if tensors are read later
     Errors   ValueError for missing or unknown names and wrong shapes; TypeError unless float32; FileNotFoundError if

@@ -21,8 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, write_hashed
-from daskgpt.formats.checks import read_json, require_file, short
-from daskgpt.formats.layouts import pieces
+from daskgpt.formats.stored_model import pieces, read_json, require_file, short
 
 LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"

@@ -1,16 +1,32 @@
-"""A model in files, whose tensors may be read later, as every format's reader returns it."""
+"""What the formats share: models whose tensors are read when they are looked up, the layouts of tensors in files, and
+checks of files that other programs wrote.
+
+Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding; llm.c has both as
+they are here. Both formats may also have 16-bit values. What is read is always float32 in the shape of the table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.layouts import in_memory
-from daskgpt.model.parameters import check_dtypes, check_parameters
+from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters
+
+# The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
+READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PIECE_BYTES = 2**24
+# Headers and indexes of GPT-2 have some ten thousand bytes. safetensors reads up to 100 MB, of which JSON makes a GB.
+MAX_JSON_BYTES = 2**22
+PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+CONVERT = "`python -m daskgpt.convert --help` has the lines that convert one."
 
 
 class ReadLater(Mapping[str, np.ndarray]):
@@ -68,3 +84,131 @@ class StoredModel:
         if not isinstance(self.parameters, ReadLater):
             check_parameters(self.config, self.parameters)
             check_dtypes(where, self.parameters, np.float32)
+
+
+# Layouts of tensors
+
+
+def require_default_settings(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
+    """Check that all settings that a format cannot hold are GPT-2's, since a reader would assume these.
+
+    known    settings that the file holds
+    file     name of the file, for error messages
+
+    Errors   ValueError
+    """
+    for f in fields(config):
+        value = getattr(config, f.name)
+        rule, advice = (
+            f"{file} has no {f.name}, which must be {f.default}",
+            "Write a .safetensors file, which has all settings.",
+        )
+        require(f.name in known or value == f.default, where, rule, {f.name: value}, advice)
+
+
+def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
+    if tensor.row.is_conv1d:
+        return [tensor.shape[::-1]]
+    if tensor.row.axes[0] == "V" and config.padded_vocabulary > config.vocabulary:
+        return [(config.vocabulary, *tensor.shape[1:]), tensor.shape]
+    return [tensor.shape]
+
+
+def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.ndarray:
+    """Return a view of a tensor in the layout of files, which need not be contiguous.
+
+    Shapes   tensor.shape -> one of published_shapes: padding is left out if all of its bits are 0, as training leaves
+             them; other values, from another program, are kept
+    """
+    if tensor.row.is_conv1d:
+        return values.T
+    rows = published_shapes(config, tensor)[0][0]
+    return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
+
+
+def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
+    """Return values of a file in the table's shape: rows of padding are added as 0, or left out.
+
+    tensor   its shape has the number of rows to return
+    values   in the table's layout, with any number of rows
+    dtype    of the values, one of READABLE
+
+    Dtype    float32; 16-bit values are widened, which is exact
+    Cost     none for float32 with all rows, which may be a view of read-only memory; else the tensor
+    """
+    values = values[: tensor.shape[0]]
+    if dtype == "F32" and values.shape == tensor.shape:
+        return values
+    found = np.zeros(tensor.shape, np.float32)
+    if dtype == "BF16":
+        bits = found.view(np.uint32)
+        bits[: len(values)] = values
+        bits <<= 16
+    else:
+        found[: len(values)] = values
+    return found
+
+
+def in_memory(values: np.ndarray) -> np.ndarray:
+    """Return the values as a contiguous, writable array, copied only if necessary."""
+    own = values.flags.c_contiguous and values.flags.writeable
+    return values if own else values.copy(order="C")
+
+
+def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
+    """Yield the values of an array in C order, in contiguous arrays of about this many bytes, views if possible."""
+    if values.ndim < 2 or values.nbytes <= most:
+        yield np.ascontiguousarray(values)
+        return
+    rows = max(1, most * len(values) // values.nbytes)
+    for first in range(0, len(values), rows):
+        yield np.ascontiguousarray(values[first : first + rows])
+
+
+# Files that other programs wrote
+
+
+def refuse_pickle(path: Path, where: str, advice: str = CONVERT) -> None:
+    """Raise ValueError for a file of pickled Python objects, which can execute anything when they are read.
+
+    Such a file is recognized by its first bytes or, if these are ambiguous, by its ending.
+    """
+    start = b""
+    with suppress(OSError), open(path, "rb") as file:  # the reader reports a file that cannot be opened
+        start = file.read(4)
+    pickled = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
+    pickled = pickled or start == b"PK\x03\x04" or path.suffix in PICKLE_ENDINGS  # PyTorch writes zip archives
+    rule = "the file must be readable without executing it, not pickled Python objects"
+    require(not pickled, where, rule, {"path": path}, advice)
+
+
+def require_file(path: Path, where: str) -> None:
+    """Raise FileNotFoundError if there is no such file."""
+    advice = "Check the spelling and the folder."
+    require(path.is_file(), where, "the file must exist", {"path": path}, advice, FileNotFoundError)
+
+
+def read_json(path: Path, where: str, what: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    what     the object's name in error messages
+
+    Errors   FileNotFoundError; ValueError for a file that is too long or not an object
+    """
+    require_file(path, where)
+    size = path.stat().st_size
+    rule, advice = f"{what} must be a JSON object of at most {MAX_JSON_BYTES:,} bytes", "Copy or write it again."
+    require(size <= MAX_JSON_BYTES, where, rule, {"path": path, "bytes": size}, advice)
+    try:
+        known = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise refusal(ValueError, where, rule, {"path": f"{path} ({type(error).__name__})"}, advice) from error
+    require(isinstance(known, dict), where, rule, {"path": path, "kind": type(known).__name__}, advice)
+    return dict(known)
+
+
+def short(value: Any, most: int = 40) -> str:
+    """Return a value of a foreign file as one printable line of at most `most` characters."""
+    text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
+    return text if len(text) <= most else f"{text[: most - 3]}..."

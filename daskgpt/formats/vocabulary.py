@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.formats.checks import read_json
+from daskgpt.formats.stored_model import read_json
 
 WHERE = "read_vocabulary"
 END_OF_TEXT = "<|endoftext|>"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.formats.llmc import Question
+from daskgpt.data.questions import Question
 from daskgpt.generation.decoder import Decoder, EagerDecoder, Weights, decoder_of
 
 Row = tuple[int, int, int]  # text, position, token

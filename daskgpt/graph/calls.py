@@ -5,7 +5,7 @@ Only this module uses `dask.array.blockwise`. There are six kinds of calls:
     KernelCall   a kernel on the chunks of one place of the batch
     ChunkSum     a summing kernel over all chunks: a gradient, or the loss
     RowSum       some rows of such a sum over some of the chunks (the passes divide sums)
-    RowUpdate    an update of some rows of a tensor in place, from the rows of a gradient (`graph.inplace`)
+    RowUpdate    an update of some rows of a tensor in place, from the rows of a gradient (`graph.update_in_place`)
     Pick         one of several results
     Exchange     any other function of results: sending, receiving, waiting
 
@@ -226,7 +226,7 @@ class ChunkSum(KernelCall):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the total."""
+        """The shape of the total."""
         return tuple(sum(self.chunks[axis]) for axis in self.axes)
 
     @property
@@ -266,7 +266,7 @@ class ChunkSum(KernelCall):
         calls: list[tuple[int, Sequence[np.ndarray]]] = []
         for number, piece in enumerate(pieces, first):
             joined = self.order.together and len(piece) > 1
-            parts = [[_concatenated(own, axes) for own, axes in zip(zip(*piece), self.inputs)]] if joined else piece
+            parts = [[_joined(own, axes) for own, axes in zip(zip(*piece), self.inputs)]] if joined else piece
             for cut in self.order.cuts(number):
                 calls += [(cut.group, [_sequences(a, axes, cut) for a, axes in zip(p, self.inputs)]) for p in parts]
         return self.order.chains(calls, first + len(pieces))
@@ -330,7 +330,7 @@ class RowSum(TaskCall):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows."""
+        """The shape of the rows."""
         return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
@@ -365,7 +365,7 @@ def several(totals: Any) -> Sequence[Any]:
     return totals if isinstance(totals, list | tuple) else [totals]
 
 
-def _concatenated(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
+def _joined(parts: Sequence[np.ndarray], axes: str) -> np.ndarray:
     """Return the token chunks of some sequences as one."""
     return np.concatenate(parts, axis=axes.index("t")) if "t" in axes else parts[0]
 

@@ -21,30 +21,126 @@ deadlock: the slowest rank never waits for another.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from operator import getitem
+from types import EllipsisType
+from typing import Any, NamedTuple
 
-from daskgpt.config.groups import Groups
-from daskgpt.graph.calls import FIRST, MESSAGE, READER, ChunkSum, Exchange, Origin, RowSum, several, wait
-from daskgpt.graph.fuse import in_order
-from daskgpt.graph.inplace import (
-    Rewritten,
-    RowUpdate,
-    UpdateRules,
-    dependents_of,
-    row_sum,
-    shares,
-    start_of,
-)
-from daskgpt.graph.messages import Channel, Peers, Rank, RowAccess, Shard, inputs_in_one, item, receive, send
-from daskgpt.graph.nodes import Graph, Key, all_keys, as_it_is, key_trees, only_key, task
+import numpy as np
+
+from daskgpt.config.groups import Groups, groups_of_rank
+from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
+from daskgpt.graph.messages import Peers, receive, send
+from daskgpt.graph.nodes import Graph, Key, all_keys, key_trees, only_key, task
 from daskgpt.graph.sum_order import SumOrder
+from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, dependents_of, row_sum, shares
+from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
 SHARD_COST = 1 << 15  # fixed cost of an update, as a number of elements
 AHEAD = 1  # number of buckets that are sent before waiting for the totals of one
+
+
+@dataclass(frozen=True)
+class Rank(Peers):
+    """One of the ranks that share a batch.
+
+    groups      of the batch
+    sequences   of the batch
+    tokens      of a sequence
+    """
+
+    groups: int
+    sequences: int
+    tokens: int
+
+    def groups_of(self, rank: int) -> Groups:
+        """Return the groups of a rank."""
+        return groups_of_rank(rank, self.count, self.groups)
+
+    def sequences_of(self, rank: int) -> tuple[int, int]:
+        """Return the first sequence of a rank in the batch, and the one after its last."""
+        own, size = self.groups_of(rank), self.sequences // self.groups
+        return own.first * size, (own.first + own.count) * size
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, beginning after this one, so that ranks do not all send to the same one at a time."""
+        return [(self.number + step) % self.count for step in range(1, self.count)]
+
+    def subtrees_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return the subtrees that the groups of a rank form, as ranges of groups."""
+        own = self.groups_of(rank)
+        return subtrees(own.first, own.first + own.count)
+
+    def add(self, place: int, own: Any, *messages: Sequence[Any], rows: slice | EllipsisType = ...) -> np.ndarray:
+        """Return the sum of the batch, or some rows of it, from the totals that each rank has of its subtrees.
+
+        place      in the message of each other rank
+        own        totals of this rank
+        messages   of `others`
+        """
+        found = {self.number: own} | {other: message[place] for other, message in zip(self.others, messages)}
+        return tree_sum(
+            (*ends, total[rows])
+            for rank in range(self.count)
+            for ends, total in zip(self.subtrees_of(rank), several(found[rank]), strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of a tensor that are summed and updated together.
+
+    update     the task that updates the tensor in the graph before
+    parameter  name of the tensor
+    number     among the shards of the tensor
+    bands      its rows, in bands that are summed at a time
+    owner      the rank that updates it
+    columns    numbers in a row
+    rounded    whether other ranks only multiply by it, in bfloat16
+    """
+
+    update: Key
+    parameter: str
+    number: int
+    bands: tuple[Band, ...]
+    owner: int
+    columns: int
+    rounded: bool = False
+
+    @property
+    def rows(self) -> slice:
+        """The rows in the tensor."""
+        return slice(self.bands[0][0], self.bands[-1][1])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its totals, in float32."""
+        return 4 * self.columns * (self.bands[-1][1] - self.bands[0][0])
+
+
+@dataclass(frozen=True)
+class RowAccess:
+    """Access to rows of a weight that are sent: they are read from a weight as it is held, and written into another.
+
+    rounding   kernels that read only the rounded values of a weight
+    """
+
+    read: Callable[[Any, slice, bool], Any]
+    write: Callable[[Any, slice, Any], None]
+    rounding: Sequence[Callable[..., Any]] | frozenset[Callable[..., Any]] = ()
+
+    def read_all(self, shards: Sequence[Shard], *values: Any) -> list[Any]:
+        """Return the rows of shards from the weights that they belong to, which come first among the values."""
+        return [self.read(weight, shard.rows, shard.rounded) for shard, weight in zip(shards, values)]
+
+    def store(self, shard: Shard, place: int, message: Sequence[Any], weight: Any) -> None:
+        """Write rows from their owner's message into the own weight."""
+        self.write(weight, shard.rows, message[place])
 
 
 class _Totals(NamedTuple):
@@ -85,13 +181,13 @@ class Distribution:
 
     def rewritten(self) -> Rewritten:
         """Return the graph of this rank."""
-        first = {update: _first_sum(self.graph, last) for update, last in self.last.items()}
+        first = {update: chain_of(self.graph, last)[0] for update, last in self.last.items()}
         # A sum that another one continues from is ready long before the rest.
         early = [update for update in self.updates if first[update] != self.last[update]]
         order = early + [update for update in self.updates if update not in early]
-        self._exchange_totals([(first[shard.update], shard) for update in order for shard in self.shards[update]])
+        self._exchange_totals([shard for update in order for shard in self.shards[update]], first)
         for update in early:
-            self._sum_gathered(update, first[update])
+            self._sum_gathered(update)
         self._share_loss()
         self._read_by_rows()
         return self._update()
@@ -108,7 +204,7 @@ class Distribution:
             rounded = all(getattr(self.graph[key].func, "kernel", None) in self.access.rounding for key in readers)
             for number, bands in enumerate(shares(call, self.rules.of(own))):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
-        for bucket in _buckets(every, lambda shard: shard.bytes):
+        for bucket in _buckets(every):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
                 owner = held.index(min(held))
                 held[owner] += shard.bytes // 4 + SHARD_COST
@@ -118,11 +214,17 @@ class Distribution:
     def _owned(self, update: Key) -> list[Shard]:
         return [shard for shard in self.shards[update] if shard.owner == self.rank.number]
 
-    def _exchange_totals(self, sums: Sequence[tuple[Key, Shard]]) -> None:
-        """Sum the own chunks for each shard, and exchange the totals with its owner, bucket by bucket."""
-        buckets = _buckets(list(sums), lambda each: each[1].bytes)
+    def _exchange_totals(self, shards: Sequence[Shard], first: Mapping[Key, Key]) -> None:
+        """Sum the own chunks for each shard, and exchange the totals with its owner, bucket by bucket.
+
+        shards   in the order in which they are sent
+        first    update -> the sum over chunks with which its gradient begins
+        """
+        buckets = _buckets(shards)
         partial_sums = {
-            each: self._partial(*each, ("sent", number)) for number, bucket in enumerate(buckets) for each in bucket
+            shard: self._partial(first[shard.update], shard, ("sent", number))
+            for number, bucket in enumerate(buckets)
+            for shard in bucket
         }
         posted: list[Key] = []  # for each bucket, a task that has waited for it and for earlier ones
         loss, call = (f"{self.loss[0]}.own",), self.graph[self.loss].func
@@ -131,23 +233,24 @@ class Distribution:
         self.new[loss].func.bucket = "sent", 0
         for number, bucket in enumerate(buckets):
             done = posted[-1:] or [self._send(q, "loss", 0, [loss], "forward", ("sent", 0)) for q in self.rank.others]
-            done += [partial_sums[each] for each in bucket if each[1].owner == self.rank.number]
+            done += [partial_sums[shard] for shard in bucket if shard.owner == self.rank.number]
             for other in self.rank.others:
-                if theirs := [partial_sums[each] for each in bucket if each[1].owner == other]:
+                if theirs := [partial_sums[shard] for shard in bucket if shard.owner == other]:
                     done.append(self._send(other, "totals", number, theirs, "backward", ("sent", number)))
             posted.append((f"posted-{number}_-{self.token}",))
             origin = _origin("posted", "backward", number)
             self.new[posted[-1]] = task(posted[-1], Exchange(wait, origin, bucket=("sent", number)), done)
         for number, bucket in enumerate(buckets):
-            own = [each for each in bucket if each[1].owner == self.rank.number]
+            own = [shard for shard in bucket if shard.owner == self.rank.number]
             if own:
                 after = [posted[min(number + AHEAD, len(posted) - 1)]]
                 messages = [self._receive(other, "totals", number, after) for other in self.rank.others]
-            for place, (total, shard) in enumerate(own):
+            for place, shard in enumerate(own):
                 tree = partial(self.rank.add, place)
-                self.totals[total, shard.number] = _Totals([partial_sums[total, shard], *messages], tree, number)
+                keys = [partial_sums[shard], *messages]
+                self.totals[first[shard.update], shard.number] = _Totals(keys, tree, number)
         self.posted = posted[-1:]
-        for key in {key for key, _ in sums if not isinstance(self.graph[key].func, RowSum)}:
+        for key in {key for key in first.values() if not isinstance(self.graph[key].func, RowSum)}:
             del self.new[key]
 
     def _partial(self, key: Key, shard: Shard, bucket: Hashable) -> Key:
@@ -161,13 +264,9 @@ class Distribution:
         self.new[own].func.bucket = bucket
         return own
 
-    def _sum_gathered(self, update: Key, first: Key) -> None:
+    def _sum_gathered(self, update: Key) -> None:
         """Make sums that continue from another sum on its owner, from the chunks of all ranks."""
-        chain = [self.last[update]]
-        while (before := start_of(self.graph, chain[0])) != first:
-            assert before is not None
-            chain.insert(0, before)
-        for number, (before, key) in enumerate(zip([first, *chain], chain)):
+        for number, (before, key) in enumerate(pairwise(chain_of(self.graph, self.last[update]))):
             pieces = self._gathered(update, key, len(self.updates) * number + self.updates.index(update))
             # Each rank's sequences are a chunk. The sum does not depend on the cuts between tokens.
             sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
@@ -270,7 +369,7 @@ class Distribution:
         """Update the shards of this rank, send them to the others, and write theirs into the weights."""
         done, sent = dict[tuple[Key, int], Key](), list[Key]()
         every = [shard for update in self.updates for shard in self.shards[update]]
-        buckets = _buckets(every, lambda shard: shard.bytes)
+        buckets = _buckets(every)
         for number, bucket in enumerate(buckets):
             own = [shard for shard in bucket if shard.owner == self.rank.number]
             for shard in own:
@@ -335,66 +434,29 @@ def _origin(kind: str, phase: str, number: int) -> Origin:
     return Origin(kind, phase, f"bucket.{number}")
 
 
-def own_part(graph: Graph, ranks: Mapping[Key, int], own: Peers) -> tuple[Graph, Key]:
-    """Cut a graph whose tasks belong to several ranks into the part of one rank, with its messages.
-
-    ranks   of the tasks and of the leaves that they read
-
-    Return the graph, and a task that is done when everything is sent.
-
-    A task that receives waits in its thread. Its level is the greatest number of messages on a path to it; it runs only
-    after everything of its level or below has been sent, so ranks cannot deadlock.
-    """
-
-    def channel_of(source: Key) -> Channel:
-        return f"{source[0].partition('_-')[0]}{source[1:]}", 0  # the rest of the key differs on each rank
-
-    level: dict[Key, int] = {}  # greatest number of messages on a path to a task
-    crossing: dict[tuple[Key, int], int] = {}  # a result and the rank that it is sent to -> the level of the message
-    for key in in_order(graph):
-        level[key] = 0
-        for source in graph[key].dependencies:
-            messages = level.get(source, 0) + (ranks[source] != ranks[key])
-            level[key] = max(level[key], messages)
-            if ranks[source] != ranks[key]:
-                crossing[source, ranks[key]] = messages
-    new, sent = dict[Key, Any](), dict[Key, int]()
-    for (source, rank), messages in crossing.items():
-        if ranks[source] == own.number:
-            key = (f"send.{source[0]}", *source[1:], rank)
-            new[key] = task(key, send(own.link, rank, channel_of(source), None, as_it_is), [source])
-            sent[key] = messages
-    arrived: dict[Key, Key] = {}
-    for (source, rank), messages in crossing.items():
-        if rank == own.number:
-            key = arrived[source] = (f"receive.{source[0]}", *source[1:], ranks[source])
-            after = [other for other, own_messages in sent.items() if own_messages <= messages]
-            new[key] = task(key, receive(own.link, ranks[source], channel_of(source), None), after)
-    for key, node in graph.items():
-        if ranks[key] == own.number:
-            new[key] = node.substitute({source: arrived[source] for source in node.dependencies if source in arrived})
-    last = (f"sent-{own.number}",)
-    new[last] = task(last, wait, sent)
-    return new, last
+def item(place: Sequence[int], origin: Origin) -> Exchange:
+    """Return a call that takes the item at a place of a message's nested sequences."""
+    return Exchange(lambda values: reduce(getitem, place, values), origin, MESSAGE, READER)
 
 
-Place = TypeVar("Place")
+def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:
+    """Return the inputs of a sum over the own chunks, each as one array, from Dask's nested lists."""
+
+    def in_one(chunks: Any, cut: Sequence[int]) -> np.ndarray:
+        parts = [in_one(each, cut[1:]) for each in chunks] if cut else [chunks]
+        return np.concatenate(parts, cut[0]) if len(parts) > 1 else parts[0]
+
+    cut_axes = [[number for number, axis in enumerate(axes) if axis in CUT] for axes in call.inputs]
+    return [in_one(call.chunk_at(given, axes, {}), cut) for given, axes, cut in zip(inputs, call.inputs, cut_axes)]
 
 
-def _buckets(places: Sequence[Place], bytes_of: Callable[[Place], int]) -> list[list[Place]]:
-    """Return places in order, grouped until a group has the bytes of a bucket."""
-    buckets, size = list[list[Place]](), BUCKET_BYTES
-    for place in places:
+def _buckets(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Return shards in order, grouped until a group has the bytes of a bucket."""
+    buckets, size = list[list[Shard]](), BUCKET_BYTES
+    for shard in shards:
         if size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
-        buckets[-1].append(place)
-        size += bytes_of(place)
+        buckets[-1].append(shard)
+        size += shard.bytes
     return buckets
-
-
-def _first_sum(graph: Graph, key: Key) -> Key:
-    """Return the first sum of the chain that a sum continues; the sum itself if it continues none."""
-    while not isinstance(graph[key].func, RowSum) and (before := start_of(graph, key)) is not None:
-        key = before
-    return key

@@ -30,9 +30,9 @@ from dask.order import order
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, is_pick, origin_of
-from daskgpt.graph.inplace import RowUpdate, dependents_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 from daskgpt.graph.program import Place, program_of
+from daskgpt.graph.update_in_place import RowUpdate, dependents_of
 
 GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks
@@ -47,7 +47,6 @@ class Fusion:
     grain    one of GRAINS, or "step"
     first    layers that belong to the first block
     squares  the layer of tasks that square gradients
-    updates  whether gradients and updates are grouped too
     apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
              rank are each a task
@@ -56,7 +55,6 @@ class Fusion:
     grain: str
     first: Collection[str] = ()
     squares: str = ""
-    updates: bool = False
     apart: bool = False
     ranked: bool = False
 
@@ -66,7 +64,7 @@ class Fusion:
             return lambda key: self.grain
         chunk_group, single = self._chunk_groups(graph), self.grain == "kernel"
         buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
-        shared = self.updates and not single and not self.ranked
+        shared = not single and not self.ranked
         squared = self._squares(graph) if shared else {}
         # Updates that wait for all gradients can all run after that, so one task per block suffices.
         updated = self._updates(graph, "chunk" if squared else self.grain) if shared else {}
@@ -193,14 +191,6 @@ def title(origins: Sequence[Origin]) -> tuple[str, str]:
     return f"tokens.{way}", origins[0].place
 
 
-@dataclass(frozen=True)
-class Fused:
-    """A graph of fused tasks, with the places of the wanted values."""
-
-    graph: Graph
-    places: dict[Key, Place]
-
-
 def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
     """Return the part of the batch that a task works on, (b, t); None for tasks without a chunk (leaves, sums).
 
@@ -242,8 +232,10 @@ def fuse(
     around: Surroundings,
     *,
     drop: bool = False,
-) -> Fused:
+) -> tuple[Graph, dict[Key, Place]]:
     """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
+
+    Return the graph of these tasks, and the places of the wanted values.
 
     name_of    returns the name of the task of these members, the first part of its key
     drop       whether a value is dropped after its last reader although other results of its task are still needed,
@@ -261,23 +253,30 @@ def fuse(
     names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
     results = {result for _, result in carried.values()}
     packs = {home[result] for result in results}  # the next run always takes a tuple
-    outputs = _outputs(graph, home, members, set(wanted), results)
+    readers = _readers(graph, home)
+    from_outside = set(wanted)
+    outputs = {
+        # The results that the next run takes come first.
+        group: sorted((key for key in keys if readers[key] or key in from_outside), key=lambda key: key not in results)
+        for group, keys in members.items()
+    }
     found = dict(around.places)
     for group, keys in outputs.items():
         for number, key in enumerate(keys):
             found[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
-    readers = _readers(graph, home, set(wanted)) if drop else None
+    # A wanted value has one reader more, and so is never dropped.
+    counts = {key: len(readers[key]) + (key in from_outside) for key in home} if drop else None
     for leaf, (data, result) in carried.items():
         found[leaf] = Place(data, found[result].number)
     merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in found}
     for group, keys in members.items():
-        program, needed = program_of(graph, keys, outputs[group], found, readers, group in packs)
+        program, needed = program_of(graph, keys, outputs[group], found, counts, group in packs)
         before = {names[home[earlier]] for key in keys for earlier in after.get(key, ())}
         # Tasks to wait for come last among the arguments, and the program ignores them.
         needed += sorted(before - {names[group], *needed})
         merged[names[group]] = task(names[group], program, needed)
-    _check_circle(merged)
-    return Fused(merged, {key: found[key] for key in wanted})
+    _check_acyclic(merged)
+    return merged, {key: found[key] for key in wanted}
 
 
 def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mapping[Key, Iterable[Key]]) -> Graph:
@@ -289,7 +288,7 @@ def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mappi
     return graph | {key: waiting_for(graph[key], before) for key, before in inside.items() if before}
 
 
-def _check_circle(graph: Graph) -> None:
+def _check_acyclic(graph: Graph) -> None:
     try:
         TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
     except CycleError as error:
@@ -298,28 +297,19 @@ def _check_circle(graph: Graph) -> None:
         raise refusal(RuntimeError, "fuse", rule, circle, "Use a finer grain.") from None
 
 
-def _readers(graph: Graph, home: Mapping[Key, Hashable], wanted: set[Key]) -> dict[Key, int]:
-    """Return how many other groups read each value, plus one if it is wanted from outside, so that it is never
-    dropped."""
-    readers: dict[Key, set[Hashable]] = defaultdict(set)
-    for key in home:
-        for dependency in graph[key].dependencies:
-            readers[dependency].add(home[key])
-    return {key: len(readers[key] - {home[key]}) + (key in wanted) for key in home}
+def _readers(graph: Graph, home: Mapping[Key, Hashable]) -> dict[Key, set[Hashable]]:
+    """Return the other groups that read each value."""
+    readers: dict[Key, set[Hashable]] = {key: set() for key in home}
+    for key, group in home.items():
+        for read in graph[key].dependencies & home.keys():
+            if home[read] != group:
+                readers[read].add(group)
+    return readers
 
 
 def in_order(graph: Graph) -> list[Key]:
     """Return the keys in the order in which Dask would run them one by one."""
     return sorted(graph, key=order(graph).__getitem__)
-
-
-def _outputs(
-    graph: Graph, home: Mapping[Key, Hashable], members: Mapping[Hashable, list[Key]], wanted: set[Key], first: set[Key]
-) -> dict[Hashable, list[Key]]:
-    """Return the results of each group: wanted values and those that other groups read, with given ones first."""
-    read = {d for key in home for d in graph[key].dependencies if d in home and home[d] != home[key]}
-    returned = {group: [key for key in keys if key in read or key in wanted] for group, keys in members.items()}
-    return {group: sorted(keys, key=lambda key: key not in first) for group, keys in returned.items()}
 
 
 def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:

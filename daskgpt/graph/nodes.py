@@ -27,16 +27,8 @@ def keys_of(array: da.Array) -> list[Key]:
 
 def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
     """Return the chunks of `array` if the whole is `value`, as views."""
-    found: dict[Key, np.ndarray] = {}
-    for key, index in slices_of(array).items():
-        own: tuple[Any, ...] = (*index, ...)
-        found[key] = value[own]
-    return found
-
-
-def slices_of(array: da.Array) -> dict[Key, tuple[slice, ...]]:
-    """Return the slices of each chunk of an array in the whole."""
-    return dict(zip(keys_of(array), slices_from_chunks(array.chunks)))
+    # The ellipsis makes the chunk of an array without axes a view, too.
+    return {key: value[(*index, ...)] for key, index in zip(keys_of(array), slices_from_chunks(array.chunks))}
 
 
 def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
@@ -89,12 +81,6 @@ def renamed(graph: Graph, new: Mapping[Key, Key]) -> Graph:
 def is_leaf(node: GraphNode) -> bool:
     """Return whether a node is data, not a task."""
     return isinstance(node, DataNode)
-
-
-def value_of(leaf: GraphNode) -> Any:
-    """Return the data that a node holds."""
-    assert isinstance(leaf, DataNode)
-    return leaf.value
 
 
 def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any, list[Any]]:

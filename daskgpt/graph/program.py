@@ -91,7 +91,6 @@ class Call:
     arguments: list[Any]
     slot: int
     ended: tuple[int, ...]
-    flat: bool
 
     @property
     def kind(self) -> str:
@@ -146,7 +145,6 @@ class Program:
         packed    whether a tuple is returned even if there is one output
         """
         self.calls, self.arrivals, self.outputs = tuple(calls), tuple(arrivals), tuple(outputs)
-        self.kinds = tuple(call.kind for call in calls)
         self.readers, self.packed = readers, packed
         self.size = 1 + max((call.slot for call in calls), default=-1)
         self.size = max(self.size, 1 + max((slot for _, _, slot in arrivals), default=-1))
@@ -166,16 +164,13 @@ class Program:
         spans, meter, thread = RECORDER.spans, RECORDER.meter, get_ident()
         timed, seconds = spans is not None or meter is not None, dict[str, float]()
         run = RECORDER.first_run + self.run
-        for call, kind in zip(self.calls, self.kinds):
+        for call in self.calls:
             start = perf_counter() if timed else 0.0
-            if call.flat:
-                slots[call.slot] = call.function(*[slots[slot] for slot in call.arguments])
-            else:
-                slots[call.slot] = call.function(*_filled(call.arguments, slots))
+            slots[call.slot] = call.function(*_filled(call.arguments, slots))
             if timed:
                 end = perf_counter()
                 if meter is not None:
-                    seconds[kind] = seconds.get(kind, 0.0) + end - start
+                    seconds[call.kind] = seconds.get(call.kind, 0.0) + end - start
                 if spans is not None:
                     spans.append(Span(call.key, thread, start, end, bytes_of(slots[call.slot]), run))
             for slot in call.ended:
@@ -219,9 +214,11 @@ def program_of(
     kept = {slots[key] for key in outputs}
     calls = []
     for number, key in enumerate(members):
-        function, arguments = _function_of(graph[key], slots)
+        function, arguments = arguments_of(graph[key], slots)
+        if hasattr(function, "arrange"):  # a kernel call: its arguments are taken out of Dask's nested lists beforehand
+            function, arguments = function.run, function.arrange(arguments)
         ended = tuple(slot for slot, final in last.items() if final == number and slot not in kept)
-        calls.append(Call(key, function, arguments, slots[key], ended, all(isinstance(a, int) for a in arguments)))
+        calls.append(Call(key, function, arguments, slots[key], ended))
     counts = None if readers is None else [readers[key] for key in outputs]
     return Program(calls, arrivals, [slots[key] for key in outputs], counts, packed), needed
 
@@ -238,15 +235,6 @@ def in_run(node: GraphNode, run: int) -> GraphNode:
 def calls_of(node: GraphNode) -> tuple[Call, ...]:
     """Return the calls that a fused task makes; none for a task of another kind (a barrier)."""
     return getattr(getattr(node, "func", None), "calls", ())
-
-
-def _function_of(node: GraphNode, slots: Mapping[Key, int]) -> tuple[Callable[..., Any], list[Any]]:
-    """Return the function of a task and slots for its arguments; a kernel call arranges Dask's nested lists
-    beforehand."""
-    function, arguments = arguments_of(node, slots)
-    if hasattr(function, "arrange"):
-        return function.run, function.arrange(arguments)
-    return function, arguments
 
 
 def _filled(arguments: Any, slots: Sequence[Any]) -> Any:

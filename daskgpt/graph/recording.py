@@ -14,21 +14,12 @@ from typing import Any, NamedTuple
 import dask.array as da
 import numpy as np
 
+from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import GroupOf, Surroundings, fuse, title
-from daskgpt.graph.inplace import Rewritten
-from daskgpt.graph.nodes import (
-    Graph,
-    Key,
-    graph_of,
-    is_leaf,
-    keys_of,
-    pieces,
-    renamed,
-    waiting_for,
-)
+from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, calls_of, in_run
-from daskgpt.graph.waits import with_barriers
+from daskgpt.graph.update_in_place import Rewritten
 
 STATE = "state"
 
@@ -147,7 +138,8 @@ class StepGraph:
         places = {self.leaves[name]: place for name, place in given.items() if name in self.leaves}
         keys = {name: keys_of(array) for name, array in self.outputs.items()}
         wanted = [*(key for own in keys.values() for key in own), *self.written]
-        after = _both(self.after, waits or {})
+        waits = waits or {}
+        after = {key: [*self.after.get(key, ()), *waits.get(key, ())] for key in {**self.after, **waits}}
         titles: dict[str, tuple[str, str]] = {}
 
         def name_of(members: Sequence[Key]) -> str:
@@ -157,15 +149,15 @@ class StepGraph:
             return name
 
         around = Surroundings(wanted, places, carried, after)
-        merged = fuse(self.unmerged, group_of, name_of, around, drop=self.in_place)
-        layout = self.layout or _layout({name: merged.places[key] for name, key in self.results.items()})
-        updates = list(dict.fromkeys(merged.places[key].key for key in self.written))
+        graph, fused = fuse(self.unmerged, group_of, name_of, around, drop=self.in_place)
+        layout = self.layout or _layout({name: fused[key] for name, key in self.results.items()})
+        updates = list(dict.fromkeys(fused[key].key for key in self.written))
         if self.results:  # in the order of the packs
-            updates = [merged.places[self.results[names[0]]].key for names in layout.packs]
+            updates = [fused[self.results[names[0]]].key for names in layout.packs]
         return CompiledStep(
             recorded=self,
-            graph=merged.graph,
-            places={name: [merged.places[key] for key in own] for name, own in keys.items()},
+            graph=graph,
+            places={name: [fused[key] for key in own] for name, own in keys.items()},
             layout=layout,
             updates=updates,
             titles=titles,
@@ -296,10 +288,6 @@ def _state(packs: Sequence[Any]) -> dict[Key, Any]:
 def _in_run(key: Key, run: int) -> Key:
     """Return a key of one of several runs in a graph."""
     return (f"{key[0]}-{run}", *key[1:])
-
-
-def _both(one: Mapping[Key, Sequence[Key]], other: Mapping[Key, Sequence[Key]]) -> dict[Key, list[Key]]:
-    return {key: [*one.get(key, ()), *other.get(key, ())] for key in {**one, **other}}
 
 
 def _layout(places: Mapping[str, Place]) -> Layout:

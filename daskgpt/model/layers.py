@@ -14,17 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskgpt.kernels import (
-    add,
-    attention,
-    crossentropy,
-    dropout,
-    embedding,
-    gelu,
-    layernorm,
-    linear,
-    rmsnorm,
-)
+from daskgpt.kernels import add, attention, crossentropy, dropout, embedding, gelu, layernorm, linear, rmsnorm
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, Any]

@@ -128,8 +128,12 @@ class Optimizer:
         }
 
 
+def _decay(config: OptimizerConfig, tensor: Tensor) -> float:
+    return config.weight_decay if tensor.decayed(config.decay) else 0.0
+
+
 def _adamw_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
-    decay = config.weight_decay if tensor.decayed(config.decay) else 0.0
+    decay = _decay(config, tensor)
     return {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps, "weight_decay": decay}
 
 
@@ -151,23 +155,19 @@ ADAMW = Optimizer(
 )
 
 
-def _momentum_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
-    return {"beta": config.beta1, "weight_decay": config.weight_decay if tensor.decayed(config.decay) else 0.0}
-
-
 MOMENTUM = Optimizer(
     name="momentum",
     kernel=optimizers.momentum,
     in_place=optimizers.momentum_inplace,
     moments=("m",),
-    options=_momentum_options,
+    options=lambda config, tensor: {"beta": config.beta1, "weight_decay": _decay(config, tensor)},
     hyper=lambda config, step, steps: np.array([learning_rate(config, step, steps)]),
     hyper_size=1,
 )
 
 
 def _muon_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
-    decay = config.weight_decay if tensor.decayed(config.decay) else 0.0
+    decay = _decay(config, tensor)
     return {"beta": config.muon_beta, "scale": config.muon_scale, "weight_decay": decay, "maps": tensor.row.maps}
 
 

@@ -138,12 +138,7 @@ BFLOAT16 = Precision(
     },
     packed=True,
     rounding=frozenset(
-        (
-            gemm.forward,
-            gemm.backward_x,
-            bf16_layers.crossentropy_forward,
-            bf16_layers.crossentropy_backward_x,
-        )
+        (gemm.forward, gemm.backward_x, bf16_layers.crossentropy_forward, bf16_layers.crossentropy_backward_x)
     ),
     at_once=dict.fromkeys((linear.backward_weight, crossentropy.backward_wte), TILE_TOKENS),
 )

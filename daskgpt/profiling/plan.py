@@ -14,7 +14,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table, html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
-from daskgpt.graph.messages import Rank
+from daskgpt.graph.distribute import Rank
 from daskgpt.model.parameters import tensors, value_count
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
@@ -161,7 +161,7 @@ def predict(job: Job, workers: int = 0) -> Plan:
     grain = known_grain(job)[0]
     if ranks > 1:
         nobody: Any = None  # sends anything
-        rank = Rank(0, ranks, job.groups, *job.batch_shape, nobody)
+        rank = Rank(0, ranks, nobody, job.groups, *job.batch_shape)
         step = JobSteps(job, local_scheduler("sync", 1), lambda line: None, rank).step
         step.set_grain(grain)
     else:

@@ -32,11 +32,9 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, set_aside, sync_folder
-from daskgpt.formats.checks import read_json, short
-from daskgpt.formats.layouts import in_memory
 from daskgpt.formats.run_model import open_run_model, write_run_models
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, TensorFiles, write_tensor_files
-from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
 from daskgpt.model.parameters import Tensor, tensors
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"

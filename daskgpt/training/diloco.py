@@ -18,8 +18,7 @@ from dask.local import get_sync
 
 from daskgpt.config.groups import share_of_rank
 from daskgpt.config.run import LocalConfig
-from daskgpt.graph.distribute import own_part
-from daskgpt.graph.messages import Peers
+from daskgpt.graph.messages import Peers, own_part
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.recording import STATE, CompiledStep, GraphRun, Layout
 from daskgpt.kernels.floating_point import flush_to_zero

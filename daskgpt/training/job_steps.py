@@ -8,7 +8,7 @@ from math import gcd
 
 import numpy as np
 
-from daskgpt.graph.messages import Rank
+from daskgpt.graph.distribute import Rank
 from daskgpt.graph.recording import StepGraph
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler

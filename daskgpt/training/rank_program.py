@@ -10,7 +10,8 @@ import numpy as np
 from distributed import get_worker
 
 from daskgpt.config.errors import require
-from daskgpt.graph.messages import Peers, Rank
+from daskgpt.graph.distribute import Rank
+from daskgpt.graph.messages import Peers
 from daskgpt.graph.program import Span, recorded_spans
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors
@@ -44,7 +45,7 @@ class RankProgram:
         self.steps = self._steps(number)
 
     def _steps(self, number: int) -> Any:
-        rank = Rank(number, self.count, self.job.groups, *self.job.batch_shape, self.link)
+        rank = Rank(number, self.count, self.link, self.job.groups, *self.job.batch_shape)
         return JobSteps(self.job, self.scheduler, self.said.append, rank=rank if self.count > 1 else None)
 
     def owned(self) -> Owned:

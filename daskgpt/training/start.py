@@ -19,9 +19,8 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, is_token_folder, is_token_source, load_dataset, load_prepared
 from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned
-from daskgpt.formats.checks import short
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.stored_model import StoredModel, short
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters

@@ -15,15 +15,14 @@ from daskgpt.config.errors import require
 from daskgpt.config.groups import Groups
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.accumulating import MicroBatches, accumulate
+from daskgpt.graph.accumulate import MicroBatches, accumulate
+from daskgpt.graph.barriers import memory_waits, stage_of
 from daskgpt.graph.calls import Origin
-from daskgpt.graph.distribute import Distribution
+from daskgpt.graph.distribute import Distribution, Rank, RowAccess
 from daskgpt.graph.fuse import Fusion
-from daskgpt.graph.inplace import InPlaceRule, Rewritten, UpdateRules, update_in_place
-from daskgpt.graph.messages import Rank, RowAccess
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
 from daskgpt.graph.recording import Layout, StepGraph
-from daskgpt.graph.waits import memory_waits, stage_of
+from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.gpt2 import mean_loss
@@ -281,7 +280,7 @@ class TrainingStep:
 
     def fusion(self, grain: str) -> Fusion:
         """Return the fusion of tasks at a grain."""
-        return Fusion(grain, EARLY_LAYERS, SQUARES, updates=True, apart=self.apart, ranked=self.rank is not None)
+        return Fusion(grain, EARLY_LAYERS, SQUARES, apart=self.apart, ranked=self.rank is not None)
 
     def set_grain(self, grain: str) -> None:
         """Fuse the step's tasks to another size; the state and every bit of the results stay the same.

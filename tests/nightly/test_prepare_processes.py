@@ -11,7 +11,7 @@ import pytest
 from command_lines import SMALL, refused, run
 from prepared_texts import files_of, prepared, write_corpus
 
-from daskgpt.data.corpus.folder import MANIFEST, VOCABULARY_FILE
+from daskgpt.data.token_folder import MANIFEST, VOCABULARY_FILE
 from daskgpt.formats.vocabulary import read_vocabulary
 
 

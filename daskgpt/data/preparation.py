@@ -1,6 +1,6 @@
-"""The documents of a block, the part that each belongs to, and their tokens: the work of one task.
+"""Preparation of tokens: from the files of a corpus to a folder that training reads, with any scheduler.
 
-The hash of a text decides whether it is held out for validation.
+A task encodes one block. Whether a text is held out for validation follows from its hash.
 """
 
 from __future__ import annotations
@@ -8,20 +8,117 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.data.corpus.sources import RECORDS, REPLACE, SKIP, WHERE, Block, Piece, PrepareConfig, in_text
-from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.formats.vocabulary import END_OF_TEXT, know_vocabulary
+from daskgpt.config.files import replacing
+from daskgpt.data import tokenizer
+from daskgpt.data.corpus import (
+    BLOCK_BYTES,
+    RECORDS,
+    REPLACE,
+    SKIP,
+    WHERE,
+    Block,
+    Piece,
+    PrepareConfig,
+    blocks,
+    in_text,
+    list_sources,
+)
+from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, digest_of, read_manifest
+from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, learned_vocabulary, read_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
+LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
+# Calls a function on each item in tasks, and another one on each result in this process, in order.
+Each = Callable[[str, Callable[[Block], Encoded], Iterator[Block], Callable[[Encoded], None]], None]
+
+
+class Preparation:
+    """Inputs and settings, checked before anything is encoded or written."""
+
+    def __init__(self, inputs: list[str], config: PrepareConfig) -> None:
+        """inputs   files, folders and globs
+
+        Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
+        """
+        self.config, self.sources = config, list_sources(inputs)
+        self.size = sum(source.size for source in self.sources)
+        self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
+        if self.encoding:
+            tokenizer.get_encoding(self.encoding)
+        else:
+            tokenizer.check_learnable(config.learn_vocabulary, WHERE)
+        # The settings that, with the inputs, decide the tokens.
+        known = {name: value for name, value in asdict(config).items() if name != "out"}
+        self.settings = known | {"encoding": self.encoding, "block_bytes": BLOCK_BYTES}
+
+    def run(self, each: Each, tell: Callable[[int], None]) -> Manifest:
+        """Make the folder, or continue it; its bytes depend on neither the scheduler nor the number of stops.
+
+        each   see schedulers.protocol.Scheduler.each
+        tell   called with the bytes of text encoded so far, whenever they grow
+
+        Cost     memory for some blocks of 4 MiB, and for learning a vocabulary
+        Errors   ValueError for invalid texts, OSError if the system refuses
+        """
+        decides = {"settings": self.settings, "files": [asdict(source) for source in self.sources]}
+        with FolderWriter(self.config.out, decides, self.settings["shard_tokens"]) as folder:
+            if folder.finished:
+                return read_manifest(folder.folder, WHERE)
+            name = self.encoding or self._learned(folder)
+            content = learned_vocabulary(name).content if is_learned(name) else ""
+            if content and not folder.vocabulary.is_file():
+                with replacing(folder.vocabulary, WHERE) as file:
+                    file.write(content.encode())
+            tell(sum(part.bytes for part in folder.parts))
+
+            def take(block: Encoded) -> None:
+                folder.take(block)
+                tell(sum(block.sizes))
+
+            left = islice(blocks(self.sources, self.config), folder.blocks, None)
+            each("encode", BlockEncoder(name, content, self.config), left, take)
+            folder.close_shards()
+            return self._finish(folder, name)
+
+    def _learned(self, folder: FolderWriter) -> str:
+        """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
+        if folder.vocabulary.is_file():
+            return read_vocabulary(folder.vocabulary)
+        every = max(1, -(-self.size // LEARNED_BYTES))
+        sample = islice(blocks(self.sources, self.config), 0, None, every)
+        sampled = (passages_of(block, self.config) for block in sample)
+        texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
+        return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
+
+    def _finish(self, folder: FolderWriter, name: str) -> Manifest:
+        """Write and return the manifest, which completes the folder.
+
+        Errors   ValueError if a part has no text
+        """
+        training, validation = folder.parts
+        for kind, part in (("training", training), ("validation", validation)):
+            rule, fraction = f"the {kind} part must hold text", self.config.validation_fraction
+            got = {"documents": training.documents + validation.documents, "validation_fraction": fraction}
+            require(part.tokens > 0, WHERE, rule, got, "Give more text, or another --validation-fraction.")
+        sizes = [[source.name, source.size] for source in self.sources]
+        inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
+        ids = tokenizer.vocabulary_size(name)
+        manifest = Manifest(name, ids, self.settings, inputs, training, validation, folder.skipped)
+        manifest.write(folder.folder)
+        return manifest
+
+
+# The tokens of a block
 
 
 @dataclass(frozen=True)
@@ -91,15 +188,15 @@ def _texts(piece: Piece, config: PrepareConfig) -> Iterator[tuple[str | None, bo
 def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) -> str | None:
     """Return a text, None if it is invalid and skipped: JSON may hold halves of characters."""
     try:
-        text = raw if isinstance(raw, str) else raw.decode()
-        if isinstance(raw, str) and not raw.isascii():
-            raw.encode()
-        return text
+        if isinstance(raw, bytes):
+            return raw.decode()
+        raw.encode()
+        return raw
     except UnicodeError as error:
-        if config.undecodable == REPLACE and isinstance(raw, str):
+        if config.undecodable == REPLACE:
+            if isinstance(raw, bytes):
+                return raw.decode(errors="replace")
             return raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        if config.undecodable == REPLACE and isinstance(raw, bytes):
-            return raw.decode(errors="replace")
         wrong = getattr(error, "start", 0) if isinstance(raw, bytes) else 0
         got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or give --undecodable replace or skip."
         require(config.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
@@ -123,29 +220,6 @@ def _field(line: str, piece: Piece, place: int, config: PrepareConfig) -> str:
     rule, got = "the field of every record must be text", got | {config.field: repr(value)[:40]}
     require(isinstance(value, str), WHERE, rule, got, "Name another with --field.")
     return str(value)
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """A block as tokens, each document after an end-of-text.
-
-    tokens       of both parts, (N,) uint16
-    documents    number in both parts; consecutive passages of one text count once
-    sizes        of both parts' texts in UTF-8 [bytes]
-    continues    whether it may continue the previous block: then its first tokens have no end-of-text before them
-    first, last  parts of its first and its last passage, -1 if there is none
-    skipped      number of documents that could not be decoded
-    end_of_text  id of the token
-    """
-
-    tokens: list[np.ndarray]
-    documents: list[int]
-    sizes: list[int]
-    continues: bool
-    first: int
-    last: int
-    skipped: int
-    end_of_text: int
 
 
 @dataclass(frozen=True)
@@ -192,7 +266,7 @@ def _codec(name: str, content: str, thread: int) -> tiktoken.Encoding:
     """
     if content:
         know_vocabulary(content, name)
-    return get_encoding(name)
+    return tokenizer.get_encoding(name)
 
 
 def _encoded(codec: tiktoken.Encoding, runs: list[list[str]], unmarked: bool) -> np.ndarray:
@@ -202,7 +276,7 @@ def _encoded(codec: tiktoken.Encoding, runs: list[list[str]], unmarked: bool) ->
         return np.empty(0, np.uint16)
     if codec.name == "bytes" or any(END_OF_TEXT in text for text in texts):
         mark = np.array([codec.eot_token], np.uint16)
-        found = [array for text in texts for array in (mark, encode(codec, text))]
+        found = [array for text in texts for array in (mark, tokenizer.encode(codec, text))]
         return np.concatenate(found[unmarked:])
     # One call for all of them: documents may be short, and each call costs some microseconds under Python's lock.
     whole = END_OF_TEXT.join(texts if unmarked else ["", *texts])

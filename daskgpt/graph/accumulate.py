@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from daskgpt.graph.calls import ChunkSum, Exchange, Origin, RowSum, wait
-from daskgpt.graph.inplace import start_of
 from daskgpt.graph.nodes import Graph, Key, all_keys, is_leaf, key_trees, task, waiting_for
+from daskgpt.graph.update_in_place import start_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ def accumulate(graph: Graph, micro_batches: MicroBatches, token: str, *, over: b
     sums = {key for key, node in graph.items() if isinstance(getattr(node, "func", None), ChunkSum)}
     starts = {key: start_of(graph, key) for key in sums}
     for key in graph:
-        if key in sums and _is_split(graph[key].func) and not (ranked and starts[key] is not None):
+        call = graph[key].func if key in sums else None
+        # The loss, and a sum over one chunk of sequences, stay as they are.
+        divided = call is not None and call.shape and len(call.order.sequences) > 1
+        if divided and not (ranked and starts[key] is not None):
             own = _chain(graph, key, micro_batches, begun=key in starts.values(), over=over)
             new |= own
             for link, made in own.items():
@@ -72,10 +75,6 @@ def accumulate(graph: Graph, micro_batches: MicroBatches, token: str, *, over: b
             if before:
                 new[key] = waiting_for(node, [(f"accumulate-{token}", max(before))])
     return new
-
-
-def _is_split(call: ChunkSum) -> bool:
-    return bool(call.shape) and len(call.order.sequences) > 1
 
 
 def _chain(graph: Graph, key: Key, micro_batches: MicroBatches, *, begun: bool, over: bool) -> Graph:

@@ -27,7 +27,6 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written, replacing, sync_folder
-from daskgpt.data.corpus.documents import Encoded
 from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
 
 WHERE = "prepare"
@@ -91,6 +90,29 @@ class Manifest:
         known = {"version": VERSION, "kind": "daskgpt tokens", **asdict(self)}
         with replacing(folder / MANIFEST, WHERE) as file:
             file.write(json.dumps(known | {"check": digest_of(known)}, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A block as tokens, each document after an end-of-text.
+
+    tokens       of both parts, (N,) uint16
+    documents    number in both parts; consecutive passages of one text count once
+    sizes        of both parts' texts in UTF-8 [bytes]
+    continues    whether it may continue the previous block: then its first tokens have no end-of-text before them
+    first, last  parts of its first and its last passage, -1 if there is none
+    skipped      number of documents that could not be decoded
+    end_of_text  id of the token
+    """
+
+    tokens: list[np.ndarray]
+    documents: list[int]
+    sizes: list[int]
+    continues: bool
+    first: int
+    last: int
+    skipped: int
+    end_of_text: int
 
 
 def digest_of(known: Any) -> str:

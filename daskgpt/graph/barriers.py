@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from graphlib import CycleError, TopologicalSorter
 
 from daskgpt.config.errors import refusal
-from daskgpt.graph.accumulating import MicroBatches
+from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.calls import KernelCall, RowSum, is_pick, origin_of, wait
 from daskgpt.graph.fuse import in_order
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for

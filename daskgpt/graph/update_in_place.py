@@ -133,7 +133,7 @@ class RowUpdate(TaskCall):
 
     @property
     def rows(self) -> slice:
-        """Of the tensor."""
+        """The rows of the tensor."""
         return slice(self.bands[0][0], self.bands[-1][1])
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
@@ -201,7 +201,13 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
         calls = [graph[key].func for key in sums]
         summed = [argument for key in sums for argument in graph[key].args[: len(graph[key].func.inputs)]]
         before = start_of(graph, sums[0]) if sums else last
-        for key in [update, *dependents[update], *sums, *of_rows, *([] if shared else _starts(graph, before))]:
+        for key in [
+            update,
+            *dependents[update],
+            *sums,
+            *of_rows,
+            *([] if shared or before is None else chain_of(graph, before)),
+        ]:
             del new[key]
         for number, bands in enumerate(shares(graph[last].func, rule)):
             given = []
@@ -240,11 +246,6 @@ def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ban
     return task_key
 
 
-def _starts(graph: Graph, key: Key | None) -> list[Key]:
-    """Return a sum and those it continues from."""
-    return [] if key is None else [key, *_starts(graph, start_of(graph, key))]
-
-
 def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int) -> list[Key]:
     """Return the sums that one task makes, in order: the last one, and those that it continues while their parts are
     small.
@@ -264,6 +265,14 @@ def start_of(graph: Graph, key: Key) -> Key | None:
     """Return the sum that a sum over chunks continues from."""
     extra = graph[key].args[len(graph[key].func.inputs) :]
     return only_key(extra[0]) if extra else None
+
+
+def chain_of(graph: Graph, key: Key) -> list[Key]:
+    """Return a sum and those that it continues from, the first one first."""
+    chain = [key]
+    while not isinstance(graph[chain[0]].func, RowSum) and (before := start_of(graph, chain[0])) is not None:
+        chain.insert(0, before)
+    return chain
 
 
 def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:

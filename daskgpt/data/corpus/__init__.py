@@ -1,1 +1,0 @@
-"""From files of text to folders of tokens, of any size, for `daskgpt.prepare`."""

@@ -1,0 +1,116 @@
+"""Multiple-choice questions: HellaSwag's lines of JSON, and llm.c's evaluation files."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tiktoken import Encoding
+
+from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import matching_files
+from daskgpt.data.dataset import is_token_source
+from daskgpt.data.tokenizer import encode
+from daskgpt.formats.llmc import HEADER_BYTES, QUESTIONS, read_header
+
+HELLASWAG = ".jsonl"
+START = 2**16 - 1  # number before each question in llm.c's files
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A context, several completions, and the number of the right one.
+
+    Dtype    context and completions token ids
+    """
+
+    context: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    label: int
+
+
+def read_questions(source: str, encoding: Encoding) -> list[Question]:
+    """Return the questions of HellaSwag's .jsonl, or of the llm.c evaluation files that a path or glob matches; none
+    for a text or token files.
+
+    encoding   of HellaSwag's texts; llm.c's files hold token ids
+
+    Errors     FileNotFoundError if there is no file; ValueError for a damaged one
+    """
+    if source.endswith(HELLASWAG):
+        return read_hellaswag(source, encoding)
+    paths = matching_files(source, "evaluate") if is_token_source(source) else []
+    return [question for path in paths if _is_llmc(path) for question in read_llmc_questions(path)]
+
+
+def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Question]:
+    """Read the questions of `hellaswag_val.jsonl` and its like: `ctx`, `endings` and `label` of every line.
+
+    A completion is a space and an ending, encoded separately, as in llm.c and the published figures of GPT-2.
+
+    Errors   FileNotFoundError if there is no file; ValueError naming the first line that is not such an object, or
+             lacks a label (as in the test part)
+    Source   Zellers et al. 2019, arXiv:1905.07830
+    """
+    questions, where = list[Question](), "read_hellaswag"
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            context, endings, label = _fields(line)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            rule = 'a line must be a JSON object with "ctx" (a text), "endings" (texts) and "label" (one of them)'
+            got = {"path": path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
+            raise refusal(ValueError, where, rule, got, "Give HellaSwag's training or validation part.") from error
+        completions = tuple(encode(encoding, " " + ending).astype(np.int64) for ending in endings)
+        questions.append(Question(encode(encoding, context).astype(np.int64), completions, label))
+    advice = "Give a JSON object per line."
+    require(bool(questions), where, "the file must hold questions", {"path": path}, advice)
+    return questions
+
+
+def _fields(line: bytes) -> tuple[str, list[str], int]:
+    known = json.loads(line.decode())
+    context, endings, label = known["ctx"], known["endings"], int(known["label"])
+    if not (isinstance(context, str) and context and isinstance(endings, list) and len(endings) > 1):
+        raise ValueError("no ctx, or fewer than two endings")
+    if not all(isinstance(each, str) for each in endings) or not 0 <= label < len(endings):
+        raise ValueError("an ending that is not a text, or a label of no ending")
+    return context, endings, label
+
+
+def _is_llmc(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(4), "little") == QUESTIONS
+
+
+def read_llmc_questions(path: Path) -> list[Question]:
+    """Return the questions of a file that llm.c's `write_evalfile` wrote (HellaSwag, MMLU), in version 1 (GPT-2's ids).
+
+    Errors   FileNotFoundError if there is no file; ValueError for another file, or a damaged one
+    """
+    where, advice = "read_questions", "The file is damaged: write it again."
+    count = read_header(path, where, QUESTIONS, (1,))[2]
+    size = path.stat().st_size
+    got = {"path": path, "count": count, "bytes": size}
+    require(count > 0 and size % 2 == 0, where, "the file must hold questions of 2-byte numbers", got, advice)
+    numbers, found = np.fromfile(path, "<u2", offset=HEADER_BYTES), list[Question]()
+    for index in range(count):
+        mark, nbytes, number, label, completions = np.resize(numbers[:5], 5).tolist()
+        question, numbers = numbers[: nbytes // 2], numbers[nbytes // 2 :]
+        lists, right, left = list[np.ndarray](), 2 * question.size == nbytes, question[5:]
+        for _ in range(1 + completions):
+            length = int(left[0]) if left.size else 0
+            lists.append(left[1 : 1 + length].astype(np.int64))
+            right = right and 0 < length == lists[-1].size
+            left = left[1 + length :]
+        right = right and left.size == 0 and (mark, number) == (START, index) and completions > max(1, label)
+        rule = "every question must be complete, and its label one of the completions"
+        require(right, where, rule, {"path": path, "question": index}, advice)
+        found.append(Question(lists[0], tuple(lists[1:]), label))
+    rule, got = "nothing must follow the last question", {"path": path, "numbers": numbers.size}
+    require(numbers.size == 0, where, rule, got, advice)
+    return found
