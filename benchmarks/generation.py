@@ -24,8 +24,7 @@ from daskgpt.profiling import machine
 from daskgpt.profiling.measure import BenchConfig
 from daskgpt.profiling.records import Figure, Measurement
 from daskgpt.profiling.statistics import Spread
-from daskgpt.schedulers.local import usable_cores
-from daskgpt.schedulers.machine import copy_rate
+from daskgpt.schedulers.local import copy_rate, usable_cores
 from daskgpt.training.job import compile_kernels
 
 EARLY, LATE, BATCH = 10, 900, 8  # tokens that stand before, and texts

@@ -18,7 +18,7 @@ from daskgpt.profiling import machine
 from daskgpt.profiling.measure import Steps, measure, random_batch
 from daskgpt.profiling.plan import fits, predict
 from daskgpt.profiling.records import Record
-from daskgpt.schedulers import machine as machine_memory
+from daskgpt.schedulers import local as machine_memory
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 

@@ -21,7 +21,7 @@ from daskgpt.profiling.records import Figure, Measurement
 from daskgpt.profiling.statistics import Spread
 from daskgpt.profiling.timeline import Timeline, is_message, summarise
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.machine import product_rate
+from daskgpt.schedulers.local import product_rate
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.job import facts as job_facts

@@ -27,11 +27,10 @@ from daskgpt.kernels.optimizers import nesterov
 from daskgpt.model.optimizer import hyper_of
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import Precision, copy_of, values_of
-from daskgpt.schedulers.machine import available_memory
+from daskgpt.schedulers.local import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Job, of_replica
-from daskgpt.training.job_steps import Steps
 from daskgpt.training.step import (
     NO_LIMITS,
     Batch,
@@ -40,6 +39,7 @@ from daskgpt.training.step import (
     State,
     StepInputs,
     StepOptions,
+    Steps,
     TrainingStep,
     held_weights,
     input_values,

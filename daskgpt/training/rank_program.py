@@ -16,14 +16,13 @@ from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.dask_internals import thread_count
-from daskgpt.schedulers.events import RECEIVE, ShownCall, shown_calls
 from daskgpt.schedulers.links import LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
+from daskgpt.schedulers.worker_metrics import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import Batch, Limits, Outcome, State
+from daskgpt.training.step import Batch, JobSteps, Limits, Outcome, State
 
 Rows = list[tuple[int, int]]  # from which row to which
 Owned = dict[str, Rows]  # of each array of a state

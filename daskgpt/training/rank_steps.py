@@ -18,8 +18,8 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.recording import GraphRun, Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.events import show_calls
 from daskgpt.schedulers.links import end_programs
+from daskgpt.schedulers.worker_metrics import show_calls
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps

@@ -34,12 +34,12 @@ from daskgpt.training.checkpoint import (
     checkpoints,
     is_checkpoint,
     newest_good,
+    open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.horizon import HORIZONS, one_horizon
-from daskgpt.training.job import Job, from_root
-from daskgpt.training.metrics import METRICS, metrics_lines
-from daskgpt.training.run_folder import CONFIG, RunFolder, open_with_state
+from daskgpt.training.job import HORIZONS, Job, from_root, one_horizon
+from daskgpt.training.logs import METRICS, metrics_lines
+from daskgpt.training.run_folder import CONFIG, RunFolder
 
 SECTIONS: Mapping[str, type] = {
     "model": GPT2Config,
@@ -76,7 +76,7 @@ class ResumeState:
     validation  the last validation loss, nan if there was none
     said        lines to print
     seconds     how long earlier processes have trained
-    outliers    see `safeguards.Outliers.facts`
+    outliers    see `metrics.Outliers.facts`
     best        the best checkpoint of earlier processes
     """
 

@@ -7,8 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
@@ -17,29 +17,26 @@ import numpy as np
 
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
+from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.optimizer import learning_rate
-from daskgpt.model.parameters import check_config
+from daskgpt.model.parameters import check_config, parameter_count, parameter_shapes
 from daskgpt.schedulers.connect import client_address, open_scheduler
-from daskgpt.schedulers.events import Events
 from daskgpt.schedulers.failures import ClusterLost, WorkerLost
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.schedulers.worker_metrics import Usage
-from daskgpt.training.checkpoint import checkpoints, step_folder
+from daskgpt.schedulers.worker_metrics import Events, Usage
+from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, compile_kernels, describe, require_memory
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.metrics import chosen_sinks
+from daskgpt.training.logs import chosen_sinks
+from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.recovery import Recovery
-from daskgpt.training.result import Result
-from daskgpt.training.run_folder import RunFolder, load
-from daskgpt.training.safeguards import Finite, Outliers
-from daskgpt.training.saving import Saver, reason
+from daskgpt.training.run_folder import RunFolder, Saver, reason
 from daskgpt.training.start import (
     SECTIONS,
     Resumed,
@@ -49,8 +46,74 @@ from daskgpt.training.start import (
     open_dataset,
     start_values,
 )
-from daskgpt.training.step import Outcome, State
-from daskgpt.training.step_metrics import StepMetrics
+from daskgpt.training.step import JobSteps, Outcome, State
+
+LABEL = 12  # columns of `model       ` and the like
+
+
+@dataclass(repr=False)
+class Result:
+    """The result of a run.
+
+    Fields   config: GPT2Config
+                 size of the model
+             parameters: dict[str, np.ndarray]
+                 GPT-2's tensors under their published names, float32; of a cluster's run with a folder they are read
+                 from there when they are first used
+             losses: list[float]
+                 loss of each step of the run, before its update; nan for a step of an earlier process that the metrics
+                 lack [nats a token]
+             validation_loss: float
+                 the last one measured, nan if there was none [nats a token]
+             seconds: float
+                 duration of all steps and validations of this process [s]
+             checkpoint: Path | None
+                 the folder with the model, which `daskgpt.load` reads; None if no run folder was written
+             first: int
+                 how many steps earlier processes have made
+             stopped: bool
+                 whether Ctrl-C or SIGTERM has ended the run before its last step
+             bits_a_byte: float
+                 the validation loss by the bytes of the text, which compares different encodings; nan where this
+                 process has measured none [bits a byte]
+             timers: dict[str, float]
+                 seconds that steps waited for validation, logs, samples, checkpoints and recovery points [s]
+    """
+
+    config: GPT2Config
+    read: Callable[[], dict[str, np.ndarray]]  # returns the parameters
+    losses: list[float]
+    validation_loss: float
+    seconds: float
+    checkpoint: Path | None = None
+    first: int = 0
+    stopped: bool = False
+    bits_a_byte: float = math.nan
+    timers: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """The parameters. Errors   as of `daskgpt.load` where they are read"""
+        return self.read()
+
+    def _repr_html_(self) -> str:
+        """Return the same for notebooks, with the losses as a curve."""
+        title, *lines = repr(self).splitlines()
+        rows = [[line[:LABEL].strip(), line[LABEL:]] for line in lines]
+        return html_table(title, rows) + svg_curve(self.losses, "loss of each step")
+
+    def __repr__(self) -> str:
+        """Return a few lines without any array."""
+        steps = len(self.losses)
+        own = f" ({steps - self.first:,} of them now)" if self.first else ""
+        lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{own} in {self.seconds:.1f} s"]
+        arrays = len(parameter_shapes(self.config))
+        lines.append(f"model       {parameter_count(self.config):,} parameters in {arrays} arrays")
+        lines += [f"loss        {self.losses[0]:.3f} -> {self.losses[-1]:.3f} nats a token"] if self.losses else []
+        if self.validation_loss == self.validation_loss:
+            lines.append(f"validation  {self.validation_loss:.3f} nats a token")
+        return "\n".join([*lines, f"written to  {self.checkpoint or 'nowhere'}"])
+
 
 Steps = Any  # JobSteps, LocalSteps or RankSteps
 Sampler = Callable[[Scheduler, State], str]  # text that a state writes
