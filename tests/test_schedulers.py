@@ -168,8 +168,8 @@ def recovering(who, *, asked=False, minutes=10.0):
     there, said, told = iter(who), [], []
     scheduler = SimpleNamespace(in_place=False, addresses=lambda: set(next(there)), silent=lambda: {"b"})
     job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))
-    steps = SimpleNamespace(look=told.append, recovers=True)
-    return recovery.Recovery(job, scheduler, steps, None, None, said.append, lambda: asked), said, told
+    steps = SimpleNamespace(look=told.append, scheduler=scheduler)
+    return recovery.Recovery(job, steps, None, None, said.append, lambda: asked), said, told
 
 
 def test_worker_changes_are_reported():
@@ -305,7 +305,7 @@ def test_worker_usage_is_reported():
     assert worker_metrics.imbalance({"a": worker_metrics.Use(1.0, 1.0, 1)}) == 0
     told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
     scheduler = SimpleNamespace(in_place=False)
-    scheduler.told = lambda name: {worker: vars(own) for worker, own in next(told).items()}
+    scheduler.worker_metrics = lambda name: {worker: vars(own) for worker, own in next(told).items()}
     found = worker_metrics.Usage(scheduler)
     found.begin()
     assert found.news() == {}
@@ -342,6 +342,6 @@ def test_worker_usage_counts_from_its_start(monkeypatch):
 
 def test_product_rate_counts_all_threads(monkeypatch):
     done = []
-    monkeypatch.setattr(machine, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
+    monkeypatch.setattr(local, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
     assert local.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * local.SIZE**3 / 0.03
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"

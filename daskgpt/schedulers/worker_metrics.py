@@ -166,7 +166,7 @@ class Usage:
 
     def _read(self) -> dict[str, Use]:
         try:
-            found = {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
+            found = {name: Use(**own) for name, own in self.scheduler.worker_metrics(METRIC).items()}
         except WorkerLost:
             return {}  # the next request for results raises it
         self.products = sum(own.products for own in found.values()) or self.products
@@ -199,7 +199,7 @@ class Events:
     def flush(self) -> None:
         """Publish what was collected."""
         if self.records:
-            self.scheduler.tell(TOPIC, self.records)
+            self.scheduler.publish(TOPIC, self.records)
             self.records, self.at = [], time.monotonic()
 
 

@@ -51,7 +51,7 @@ class StepMetrics:
 
     def __init__(self, job: Job, usage: Usage, seconds: Callable[[], float]) -> None:
         """seconds   returns how long the run has trained"""
-        self.tokens = job.data.sequences * job.data.sequence_length
+        self.job, self.tokens = job, job.data.sequences * job.data.sequence_length
         self.operations = step_operations(job.config, *job.batch_shape)
         self.usage, self.scheduler, self.seconds = usage, usage.scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
@@ -60,7 +60,7 @@ class StepMetrics:
         self.recordings: list[ProcessSpans] = []
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
+    def timed(self, part: str) -> Iterator[None]:
         """Add the duration of a `with` block to a timer."""
         start = time.perf_counter()
         try:
@@ -83,11 +83,30 @@ class StepMetrics:
         with self.scheduler.record() as self.recordings:
             yield
 
-    def of_step(self, step: int, seconds: float) -> dict[str, Any]:
-        """Return the metrics of a step of this duration."""
+    def of_window(
+        self, window: range, outcomes: Sequence[Outcome], seconds: float, recorded: StepGraph | None
+    ) -> list[dict[str, Any]]:
+        """Return the metrics of each of some steps.
+
+        seconds    that all of them took
+        recorded   as of `record`
+        """
+        shared, own = self._shared(seconds / len(outcomes)), self.job.optimizer
+        records = []
+        for number, outcome in zip(window, outcomes):
+            metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
+            metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
+            metrics |= {} if outcome.made else {"skipped": True}
+            metrics["learning_rate"] = learning_rate(own, number, self.job.horizon.at(number))
+            records.append(metrics)
+        if recorded is not None and self.recordings:
+            records[-1] |= self._of_passes(recorded, len(outcomes), seconds)
+        return records
+
+    def _shared(self, seconds: float) -> dict[str, Any]:
+        """Return the metrics that steps of one window have in common; seconds: of each."""
         rate = self.operations / seconds
         found: dict[str, Any] = {
-            "tokens": (step + 1) * self.tokens,
             "seconds": round(self.seconds(), 3),
             "tokens_per_s": round(self.tokens / seconds, 1),
             "gflop_per_s": round(rate / 1e9, 3),
@@ -98,13 +117,8 @@ class StepMetrics:
             found["memory_bytes"] = self.process.memory_info().rss
         return found
 
-    def of_passes(self, recorded: StepGraph | None, steps: int, seconds: float) -> dict[str, float]:
-        """Return the metrics of the recorded steps by pass; empty if none was recorded.
-
-        steps, seconds   how many steps were run together, and how long all of them took
-        """
-        if recorded is None or not self.recordings:
-            return {}
+    def _of_passes(self, recorded: StepGraph, steps: int, seconds: float) -> dict[str, float]:
+        """Return the metrics of recorded steps by pass; seconds: of all steps."""
         busy, threads = dict.fromkeys(PHASES, 0.0), self.scheduler.threads
         for span in (span for process in self.recordings for span in process.spans):
             origin = recorded.origin(span.key)

@@ -251,12 +251,6 @@ class Saver:
         self.warned = False
         self.metrics: dict[str, Any] = {}
 
-    def next_fixed(self, done: int) -> int | None:
-        """Return how many steps precede the next checkpoint that is due by the number of steps."""
-        run = self.job.run
-        ends = [(done // every + 1) * every for every in (run.save_every, run.keep_every) if every]
-        return min(ends, default=None)
-
     def begin(self) -> None:
         """Point `best` to the best checkpoint: an earlier process may have been killed before it did."""
         self.best = self.best if self.job.run.keep_best else NO_BEST

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,12 +88,12 @@ class Input:
 
 
 INPUTS: tuple[Input, ...] = (
-    Input("tokens", "bt", np.int32, lambda moment: moment.tokens),
-    Input("targets", "bt", np.int32, lambda moment: moment.targets),
+    Input("tokens", "bt", np.int32, lambda step: step.tokens),
+    Input("targets", "bt", np.int32, lambda step: step.targets),
     # The position of a chunk in its sequence.
-    Input("positions", "t", np.int32, lambda moment: np.arange(moment.tokens.shape[1], dtype=np.int32)),
-    Input("streams", "b", np.int64, lambda moment: moment.streams),
-    Input("hyper", "S", np.float64, lambda moment: moment.hyper),
+    Input("positions", "t", np.int32, lambda step: np.arange(step.tokens.shape[1], dtype=np.int32)),
+    Input("streams", "b", np.int64, lambda step: step.streams),
+    Input("hyper", "S", np.float64, lambda step: step.hyper),
 )
 
 
@@ -109,9 +110,9 @@ def input_leaves(
     return leaves
 
 
-def input_values(moment: StepInputs) -> Mapping[str, np.ndarray]:
+def input_values(inputs: StepInputs) -> Mapping[str, np.ndarray]:
     """Return the arrays of a step for the rows that it has."""
-    values = {row.name: row.value(moment) for row in INPUTS}
+    values = {row.name: row.value(inputs) for row in INPUTS}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -420,13 +421,11 @@ def micro_batches_of(job: Job, rank: Rank | None) -> int:
     return min(count for count in range(1, own + 1) if (own % count == 0 and own // count <= most) or count == own)
 
 
-class Steps:
+class Steps(ABC):
     """Runs the steps of a job: the interface that `JobSteps`, `LocalSteps` and `RankSteps` have in common.
 
-    step      the recorded step
-    chunks    the choice of its chunks
+    chunks    the choice of the chunks
     open      whether the next step is measured to choose chunks or grain, and must run alone
-    recovers  whether a run survives the loss of a worker
     recorded  the graph of a step; None if kernel calls are recorded elsewhere
     described_tasks   what a task is, for people
     """
@@ -435,9 +434,25 @@ class Steps:
     step: TrainingStep
     chunks: ChunkChoice
     open = False
-    recovers = False
     recorded: StepGraph | None = None
     described_tasks = ""
+
+    @abstractmethod
+    def together(self, number: int) -> int:
+        """Return how many steps from this one on may run together."""
+
+    @abstractmethod
+    def initial(
+        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
+    ) -> State:
+        """Return the state before a step, see `TrainingStep.initial`."""
+
+    @abstractmethod
+    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
+        """Make a step a batch; return their outcomes, and the state after them.
+
+        limits   of a step that runs alone
+        """
 
     @property
     def grain(self) -> str:
@@ -454,7 +469,7 @@ class Steps:
         """Number and size of the chunks, and why, for people."""
         return self.chunks.described(self.chunk)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release what steps hold outside of this process."""
 
 
@@ -509,24 +524,18 @@ class JobSteps(Steps):
         return self.chunks.open or self.choice.open
 
     def together(self, number: int) -> int:
-        """Return how many steps from this one on may run together."""
         alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.open
         return 1 if alone else self.job.dataflow.window
 
     def initial(
         self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
     ) -> State:
-        """Return the state before a step, see `TrainingStep.initial`."""
         return self.step.initial(parameters, moments, step)
 
     def run(
         self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
     ) -> tuple[list[Outcome], State]:
-        """Make a step a batch; return their outcomes, and the state after them.
-
-        limits   of a step that runs alone
-        length   of the run in steps; 0 = the job's
-        """
+        """See `Steps.run`; length: of the run in steps, 0 = the job's."""
         length = length or self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
