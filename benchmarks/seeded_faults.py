@@ -4,9 +4,9 @@
 
 A fault is one of five kinds at a random place: a comparison reversed, a term dropped, an integer off by one, a missing
 wait, two arguments swapped. The kinds take turns; the place depends on the seed and the fault's number alone, for the
-same sources. Each fault is one line of JSON: place, the text before and after, the first test that failed, and the
-seconds until it did. The test files that mention the changed module run first, then all others. A test that takes more
-than `--hang` seconds is ended and counts as failed.
+same sources. Each fault is one line of JSON: commit, place, the text before and after, the first test that failed, and
+the seconds until it did. The test files that mention the changed module run first, then all others (`--ring near`
+leaves these out). A test that takes more than `--hang` seconds is ended and counts as failed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 
 import psutil
@@ -55,6 +57,21 @@ TURNED = {
     ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
+}
+# Tests of each folder of the package, which run after those that mention the changed module.
+NEAR = {
+    "config": "flags settings command_lines start",
+    "data": "data_dataset data_text data_encodings data_loading data_split data_token_files prepare tokenizers",
+    "formats": "formats_huggingface formats_llmc formats_run_model formats_gguf safetensors_files convert fuzz",
+    "generation": "generating sampling evaluate readable lived_in",
+    "graph": "grain chunks groups clipping one_number distribute timeline",
+    "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",
+    "kernels/bfloat16": "kernels_bfloat16 bfloat16",
+    "kernels/decoding": "generating sampling",
+    "model": "model layers lived_in dropout one_number",
+    "profiling": "study timeline dataflow bench records dashboard plot layers",
+    "schedulers": "schedulers cluster distribute bench",
+    "training": "checkpoints resume run_folder validation local_steps cluster stopping logs best_checkpoint start",
 }
 WAITS = {"wait", "join", "result", "acquire", "release", "settle", "barrier", "notify_all"}
 
@@ -175,11 +192,13 @@ def chosen(package: Path, seed: int, numbers: Sequence[int]) -> dict[int, Fault]
 class Copy:
     """A copy of the repository, whose kernels are compiled once; a fault is in it for one run of the tests."""
 
-    def __init__(self, folder: Path, hang: int, processes: str, whole: bool) -> None:
+    def __init__(self, folder: Path, hang: int, processes: str, ring: str) -> None:
         """processes   that share the tests out, as of pytest-xdist
-        whole       run all tests in their usual order at once
+        ring        "near" runs the test files that mention the changed module, "whole" all files in their usual order,
+                    "both" the near ones first, then all others
         """
-        self.folder, self.hang, self.processes, self.whole = folder, hang, processes, whole
+        self.folder, self.hang, self.processes, self.ring = folder, hang, processes, ring
+        folder.mkdir()
         for name in COPIED:
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy2
@@ -222,15 +241,18 @@ class Copy:
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
         return (found.group(1) if found else done.stdout.strip().rpartition("\n")[2][:200]), seconds
 
-    def about(self, file: str, most: int = 6) -> list[str]:
-        """List the files of tests that speak of a module of the package, those first that do most often."""
+    def near(self, file: str, most: int = 3) -> list[str]:
+        """List the test files that mention a module of the package, most often first, then those of its folder."""
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         counts = Counter[str]()
         for path in (self.folder / "tests").glob("test_*.py"):
             text = path.read_text()
             said = 3 * text.count(module) + len(re.findall(rf"\b{module.rpartition('.')[2]}\b", text + path.stem[5:]))
-            counts[f"tests/{path.name}"] = said
-        return [name for name, said in counts.most_common(most) if said]
+            counts[path.stem] = said
+        found = [name for name, said in counts.most_common(most) if said]
+        folders = sorted((name for name in NEAR if file.startswith(f"daskgpt/{name}/")), key=len, reverse=True)
+        found += [f"test_{name}" for folder in folders for name in NEAR[folder].split()]
+        return [f"tests/{name}.py" for name in dict.fromkeys(found)]
 
     def with_fault(self, fault: Fault) -> tuple[str, float]:
         """Run the tests on the package with the fault, and take the fault out again."""
@@ -238,9 +260,9 @@ class Copy:
         source, times = path.read_text(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
         path.write_text(fault.apply(source))
         try:
-            files = [] if self.whole else self.about(fault.file)
+            files = [] if self.ring == "whole" else self.near(fault.file)
             failed, seconds = self.run_tests(*files) if files else ("", 0.0)
-            if not failed:
+            if not failed and self.ring != "near":
                 failed, more = self.run_tests("tests", *(f"--ignore={name}" for name in files))
                 seconds += more
             return failed, seconds
@@ -256,8 +278,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--only", type=int, nargs="*", help="these numbers alone")
     parser.add_argument("--hang", type=int, default=100, help="seconds after which a test counts as failed")
-    parser.add_argument("--processes", default="auto", help="that share the tests out; 0 = this one runs them")
-    parser.add_argument("--whole", action="store_true", help="run all tests in their usual order, as `pytest -x` does")
+    parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at the same time, each in a copy")
+    parser.add_argument("--processes", default="auto", help="that share the tests of a fault out; 0 = one process")
+    parser.add_argument("--ring", choices=("both", "near", "whole"), default="both", help=Copy.__init__.__doc__)
+    parser.add_argument("--unchecked", action="store_true", help="do not run all tests without a fault first")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     parser.add_argument("--record", type=Path, help="a file of JSON lines, added to")
     arguments = parser.parse_args()
@@ -267,30 +291,57 @@ def main() -> None:
         for number, fault in faults.items():
             print(f"{number:3} {fault.kind:10} {fault.file}:{fault.line}  {fault.before!r} -> {fault.after!r}")
         return
-    verdicts = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder), arguments.hang, arguments.processes, arguments.whole)
-        failed, seconds = copy.run_tests()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        made = [
+            Copy(Path(folder) / str(job), arguments.hang, arguments.processes, arguments.ring)
+            for job in range(arguments.jobs)
+        ]
+        if not arguments.unchecked:
+            _check(made, pool)
+        copies = SimpleQueue[Copy]()
+        for copy in made:
+            copies.put(copy)
+
+        def tried(number: int) -> tuple[int, str, float]:
+            copy = copies.get()
+            failed, seconds = copy.with_fault(faults[number])
+            copies.put(copy)
+            return number, failed, seconds
+
+        verdicts = []
+        for running in as_completed([pool.submit(tried, number) for number in faults]):
+            number, failed, seconds = running.result()
+            verdicts.append((bool(failed), seconds))
+            _report(arguments, number, faults[number], failed, seconds)
+    found = [seconds for hit, seconds in verdicts if hit]
+    print(f"{len(found)} of {len(verdicts)} found, after {median(found or [0]):.0f} s in the median")
+
+
+def _check(copies: Sequence[Copy], pool: ThreadPoolExecutor) -> None:
+    """Run all tests without a fault, a share in each copy."""
+    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
+    shares = [tests[number :: len(copies)] for number in range(len(copies))]
+    for failed, seconds in pool.map(lambda copy, share: copy.run_tests(*share), copies, shares):
         if failed:
             sys.exit(f"seeded_faults: the tests must pass without a fault; got failed={failed}. Mend it first.")
         print(f"no fault: passed in {seconds:.0f} s", flush=True)
-        for number, fault in faults.items():
-            failed, seconds = copy.with_fault(fault)
-            verdicts.append((bool(failed), seconds))
-            print(
-                f"{number:3} {'found' if failed else 'MISSED'} after {seconds:.0f} s  {fault.file}:{fault.line}  "
-                f"{fault.before!r} -> {fault.after!r}  {failed}",
-                flush=True,
-            )
-            if arguments.record:
-                place = {name: value for name, value in asdict(fault).items() if name not in ("start", "end")}
-                line = (
-                    {"seed": arguments.seed, "number": number} | place | {"failed": failed, "seconds": round(seconds)}
-                )
-                with arguments.record.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-    found = [seconds for hit, seconds in verdicts if hit]
-    print(f"{len(found)} of {len(verdicts)} found, after {median(found or [0]):.0f} s in the median")
+
+
+def _report(arguments: Namespace, number: int, fault: Fault, failed: str, seconds: float) -> None:
+    """Print the verdict on a fault, and add it to the record."""
+    verdict = "found" if failed else "MISSED"
+    change = f"{fault.file}:{fault.line}  {fault.before!r} -> {fault.after!r}"
+    print(f"{number:3} {verdict} after {seconds:.0f} s  {change}  {failed}", flush=True)
+    if arguments.record:
+        place = {name: value for name, value in asdict(fault).items() if name not in ("start", "end")}
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        line = (
+            {"commit": commit.stdout.strip(), "seed": arguments.seed, "number": number}
+            | place
+            | {"failed": failed, "seconds": round(seconds)}
+        )
+        with arguments.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -183,9 +183,29 @@ def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, mo
     cluster.have(2)
     known = {"daskgpt": "0.0 (00000000)", "float32 products": "fused"}
     monkeypatch.setattr("daskgpt.schedulers.membership.identity", lambda packed: known)
+    prepared = []
+    monkeypatch.setattr("daskgpt.schedulers.workers.PrepareWorker", prepared.append)
     with pytest.raises(RuntimeError, match=r"must have the versions.*worker=tcp://127.*daskgpt=.*the run: 0\.0 "):
         fit(small_text, tmp_path / "run", cluster.address)
     assert not list(tmp_path.glob("run/step-*"))
+    assert not prepared, "workers compile kernels once they are known to be equal"
+
+
+def test_worker_without_numpy_ends_in_one_line(cluster, tmp_path, monkeypatch):
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise ImportError('no library for products')")
+    cluster.have(0)
+    try:
+        path = f"{tmp_path}{os.pathsep}{cluster.environment['PYTHONPATH']}"
+        monkeypatch.setitem(cluster.environment, "PYTHONPATH", path)
+        cluster.have(1)
+        with (
+            pytest.raises(RuntimeError, match="^daskgpt: every worker must.*import.*no library for products"),
+            daskgpt.open_scheduler(cluster.address),
+        ):
+            pass
+    finally:
+        cluster.have(0)
 
 
 @engines

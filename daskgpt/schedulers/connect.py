@@ -26,7 +26,7 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.dask_internals import scheduler_identity
 from daskgpt.schedulers.local import ENVIRONMENT, keep_memory, local_scheduler, usable_cores
-from daskgpt.schedulers.membership import RemovePlugins, register, remove_plugins_of, running
+from daskgpt.schedulers.membership import RemovePlugins, check_versions, register, remove_plugins_of, running
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.worker_metrics import METRIC
 
@@ -275,8 +275,10 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     """ends_with_it   whether the cluster ends with its client: then no plugin has to be removed"""
     from daskgpt.schedulers.workers import PrepareWorker
 
-    for kind in [PrepareWorker] if ends_with_it else [RemovePlugins, PrepareWorker]:
-        register(client, kind(client))
+    if not ends_with_it:
+        register(client, RemovePlugins(client))
+        check_versions(client, packed=False)  # before workers compile kernels
+    register(client, PrepareWorker(client))
     _await_heartbeats(client)
     return ClusterScheduler(client, description)
 

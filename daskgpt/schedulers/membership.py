@@ -36,7 +36,8 @@ def plugin_name(client: Any, name: str) -> str:
 def register(client: Any, plugin: Any) -> None:
     """Register a plugin with the scheduler or with all workers; retry when a worker leaves meanwhile.
 
-    Errors   OSError if all tries fail, or the scheduler is gone
+    Errors   OSError if all tries fail, or the scheduler is gone; RuntimeError if a process refuses the plugin or cannot
+             import it
     """
     for more in reversed(range(TRIES)):
         try:
@@ -46,6 +47,11 @@ def register(client: Any, plugin: Any) -> None:
             if not more or client.status != "running":
                 raise
             time.sleep(PAUSE)
+        except RuntimeError:
+            raise
+        except Exception as error:  # whatever an import raises there; Dask sends some as plain exceptions
+            rule, got = "every worker must be able to import daskgpt and its packages", str(error) or repr(error)
+            raise refusal(RuntimeError, "daskgpt", rule, got, "Start workers in an equal environment.") from None
 
 
 async def remove_plugins_of(client: str, dask_scheduler: Any) -> None:
