@@ -266,7 +266,7 @@ OWN = ["tcp://127.8.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "inproc://192.
 
 @pytest.mark.parametrize("host", REACHED + OWN)
 def test_open_cluster_warns_once(host, monkeypatch, capsys):
-    monkeypatch.setattr(connect, "_said", set())
+    monkeypatch.setattr(connect, "_warned", set())
     for _ in range(2):
         connect.warn_of_open(["tcp://127.0.0.1:1", host])
     assert capsys.readouterr().err.count(f"no TLS: anyone who reaches {host} ") == (host in REACHED)

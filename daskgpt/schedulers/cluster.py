@@ -22,6 +22,7 @@ from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, register, running
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.workers import RecordSpans, take_spans
 
 LOOKING = 0.5  # seconds between two looks at the workers while waiting for results
 TAG = "daskgpt"  # of the span of a run's tasks
@@ -178,8 +179,6 @@ class ClusterScheduler:
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
-        from daskgpt.schedulers.workers import RecordSpans, take_spans
-
         found: list[ProcessSpans] = []
         with losses_as_errors(self.client):
             register(self.client, RecordSpans())

@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from math import fsum, inf, sqrt
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import psutil
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import PHASES
-from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import GraphRun, StepGraph
+from daskgpt.graph.recording import StepGraph
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
 from daskgpt.model.precision import values_of
@@ -27,7 +26,7 @@ from daskgpt.schedulers.worker_metrics import Usage
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
-from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, run_on_packs
 
 PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
 RECORD_EVERY = 10.0  # seconds between two recorded steps: recording a small step costs about 1 % of it
@@ -223,19 +222,13 @@ class Finite:
 
 def not_finite(scheduler: Scheduler, state: State) -> list[str]:
     """Return the names of the parameters that hold a NaN or an infinity, found where the scheduler keeps them."""
-    token = uuid4().hex[:8]  # another client of the cluster may run the same tasks
-    graph: Graph = {}
-    leaves: dict[Key, Any] = {}
-    names: dict[Key, list[str]] = {}
-    own = state.weights
-    for number, (held, pack) in enumerate(zip(own.layout.packs, own.packs)):
-        leaf, key = (f"parameters-{number}_-{token}",), (f"parameters.finite-{number}_-{token}",)
-        places = [place for place, name in enumerate(held) if name.startswith("weight.")]
-        if places:
-            leaves[leaf], names[key] = pack, [held[place].removeprefix("weight.") for place in places]
-            graph[key] = task(key, partial(_are_finite, places), [leaf])
-    found = scheduler.fetch(scheduler.run(GraphRun(graph, leaves, list(names))))
-    return [name for own, finite in zip(names.values(), found) for name, is_finite in zip(own, finite) if not is_finite]
+    state = state.weights
+    names = [[name for name in pack if name.startswith("weight.")] for pack in state.layout.packs]
+    places = [[pack.index(name) for name in own] for pack, own in zip(state.layout.packs, names)]
+    checks = [partial(_are_finite, own) for own in places]
+    found = scheduler.fetch(run_on_packs(scheduler, "parameters.finite", checks, state.packs))
+    checked = zip(chain(*names), chain(*found))
+    return [name.removeprefix("weight.") for name, is_finite in checked if not is_finite]
 
 
 def _are_finite(places: list[int], pack: tuple[Any, ...]) -> list[bool]:

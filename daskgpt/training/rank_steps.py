@@ -14,8 +14,7 @@ from uuid import uuid4
 import numpy as np
 
 from daskgpt.config.groups import groups_of_rank, share_of_rank
-from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import GraphRun, Layout
+from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.links import end_programs
@@ -24,7 +23,7 @@ from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, run_on_packs
 
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
 PACK_BYTES = 1 << 25  # of small arrays that are copied, sent and kept together
@@ -49,17 +48,11 @@ class LiveState(State):
         """Copies of the parameters, as a step holds them."""
         numbers = [n for n, names in enumerate(self.layout.packs) if names[0].startswith("weight.")]
         layout, copies = Layout(tuple(self.layout.packs[number] for number in numbers)), self._copied(numbers)
-        job, run = self.steps.job, self.steps.scheduler.run
-        if not job.precision.packed:
+        if not self.steps.job.precision.packed:
             return State(layout, copies, self.step)
         if not self.held:
-            token = uuid4().hex[:8]
-            leaves: dict[Key, Any] = {(f"state.copy-{n}_-{token}",): copy for n, copy in zip(numbers, copies)}
-            graph: Graph = {}
-            for names, leaf in zip(layout.packs, leaves):
-                key = (f"state.hold-{leaf[0]}",)
-                graph[key] = task(key, partial(rank_program.hold_pack, self.steps.sent_job, names), [leaf])
-            self.held = run(GraphRun(graph, leaves, list(graph)))
+            hold = [partial(rank_program.hold_pack, self.steps.sent_job, names) for names in layout.packs]
+            self.held = run_on_packs(self.steps.scheduler, "state.hold", hold, copies)
         return State(layout, self.held, self.step)
 
     def _copied(self, numbers: Sequence[int]) -> list[Any]:

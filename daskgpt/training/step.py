@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import dask.array as da
 import numpy as np
@@ -23,8 +24,8 @@ from daskgpt.graph.distribute import Distribution
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.inplace import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.graph.messages import Rank, RowAccess
-from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
-from daskgpt.graph.recording import Layout, StepGraph
+from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of, task
+from daskgpt.graph.recording import GraphRun, Layout, StepGraph
 from daskgpt.graph.waits import memory_waits, stage_of
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
@@ -177,6 +178,19 @@ def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the parameters among a state's arrays."""
     weights = {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
     return {name: values_of(value) for name, value in weights.items()}
+
+
+def run_on_packs(
+    scheduler: Scheduler, name: str, functions: Iterable[Callable[..., Any]], packs: Sequence[Any]
+) -> list[Any]:
+    """Run a function of each pack of a state where the scheduler holds it; return handles of the results."""
+    token = uuid4().hex[:8]  # another client of the cluster may run the same tasks
+    leaves: dict[Key, Any] = {(f"{name}.of-{number}_-{token}",): pack for number, pack in enumerate(packs)}
+    graph: Graph = {}
+    for number, (function, leaf) in enumerate(zip(functions, leaves)):
+        key = (f"{name}-{number}_-{token}",)
+        graph[key] = task(key, function, [leaf])
+    return scheduler.run(GraphRun(graph, leaves, list(graph)))
 
 
 def held_weights(config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: Precision) -> dict[str, Any]:
