@@ -306,7 +306,7 @@ def test_worker_usage_is_reported():
     told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
     scheduler = SimpleNamespace(in_place=False)
     scheduler.worker_metrics = lambda name: {worker: vars(own) for worker, own in next(told).items()}
-    found = worker_metrics.Usage(scheduler)
+    found = worker_metrics.WorkerMetrics(scheduler)
     found.begin()
     assert found.news() == {}
     assert [list(found.news(every=0)["workers"]) for _ in range(3)] == [["a"], ["b"], ["a"]], "who has news"

@@ -102,7 +102,7 @@ def imbalance(uses: Mapping[str, Use]) -> float:
     return max(shares) / fmean(shares) - 1 if any(shares) else 0.0
 
 
-class Usage:
+class WorkerMetrics:
     """Reads the metrics of a scheduler's workers; a local scheduler has none.
 
     products   float32 operations a second of all workers, or of this process under a local scheduler

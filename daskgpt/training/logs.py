@@ -190,9 +190,9 @@ def open_tensorboard(folder: Path, sections: Mapping[str, Any], done: int | None
 
     # TensorBoard reads the files of a folder in the order of their names.
     name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
-    told = TensorProto(dtype=DT_STRING, string_val=[as_markdown(sections).encode()])
+    text = TensorProto(dtype=DT_STRING, string_val=[as_markdown(sections).encode()])
     kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    configuration = Summary(value=[Summary.Value(tag="configuration", tensor=told, metadata=kind)])
+    configuration = Summary(value=[Summary.Value(tag="configuration", tensor=text, metadata=kind)])
     header = framed(file_version=FORMAT)
     header += framed(step=done, session_log=SessionLog(status=SessionLog.START)) if done is not None else b""
     header += framed(step=done or 0, summary=configuration)

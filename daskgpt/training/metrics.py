@@ -22,7 +22,7 @@ from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
-from daskgpt.schedulers.worker_metrics import Usage
+from daskgpt.schedulers.worker_metrics import WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
@@ -48,11 +48,11 @@ class StepMetrics:
     timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
 
-    def __init__(self, job: Job, usage: Usage, seconds: Callable[[], float]) -> None:
+    def __init__(self, job: Job, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
         """seconds   returns how long the run has trained"""
         self.job, self.tokens = job, job.data.sequences * job.data.sequence_length
         self.operations = step_operations(job.config, *job.batch_shape)
-        self.usage, self.scheduler, self.seconds = usage, usage.scheduler, seconds
+        self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
         self.process = psutil.Process()
         self.recorded_at = -float("inf")
@@ -110,8 +110,8 @@ class StepMetrics:
             "tokens_per_s": round(self.tokens / seconds, 1),
             "gflop_per_s": round(rate / 1e9, 3),
         }
-        if self.usage.products:
-            found["product_share"] = round(rate / self.usage.products, 4)
+        if self.worker_metrics.products:
+            found["product_share"] = round(rate / self.worker_metrics.products, 4)
         if self.scheduler.in_place:
             found["memory_bytes"] = self.process.memory_info().rss
         return found

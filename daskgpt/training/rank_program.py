@@ -128,7 +128,8 @@ class RankProgram:
     def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
         """Return copies of rows of the state after some steps."""
         state = self.state_after(step)
-        held = state.layout.unpack(state.packs)
+        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
+        held = {name: value for own, pack in packs for name, value in zip(own, pack)}
         values = [values_of(held[name]) for name in names]
         return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
 
@@ -171,12 +172,6 @@ class LocalRankProgram(RankProgram):
     def _run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
         outcomes, self.state = self.steps.run_own(self.state_after(first), batches, length)
         return outcomes
-
-    def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-        state = self.state_after(step)
-        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
-        held = {name: value for own, pack in packs for name, value in zip(own, pack)}
-        return [[values_of(held[name]).copy()] for name in names]
 
 
 def call(run: str, epoch: str, method: str, *arguments: Any) -> Any:

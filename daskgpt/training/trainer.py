@@ -27,7 +27,7 @@ from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.connect import client_address, open_scheduler
 from daskgpt.schedulers.failures import ClusterLost, WorkerLost
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.schedulers.worker_metrics import Events, Usage
+from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
@@ -198,26 +198,28 @@ def fit(
     """
     if client is not None:
         dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
-    given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
+    sections = {"model": config, "data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
     folder: RunFolder | None
     if resume:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
-        resumed = Resumed(os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in given.items()})
+        resumed = Resumed(
+            os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in sections.items()}
+        )
         job, folder, initial = resumed.job, resumed.folder, resumed.initial
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
-        job, initial = _new_job(check_config("fit", config), parameters, given)
+        job, initial = _new_job(check_config("fit", config), parameters, sections)
         folder = RunFolder(job.run.out) if job.run.out else None
     return train(job, initial, folder, Observers(on_step, callbacks, quiet=quiet), client)
 
 
 def _new_job(
-    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, given: Mapping[str, Any]
+    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, sections: Mapping[str, Any]
 ) -> tuple[Job, ResumeState]:
     """Return the job of a new run, and the state that it begins with."""
-    c = {name: _configuration(kind, given[name]) for name, kind in SECTIONS.items() if name != "model"}
+    c = {name: _configuration(kind, sections[name]) for name, kind in SECTIONS.items() if name != "model"}
     data: DataConfig = c["data"]
     origin = WarmStart.read(c["run"].init) if c["run"].init else None
     if origin:
@@ -229,25 +231,25 @@ def _new_job(
     return job, ResumeState(start_values(job, origin, parameters))
 
 
-def _configuration(kind: Any, given: Any) -> Any:
+def _configuration(kind: Any, settings: Any) -> Any:
     """Return a configuration from one, from a mapping of some of its fields, or from None.
 
     Errors   TypeError for another kind of object, ValueError for an unknown field
     """
-    if given is None or isinstance(given, kind):
-        return kind() if given is None else given
-    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(given)[:40]}
-    require(isinstance(given, Mapping), "fit", rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
+    if settings is None or isinstance(settings, kind):
+        return kind() if settings is None else settings
+    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(settings)[:40]}
+    require(isinstance(settings, Mapping), "fit", rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
     known = [f.name for f in fields(kind)]
-    for name in given:
+    for name in settings:
         rule = f"every field must be one of {kind.__name__}'s"
         require(name in known, "fit", rule, {"field": name}, nearest(str(name), known))
-    return kind(**given)
+    return kind(**settings)
 
 
-def _changes(given: Any) -> Mapping[str, Any]:
+def _changes(settings: Any) -> Mapping[str, Any]:
     """Return the settings that a configuration or a mapping gives."""
-    return {} if given is None else given if isinstance(given, Mapping) else asdict(given)
+    return {} if settings is None else settings if isinstance(settings, Mapping) else asdict(settings)
 
 
 def train(
@@ -338,8 +340,8 @@ class _Trainer:
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.outliers = Outliers(job.optimizer.skip_outliers, initial.outliers)
         self.finite = Finite(job, self.losses, self.wait)
-        self.usage, self.events = Usage(scheduler), Events(scheduler)
-        self.metrics = StepMetrics(job, self.usage, lambda: self.seconds)
+        self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
+        self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
         self.timed = self.metrics.timed
         self.saver = Saver(job, folder, scheduler, progress.say, initial.step, initial.best) if folder else None
         self.recovery: Recovery | None = None
@@ -358,7 +360,7 @@ class _Trainer:
             progress.say(f"grain      {steps.described_tasks}")
         callbacks = self.observers.callbacks
         self.callbacks = [(callback.begin(job, steps, self.scheduler), callback) for callback in callbacks]
-        self.usage.begin(products=bool(self.folder or self.observers.on_step))
+        self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
         self.start = time.perf_counter()
         progress.begin()
         result, lost = None, None
@@ -476,7 +478,9 @@ class _Trainer:
                 metrics = {**metrics, **self.recovery.news()}
             self.events.note(metrics)
             if self.saver:
-                for path, error in self.saver.folder.logs.log({**metrics, **self.saver.news(), **self.usage.news()}):
+                for path, error in self.saver.folder.logs.log(
+                    {**metrics, **self.saver.news(), **self.worker_metrics.news()}
+                ):
                     self.progress.say(f"metrics    {path} waits for room: {reason(error)}; training goes on")
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
@@ -527,7 +531,7 @@ class _Trainer:
         else:
             read = partial(dict, state.parameters(self.scheduler))
         self.progress.close()
-        for line in self.usage.lines():
+        for line in self.worker_metrics.lines():
             self.progress.say(line)
         del self.losses[state.step :]  # of steps that a loss has taken back
         if self.saver:
