@@ -275,15 +275,10 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
         register(client, RemovePlugins(client))
         check_versions(client, packed=False)  # before workers compile kernels
     register(client, PrepareWorker(client))
-    _await_heartbeats(client)
-    return ClusterScheduler(client, description)
-
-
-def _await_heartbeats(client: Any) -> None:
-    """Wait until a heartbeat of every worker says that it is prepared."""
-    deadline = time.monotonic() + HEARTBEATS_TIMEOUT
+    deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared
     while len(running(client, METRIC)) < len(running(client)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return ClusterScheduler(client, description)
 
 
 def warn_of_open(addresses: Iterable[str]) -> None:

@@ -314,7 +314,11 @@ class Message:
 
 
 class Trial(LocalScheduler):
-    """Dask's synchronous scheduler, which runs a recorded step with stand-ins, one task after another.
+    """A recorded step that is run without data: each kernel call returns arrays with only a size, stand-ins.
+
+    Dask runs the step's own tasks one by one. The stand-ins are counted while they live, and Dask and the tasks drop
+    them when they would drop the real arrays. Each call knows the sizes of its results, so a new layer needs nothing
+    here.
 
     account   of all arrays
     results   bytes of what each task returned

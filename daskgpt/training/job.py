@@ -40,7 +40,12 @@ RECENT = 10  # number of estimates over which the time of a step is averaged
 
 
 class Horizon:
-    """The number of all steps.
+    """The length of a run: a number of steps or of tokens, or the steps that fit into a number of minutes.
+
+    How many steps fit into some minutes depends on the machine, and the learning rate on the number of all steps.
+    So that number is estimated again whenever a hundredth of the time has passed, and each estimate is recorded with
+    the step from which it counts: a step that is repeated after a loss has the same learning rate. Checkpoints have
+    the estimates, too.
 
     changes   (step, number of all steps from that step on), in order
     """

@@ -132,7 +132,11 @@ LEAST = 32  # steps before which no step is left out
 
 
 class Outliers:
-    """The limits of steps, z standard deviations above the mean.
+    """The limits of steps, z standard deviations above the mean of the steps before, beyond which an update is skipped.
+
+    They depend only on the steps before, so the same steps are left out under any scheduler, and again when they are
+    repeated. A step counts in later limits with its numbers clipped to its own limits: one outlier does not widen them,
+    and a loss that stays high is let in after some steps.
 
     seen   (step, loss, norm) of the steps that count, in order
     """
