@@ -65,7 +65,7 @@ def test_fields_check_bounds_and_types(config):
 
 def test_numpy_numbers_and_paths_are_converted(tmp_path):
     run = daskgpt.RunConfig(steps=np.int64(5), out=tmp_path)
-    optimizer = daskgpt.OptimizerConfig(learning_rate=np.float32(0.5), eps=0)
+    optimizer = daskgpt.OptimizerConfig(learning_rate=np.float32(0.5), eps=1)
     held = run.steps, run.out, optimizer.learning_rate, optimizer.eps
-    assert held == (5, str(tmp_path), 0.5, 0.0)
+    assert held == (5, str(tmp_path), 0.5, 1.0)
     assert [type(value) for value in held] == [int, str, float, float]

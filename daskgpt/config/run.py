@@ -63,7 +63,7 @@ class OptimizerConfig(Checked):
     optimizer: str = setting(
         "adamw", "adamw, muon (for matrices of blocks; adamw for the rest), or momentum (SGD with beta1)"
     )
-    learning_rate: float = setting(1e-3, "largest learning rate", least=0)
+    learning_rate: float = setting(1e-3, "largest learning rate", least=0, most=1e3)
     schedule: str = setting(
         "cosine",
         "learning rate over the steps; wsd = warmup, stable, decay",
@@ -83,7 +83,7 @@ class OptimizerConfig(Checked):
         least=0,
         parse=count_or_share,
     )
-    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0)
+    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0, most=1e3)
     clip: float = setting(
         0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never", least=0
     )
@@ -95,12 +95,12 @@ class OptimizerConfig(Checked):
     )
     beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
-    eps: float = setting(1e-8, "added to the square root of v", least=0)
+    eps: float = setting(1e-8, "added to the square root of v", above=0, most=1)
     muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m (Nesterov)", least=0, below=1)
     muon_scale: float = setting(
         0.2, "Muon: root mean square of an update, divided by the learning rate; AdamW's is about 0.2", least=0
     )
-    weight_decay: float = setting(0.1, "decoupled weight decay", least=0)
+    weight_decay: float = setting(0.1, "decoupled weight decay", least=0, most=1e3)
     dropout: float = setting(
         0.0,
         "share of embeddings, attention's probabilities and blocks' outputs that is dropped at random",
