@@ -36,7 +36,7 @@ _PUBLIC = {
     "digest": "model.parameters",
     "fit": "training.trainer",
     "initial_parameters": "model.parameters",
-    "load": "training.run_folder",
+    "load": "training.checkpoint",
     "loss_and_gradients": "training.inference",
     "measure": "profiling.measure",
     "open_scheduler": "schedulers.connect",

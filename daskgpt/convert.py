@@ -51,7 +51,7 @@ from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import parameter_count, tensors
-from daskgpt.training.run_folder import open_model_of
+from daskgpt.training.checkpoint import open_model_of
 
 LLAMA_CONTEXT = 256  # llama.cpp makes contexts of multiples of so many tokens
 

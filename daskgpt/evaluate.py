@@ -32,8 +32,8 @@ from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 from daskgpt.generation.sampler import PRECISIONS
+from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
-from daskgpt.training.run_folder import encoding_and_length, open_model_of
 
 
 @documented

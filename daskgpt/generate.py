@@ -26,8 +26,8 @@ from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Rate, Texts, check_prompt
 from daskgpt.generation.sanitize import end_of_text, readable, shown
 from daskgpt.schedulers.machine import copy_rate
+from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
-from daskgpt.training.run_folder import encoding_and_length, open_model_of
 
 
 @documented

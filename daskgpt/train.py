@@ -27,10 +27,8 @@ from daskgpt.profiling.recorder import (
 )
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
-from daskgpt.training.horizon import one_horizon
 from daskgpt.training.inference import call_on_model
-from daskgpt.training.job import Job, require_memory
-from daskgpt.training.result import Result
+from daskgpt.training.job import Job, one_horizon, require_memory
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import (
     SECTIONS,
@@ -43,7 +41,7 @@ from daskgpt.training.start import (
     start_values,
 )
 from daskgpt.training.step import State
-from daskgpt.training.trainer import Callback, Observers, train
+from daskgpt.training.trainer import Callback, Observers, Result, train
 
 DEFAULT = "tiny"  # the preset
 EPILOG = (

@@ -16,8 +16,8 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.autotune import ChunkChoice
+from daskgpt.training.checkpoint import load
 from daskgpt.training.inference import Inference
-from daskgpt.training.run_folder import load
 from daskgpt.training.step import State
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
-from daskgpt.training import checkpoint, saving
+from daskgpt.training import checkpoint, run_folder
 from daskgpt.training.checkpoint import DamagedCheckpoint, checked_state
 
 CONSTANT = daskgpt.OptimizerConfig(schedule="constant")
@@ -55,14 +55,14 @@ def test_checkpoint_has_model_moments_and_state(saved):
 
 def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path, monkeypatch):
     """The writer is held back until three more steps are made; beside steps it is nice, and only it is."""
-    gone_on, write, niceness = threading.Event(), saving.write_checkpoint, []
+    gone_on, write, niceness = threading.Event(), run_folder.write_checkpoint, []
 
     def late(*arguments, **options):
         assert gone_on.wait(60)
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return write(*arguments, **options)
 
-    monkeypatch.setattr(saving, "write_checkpoint", late)
+    monkeypatch.setattr(run_folder, "write_checkpoint", late)
     on_step = lambda step, metrics: gone_on.set() if step == 7 else None  # noqa: E731
     fit(small_text, tmp_path / "run", optimizer=CONSTANT, save_every=5, on_step=on_step)
     monkeypatch.undo()
@@ -76,8 +76,8 @@ def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path, monkeypatc
 
 def test_checkpoint_without_memory_for_a_copy_waits(small_text, tmp_path, saved, monkeypatch):
     said = []
-    monkeypatch.setattr(saving, "available_memory", lambda: 10_000)
-    monkeypatch.setattr(saving, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(run_folder, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(run_folder, "ThreadPoolExecutor", None)
     monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
     fit(small_text, tmp_path / "run", save_every=5)
     (line,) = [line for line in said if line.startswith("checkpoint")]
@@ -177,7 +177,7 @@ def disk():
 
 def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, saved, monkeypatch):
     """No checkpoint fits from step 5 on; before the last ones somebody makes room."""
-    said, tried, write = [], [], saving.write_checkpoint
+    said, tried, write = [], [], run_folder.write_checkpoint
 
     def tell(run, checkpoint, *arguments, **options):
         try:
@@ -193,7 +193,7 @@ def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, sav
             wait_until(lambda: 8 in tried, "the checkpoint of step 8, which has no room")
             disk.close()
 
-    monkeypatch.setattr(saving, "write_checkpoint", tell)
+    monkeypatch.setattr(run_folder, "write_checkpoint", tell)
     monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
     fit(small_text, tmp_path / "run", save_every=2, keep=20, on_step=on_step)
     lost = [line for line in said if "is not saved" in line]

@@ -17,11 +17,9 @@ from daskgpt.kernels.float32.blas import VARIABLE
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.connect import open_scheduler
-from daskgpt.training.autotune import ChunkChoice, Work, candidates
+from daskgpt.training.autotune import ChunkChoice, Trial, Work, candidates, most_bytes
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.stand_ins import Trial, most_bytes
-from daskgpt.training.step import StepOptions, TrainingStep
+from daskgpt.training.step import JobSteps, StepOptions, TrainingStep
 
 TINY = preset("tiny")
 

@@ -20,7 +20,7 @@ from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.training.safeguards import LEAST, WINDOW, Outliers
+from daskgpt.training.metrics import LEAST, WINDOW, Outliers
 from daskgpt.training.step import NO_LIMITS, Outcome, StepOptions, TrainingStep
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["clipping"]

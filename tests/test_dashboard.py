@@ -7,8 +7,7 @@ import pytest
 
 from daskgpt.profiling.dashboard import WAITING, Call, Collected, Page, column, idle_share, overlap_share
 from daskgpt.schedulers.dask_internals import KERNEL
-from daskgpt.schedulers.events import TOPIC
-from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
 CALLS = [
     Call("a", "linear.forward", 0.0, 2.0),

@@ -10,9 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import daskgpt
 from daskgpt.model.parameters import step_operations
-from daskgpt.training import metrics as logs
-from daskgpt.training.metrics import SINKS, Logs, chosen_sinks, metrics_lines, tagged
-from daskgpt.training.step_metrics import PARTS
+from daskgpt.training import logs
+from daskgpt.training.logs import SINKS, Logs, chosen_sinks, metrics_lines, tagged
+from daskgpt.training.metrics import PARTS
 
 TOKENS = 4 * 16  # of a step of the smallest run
 

@@ -11,7 +11,7 @@ import daskgpt
 from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.profiling.timeline import COLUMNS
-from daskgpt.training.result import Result
+from daskgpt.training.trainer import Result
 
 DATA = {"batch_size": 4, "sequence_length": 16}
 EMPTY = {"br", "rect", "polyline"}

@@ -13,7 +13,7 @@ from machines import wait_until
 from small_runs import fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
-from daskgpt.schedulers import connect, failures, machine, membership, worker_metrics
+from daskgpt.schedulers import connect, failures, local, membership, worker_metrics
 from daskgpt.training import recovery
 from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery import RecoveryPoints
@@ -168,8 +168,8 @@ def recovering(who, *, asked=False, minutes=10.0):
     there, said, told = iter(who), [], []
     scheduler = SimpleNamespace(in_place=False, addresses=lambda: set(next(there)), silent=lambda: {"b"})
     job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))
-    steps = SimpleNamespace(look=told.append, recovers=True)
-    return recovery.Recovery(job, scheduler, steps, None, None, said.append, lambda: asked), said, told
+    steps = SimpleNamespace(look=told.append, scheduler=scheduler)
+    return recovery.Recovery(job, steps, None, None, said.append, lambda: asked), said, told
 
 
 def test_worker_changes_are_reported():
@@ -266,7 +266,7 @@ OWN = ["tcp://127.8.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "inproc://192.
 
 @pytest.mark.parametrize("host", REACHED + OWN)
 def test_open_cluster_warns_once(host, monkeypatch, capsys):
-    monkeypatch.setattr(connect, "_said", set())
+    monkeypatch.setattr(connect, "_warned", set())
     for _ in range(2):
         connect.warn_of_open(["tcp://127.0.0.1:1", host])
     assert capsys.readouterr().err.count(f"no TLS: anyone who reaches {host} ") == (host in REACHED)
@@ -305,8 +305,8 @@ def test_worker_usage_is_reported():
     assert worker_metrics.imbalance({"a": worker_metrics.Use(1.0, 1.0, 1)}) == 0
     told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
     scheduler = SimpleNamespace(in_place=False)
-    scheduler.told = lambda name: {worker: vars(own) for worker, own in next(told).items()}
-    found = worker_metrics.Usage(scheduler)
+    scheduler.worker_metrics = lambda name: {worker: vars(own) for worker, own in next(told).items()}
+    found = worker_metrics.WorkerMetrics(scheduler)
     found.begin()
     assert found.news() == {}
     assert [list(found.news(every=0)["workers"]) for _ in range(3)] == [["a"], ["b"], ["a"]], "who has news"
@@ -342,6 +342,6 @@ def test_worker_usage_counts_from_its_start(monkeypatch):
 
 def test_product_rate_counts_all_threads(monkeypatch):
     done = []
-    monkeypatch.setattr(machine, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
-    assert machine.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * machine.SIZE**3 / 0.03
+    monkeypatch.setattr(local, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
+    assert local.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * local.SIZE**3 / 0.03
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"

@@ -12,7 +12,7 @@ import daskgpt
 from daskgpt.config.run import OptimizerConfig, RunConfig
 from daskgpt.config.settings import count, count_or_share, part_of
 from daskgpt.model.optimizer import SCHEDULES, learning_rate
-from daskgpt.training.horizon import Horizon
+from daskgpt.training.job import Horizon
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["schedules"]
 

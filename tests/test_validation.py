@@ -13,8 +13,8 @@ from daskgpt.model.parameters import initial_parameters
 from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.training.inference import TOGETHER, Inference, Validation
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import training_step
 from daskgpt.training.start import Resumed, open_dataset
+from daskgpt.training.step import training_step
 
 
 def test_bits_per_byte_count_predicted_bytes(small_text, tmp_path):

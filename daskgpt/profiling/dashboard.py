@@ -24,8 +24,7 @@ from tqdm import tqdm
 
 from daskgpt.profiling.timeline import OTHER_COLOR, color_of, different_at_once, seconds_of
 from daskgpt.schedulers.dask_internals import KERNEL
-from daskgpt.schedulers.events import TOPIC
-from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
 CALLS, STEPS = 4000, 5000  # the latest that are kept
@@ -58,7 +57,7 @@ class Collected(SchedulerPlugin):
     """The latest tasks and steps.
 
     calls     as they end
-    steps     records of steps, see `schedulers.events`, with `received_bytes`: of all workers until then
+    steps     records of steps, see `schedulers.worker_metrics`, with `received_bytes`: of all workers until then
     runs      how many runs have sent steps: those of the latest one are kept
     recoveries  how many of them recovered from a loss
     """

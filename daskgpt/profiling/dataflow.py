@@ -18,7 +18,7 @@ from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import CompiledStep
 from daskgpt.profiling.plan import assumed_step, job_from, predict
 from daskgpt.profiling.timeline import EventMaker, TaskGraph, color_of
-from daskgpt.training.stand_ins import Trial
+from daskgpt.training.autotune import Trial
 
 DRAWN = 300  # tasks that a picture has at most
 LABELS, COLUMNS, NARROWEST, BOWS = 112, 236, 40, 16  # pixels: of names, of all columns, of one at least, of bows

@@ -31,6 +31,7 @@ from daskgpt.schedulers.connect import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as job_facts
+from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.trainer import steps_of
 
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
@@ -77,7 +78,7 @@ class Steps:
     def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
         self.job, self.scheduler, self.seed = job, scheduler, seed
         self.steps = steps_of(job, scheduler, lambda line: None)
-        self.ranks = self.steps.recovers  # whether workers share a batch
+        self.ranks = isinstance(self.steps, RankSteps)  # whether workers share a batch
         self.state = self.steps.initial(RandomParameters(job.config, seed))
         self.losses: list[float] = []
 
@@ -156,14 +157,12 @@ class Steps:
     @property
     def tasks(self) -> int:
         """Return the number of tasks of a step."""
-        tasks: int = self.steps.tasks if self.ranks else self.steps.step.runnable.tasks
-        return tasks
+        return self.steps.tasks if isinstance(self.steps, RankSteps) else self.steps.step.runnable.tasks
 
     @property
     def grain(self) -> str:
         """Return the grain of the steps so far."""
-        grain: str = self.steps.used_grain if self.ranks else self.steps.step.grain
-        return grain
+        return self.steps.used_grain if isinstance(self.steps, RankSteps) else self.steps.step.grain
 
 
 def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:

@@ -18,12 +18,10 @@ from daskgpt.graph.distribute import Rank
 from daskgpt.model.parameters import tensors, value_count
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
-from daskgpt.training.autotune import ChunkChoice, GrainChoice, described
+from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
 from daskgpt.training.diloco import SOME_STEPS, replica_step
 from daskgpt.training.job import Job, facts
-from daskgpt.training.job_steps import JobSteps, training_step
-from daskgpt.training.stand_ins import CLASSES, Trial, rounded
-from daskgpt.training.step import TrainingStep
+from daskgpt.training.step import JobSteps, TrainingStep, training_step
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = ("totals", "weights", "rows")

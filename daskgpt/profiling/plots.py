@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.training.metrics import METRICS
+from daskgpt.training.logs import METRICS
 
 try:
     import matplotlib as mpl

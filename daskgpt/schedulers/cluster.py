@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,11 +17,12 @@ from distributed import Future, span, wait
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
-from daskgpt.schedulers.bounded_map import each_submitted
 from daskgpt.schedulers.failures import HeartbeatMonitor, WorkerLost, copies_apart, loss, losses_as_errors, present
+from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, register, running
 from daskgpt.schedulers.protocol import ProcessSpans
 from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.workers import RecordSpans, take_spans
 
 LOOKING = 0.5  # seconds between two looks at the workers while waiting for results
 TAG = "daskgpt"  # of the span of a run's tasks
@@ -95,7 +98,7 @@ class ClusterScheduler:
 
     def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
         """Wait for all futures, or for the first one."""
-        while not self.client.sync(_soon, handles, which):
+        while handles and not self.client.sync(_soon, handles, which):
             self._look()
 
     def _look(self) -> None:
@@ -110,16 +113,21 @@ class ClusterScheduler:
                 raise loss(self.client, "a worker")
 
     def settled(self, handles: list[Any]) -> bool:
+        """Return whether results are made, without waiting. Errors as of `fetch`."""
         own = [handle.status for handle in handles if isinstance(handle, Future)]
         if {"cancelled", "error"} & set(own):
             raise loss(self.client, "a result")
         return set(own) <= {"finished"}
 
     def present(self, handles: list[Any]) -> list[bool]:
+        """Return whether each result is still held by a process."""
         with losses_as_errors(self.client):
             return present(self.client, handles)
 
-    def copies(self, handles: list[Any]) -> list[list[Any]]:
+    def copies(self, handles: list[Any]) -> list[Any]:
+        """Begin to copy results to other workers, so that one copy of each survives the loss of any worker.
+        The result is empty if there is only one worker.
+        """
         with losses_as_errors(self.client), dask.annotate(**self.annotation):
             return copies_apart(self.client, handles, METRIC)
 
@@ -127,26 +135,25 @@ class ClusterScheduler:
         with losses_as_errors(self.client):
             return set(running(self.client, METRIC))
 
-    def admit(self, packed: bool) -> None:
+    def admit(self, packed: bool, silence: float = 0.0) -> None:
         with losses_as_errors(self.client):
             check_versions(self.client, packed)
-
-    def leave_silent(self, seconds: float) -> None:
-        self.silence.seconds = seconds
+        self.silence.seconds = silence
 
     def silent(self) -> set[str]:
+        """Return the addresses of the workers that were ended because they sent no heartbeat."""
         return self.silence.left
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         results = [function(*arguments)] if here else []
         return results + list(self.client.run(function, *arguments).values())
 
-    def told(self, name: str) -> dict[str, Any]:
+    def worker_metrics(self, name: str) -> dict[str, Any]:
         with losses_as_errors(self.client):
             workers = members(self.client).values()
         return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
 
-    def tell(self, topic: str, message: Any) -> None:
+    def publish(self, topic: str, message: Any) -> None:
         with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error
             self.client.log_event(topic, message)
 
@@ -159,12 +166,19 @@ class ClusterScheduler:
             with losses_as_errors(self.client), dask.annotate(**self.annotation):
                 return self.client.submit(call, key=f"{key}-{run}-{self.client.id}")
 
-        each_submitted(submit, self.fetch, self.threads, name, function, items, take)
+        under_way: deque[Any] = deque()
+        number, ahead, ended = 0, ahead_of(self.threads), object()
+        while True:
+            while len(under_way) < ahead and (item := next(items, ended)) is not ended:
+                under_way.append(submit(partial(function, item), f"{name}-{number}"))
+                number += 1
+            if not under_way:
+                return
+            (result,) = self.fetch([under_way.popleft()])
+            take(result)
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
-        from daskgpt.schedulers.workers import RecordSpans, take_spans
-
         found: list[ProcessSpans] = []
         with losses_as_errors(self.client):
             register(self.client, RecordSpans())

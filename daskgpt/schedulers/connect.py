@@ -29,16 +29,14 @@ from daskgpt.schedulers.local import ENVIRONMENT, keep_memory, local_scheduler, 
 from daskgpt.schedulers.membership import RemovePlugins, check_versions, register, remove_plugins_of, running
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.workers import PrepareWorker
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
 SETTING = "DASK_SCHEDULER_ADDRESS"
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
-PRELOAD, PAGE = (
-    "distributed.scheduler.preload",
-    "daskgpt.profiling.dashboard",
-)  # by name: in a layer above
+PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.profiling.dashboard"  # by name: it is in a layer above
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 LOGGED, SENT = "distributed.admin.low-level-log-length", 20  # messages
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
@@ -50,7 +48,7 @@ BETWEEN_TASKS: dict[str, tuple[object, object]] = {
 }
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker forever
 CERTIFICATES = "Set DASK_CONFIG to the cluster's dask.yaml: see Safety in cluster/README.md."
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 @contextmanager
@@ -167,7 +165,7 @@ def connected_cluster(address: str, named: str = "") -> Iterator[ClusterSchedule
         client = _client(address, scheduler_file=_scheduler_file(address))
     else:
         client = _client(address, address=address)
-    with _told_once(), client:
+    with _silent_client(), client:
         yield _ready(client, _described(client, "cluster", address, named))
 
 
@@ -179,7 +177,7 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
     """
     address = client_address(client)
     kind = type(client.cluster).__name__ if client.cluster else "cluster"
-    with _told_once():
+    with _silent_client():
         try:
             yield _ready(client, _described(client, kind, address))
         finally:
@@ -226,7 +224,7 @@ def has_page() -> bool:
 
 
 @contextmanager
-def _told_once() -> Iterator[None]:
+def _silent_client() -> Iterator[None]:
     """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
     levels = {name: logging.getLogger(name).level for name in ("distributed.client", "distributed.batched")}
     for name in levels:
@@ -273,27 +271,20 @@ def _client(shown: str, **arguments: str) -> Client:
 
 def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> ClusterScheduler:
     """ends_with_it   whether the cluster ends with its client: then no plugin has to be removed"""
-    from daskgpt.schedulers.workers import PrepareWorker
-
     if not ends_with_it:
         register(client, RemovePlugins(client))
         check_versions(client, packed=False)  # before workers compile kernels
     register(client, PrepareWorker(client))
-    _await_heartbeats(client)
-    return ClusterScheduler(client, description)
-
-
-def _await_heartbeats(client: Any) -> None:
-    """Wait until a heartbeat of every worker says that it is prepared."""
-    deadline = time.monotonic() + HEARTBEATS_TIMEOUT
+    deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared
     while len(running(client, METRIC)) < len(running(client)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return ClusterScheduler(client, description)
 
 
 def warn_of_open(addresses: Iterable[str]) -> None:
     """Warn on stderr, once for each cluster, if other machines can reach one of its addresses without TLS."""
-    if (found := next(filter(is_open, addresses), "")) and found not in _said:
-        _said.add(found)
+    if (found := next(filter(is_open, addresses), "")) and found not in _warned:
+        _warned.add(found)
         text = f"warning: no TLS: anyone who reaches {found} can run code as you (cluster/README.md)"
         print(text, file=sys.stderr, flush=True)
 
@@ -311,13 +302,13 @@ def is_open(address: str) -> bool:
 
 def reason_and_advice(error: Exception) -> tuple[str, str]:
     """Return why a scheduler does not answer, in Dask's words where they are clear, and what to do."""
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "ssl_context" in said:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "ssl_context" in text:
         return "this process has no certificate", CERTIFICATES
-    if "TLS certificate" in said:
+    if "TLS certificate" in text:
         return "its certificate differs from that of this process", CERTIFICATES
-    if "encryption required" in said:
+    if "encryption required" in text:
         return "DASK_CONFIG or another setting of Dask asks for TLS", "Give an address that begins with tls://."
-    if "TCP (closed)" in said:
+    if "TCP (closed)" in text:
         return "it closed the connection", "Give an address that begins with tls:// where it speaks TLS."
-    return said, "Start one with `dask scheduler` and check the address."
+    return text, "Start one with `dask scheduler` and check the address."

@@ -82,7 +82,7 @@ def present(client: Any, handles: Sequence[Any]) -> list[bool]:
     return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
 
 
-def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[list[Future]]:
+def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[Future]:
     """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
 
     Empty if there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
@@ -104,7 +104,7 @@ def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> lis
     copies = [(f"{COPY}-{number}_-{token}",) for number in range(len(keys))]
     graph: Graph = {own: task(own, as_it_is, [key]) for own, key in zip(copies, keys)}
     with dask.annotate(workers=dict(zip(copies, places)).get, allow_other_workers=True):
-        return [[copy] for copy in client.get(graph, copies, sync=False)]
+        return list(client.get(graph, copies, sync=False))
 
 
 def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequence[str]) -> list[str]:

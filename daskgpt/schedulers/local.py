@@ -5,18 +5,24 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import dask.local
 import dask.threaded
+import numpy as np
+from threadpoolctl import threadpool_limits
 
-from daskgpt.graph.nodes import with_leaves
+from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.program import counting_from, recorded_spans
 from daskgpt.graph.recording import GraphRun
-from daskgpt.schedulers.bounded_map import each_local
+from daskgpt.kernels.float32.blas import matmul
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 
 # From <malloc.h>
@@ -41,6 +47,9 @@ def keep_memory() -> bool:
     return all((mallopt(M_ARENA_MAX, 1), mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)))
 
 
+PLACES = 512  # items in one graph, see `Scheduler.each`
+
+
 class LocalScheduler:
     """Dask's synchronous or threaded scheduler: results are arrays of this process."""
 
@@ -61,40 +70,50 @@ class LocalScheduler:
     def settle(self, handles: list[Any]) -> None:
         pass
 
-    def settled(self, handles: list[Any]) -> bool:
-        return True
-
-    def present(self, handles: list[Any]) -> list[bool]:
-        return [True] * len(handles)
-
-    def copies(self, handles: list[Any]) -> list[list[Any]]:
-        return []  # there is no other process
-
     def addresses(self) -> set[str]:
         return {""}
 
-    def admit(self, packed: bool) -> None:
+    def admit(self, packed: bool, silence: float = 0.0) -> None:
         pass
-
-    def leave_silent(self, seconds: float) -> None:
-        pass
-
-    def silent(self) -> set[str]:
-        return set()
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         return [function(*arguments)]
 
-    def told(self, name: str) -> dict[str, Any]:
+    def worker_metrics(self, name: str) -> dict[str, Any]:
         return {}
 
-    def tell(self, topic: str, message: Any) -> None:
+    def publish(self, topic: str, message: Any) -> None:
         pass
 
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
-        each_local(self.get, self.threads, name, function, items, take)
+        """Item n is read after item n - 1 and once item n - ahead is taken; any free thread takes a result."""
+        ended, nothing = False, object()
+
+        def read(*_: Any) -> Any:
+            nonlocal ended
+            item = next(items, nothing)
+            ended = ended or item is nothing
+            return item
+
+        def call(item: Any) -> Any:
+            return item if item is nothing else function(item)
+
+        def taken(result: Any, *_: Any) -> None:
+            if result is not nothing:
+                take(result)
+
+        ahead = ahead_of(self.threads)
+        while not ended:
+            graph: Graph = {}
+            for n in range(PLACES):
+                before: list[Key] = [(f"{name}.read", n - 1)] * (n > 0) + [(f"{name}.write", n - ahead)] * (n >= ahead)
+                graph[(f"{name}.read", n)] = task((f"{name}.read", n), read, before)
+                graph[(name, n)] = task((name, n), call, [(f"{name}.read", n)])
+                results: list[Key] = [(name, n)] + [(f"{name}.write", n - 1)] * (n > 0)
+                graph[(f"{name}.write", n)] = task((f"{name}.write", n), taken, results)
+            self.get(graph, [(f"{name}.write", PLACES - 1)])
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
@@ -102,6 +121,11 @@ class LocalScheduler:
         with recorded_spans() as spans:
             yield found
         found.append(ProcessSpans("", self.threads, clock_offset(), spans))
+
+
+def ahead_of(threads: int) -> int:
+    """Return how many items may be in progress before the result of the first one is taken, see `Scheduler.each`."""
+    return 2 * threads + 2
 
 
 def usable_cores() -> int:

@@ -59,46 +59,25 @@ class Scheduler(Protocol):
         """Wait until results are made, and leave them where they are."""
         ...
 
-    def settled(self, handles: list[Any]) -> bool:
-        """Return whether results are made, without waiting. Errors as of `fetch`."""
-        ...
-
-    def present(self, handles: list[Any]) -> list[bool]:
-        """Return whether each result is still held by a process."""
-        ...
-
-    def copies(self, handles: list[Any]) -> list[list[Any]]:
-        """Begin to copy results to other processes, so that one copy of each survives the loss of any process.
-        The result is empty if there is only one process.
-        """
-        ...
-
     def addresses(self) -> set[str]:
         """Return the addresses of the processes that take tasks now; "" is this one."""
         ...
 
-    def admit(self, packed: bool) -> None:
+    def admit(self, packed: bool, silence: float = 0.0) -> None:
         """Let only processes run tasks that are equal to this one in versions and arithmetic, from here on.
 
-        packed   whether products run in bfloat16
+        packed    whether products run in bfloat16
+        silence   seconds without a heartbeat after which a process counts as lost; 0 = Dask's own limit
 
         Errors   RuntimeError naming a process and what differs
         """
-        ...
-
-    def leave_silent(self, seconds: float) -> None:
-        """Treat a process as lost if it sends no heartbeat for this long; 0 = Dask's own limit."""
-        ...
-
-    def silent(self) -> set[str]:
-        """Return the addresses of the processes that were ended because they sent no heartbeat."""
         ...
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         """Call a function in each process that runs tasks, with `here` also in this one; return the results."""
         ...
 
-    def told(self, name: str) -> dict[str, Any]:
+    def worker_metrics(self, name: str) -> dict[str, Any]:
         """Return a metric of the latest heartbeats by the names of the processes, without waiting for any of them.
         The result is empty if there is only this process.
 
@@ -106,7 +85,7 @@ class Scheduler(Protocol):
         """
         ...
 
-    def tell(self, topic: str, message: Any) -> None:
+    def publish(self, topic: str, message: Any) -> None:
         """Publish an event on the scheduler, without waiting."""
         ...
 

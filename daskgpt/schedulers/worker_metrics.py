@@ -1,16 +1,17 @@
-"""How a cluster's workers use their time: tasks, idle threads, bytes received and sent, with each heartbeat."""
+"""Metrics of a cluster's workers, and the events and kernel calls of a run that its dashboard shows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from daskgpt.schedulers.dask_internals import Received, executed, memory, thread_count
+from daskgpt.graph.program import Span
+from daskgpt.schedulers.dask_internals import Received, add_to_task_stream, executed, memory, thread_count
 from daskgpt.schedulers.failures import WorkerLost
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate
@@ -101,7 +102,7 @@ def imbalance(uses: Mapping[str, Use]) -> float:
     return max(shares) / fmean(shares) - 1 if any(shares) else 0.0
 
 
-class Usage:
+class WorkerMetrics:
     """Reads the metrics of a scheduler's workers; a local scheduler has none.
 
     products   float32 operations a second of all workers, or of this process under a local scheduler
@@ -165,8 +166,77 @@ class Usage:
 
     def _read(self) -> dict[str, Use]:
         try:
-            found = {name: Use(**own) for name, own in self.scheduler.told(METRIC).items()}
+            found = {name: Use(**own) for name, own in self.scheduler.worker_metrics(METRIC).items()}
         except WorkerLost:
             return {}  # the next request for results raises it
         self.products = sum(own.products for own in found.values()) or self.products
         return found
+
+
+TOPIC = "daskgpt"  # of the events
+EVENTS_EVERY = 0.25  # seconds between two events: a step may be shorter than publishing it
+FIELDS = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")  # of a step's metrics
+
+CALLS = 300  # of a worker's window that are shown, the last ones: Dask's page shows a thousand rectangles
+TOGETHER = 1e-4  # seconds between calls of one kernel that are drawn as one
+RECEIVE = "receive."  # prefix of the names of tasks that wait for a message
+
+
+class Events:
+    """Collects metrics of steps and publishes them together."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.records, self.at = scheduler, list[dict[str, Any]](), 0.0
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step."""
+        if self.scheduler.in_place:
+            return
+        self.records.append({name: metrics[name] for name in FIELDS if name in metrics})
+        if time.monotonic() - self.at > EVENTS_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish what was collected."""
+        if self.records:
+            self.scheduler.publish(TOPIC, self.records)
+            self.records, self.at = [], time.monotonic()
+
+
+class ShownCall(NamedTuple):
+    """One rectangle of the task stream: a kernel and its place in the model, a thread, begin and end by the clock."""
+
+    name: str
+    thread: int
+    start: float
+    end: float
+
+
+def shown_calls(spans: Sequence[Span], offset: float) -> list[ShownCall]:
+    """Return the last kernel calls of some spans; calls of one kernel in one place that follow each other are joined.
+
+    offset   from the spans' clock to the time of day
+    """
+    found: list[ShownCall] = []
+    latest: dict[int, int] = {}  # thread -> its last call in the list
+    for span in spans[-4 * CALLS :]:
+        name, start, end = span.key[0].partition("_-")[0], span.start + offset, span.end + offset
+        before = found[latest[span.thread]] if span.thread in latest else None
+        if before and before.name == name and start - before.end < TOGETHER:
+            found[latest[span.thread]] = before._replace(end=end)
+        else:
+            latest[span.thread] = len(found)
+            found.append(ShownCall(name, span.thread, start, end))
+    return found[-CALLS:]
+
+
+async def show_calls(calls: Mapping[str, Sequence[ShownCall]], dask_scheduler: Any) -> None:
+    """Draw kernel calls on the task stream of a scheduler, in whose process this runs.
+
+    calls   by the worker's address
+    """
+    for worker, own in calls.items():
+        for call in own:
+            action = "transfer" if call.name.startswith(RECEIVE) else "compute"
+            span = {"action": action, "start": call.start, "stop": call.end}
+            add_to_task_stream(dask_scheduler, worker, call.thread, call.name, span)

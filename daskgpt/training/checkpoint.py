@@ -32,9 +32,15 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, set_aside, sync_folder
+from daskgpt.config.model import GPT2Config
+from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
+from daskgpt.formats.huggingface import INDEX
+from daskgpt.formats.huggingface import MODEL as MODEL_FILE
+from daskgpt.formats.models import open_model_file
 from daskgpt.formats.run_model import open_run_model, write_run_models
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, TensorFiles, write_tensor_files
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
+from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.model.parameters import Tensor, tensors
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
@@ -312,3 +318,58 @@ def point_best(run: Path, best: Best) -> None:
         point(run / BEST, step_folder(run, best.step).name)
     elif (run / BEST).is_symlink():
         (run / BEST).unlink()
+
+
+def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Load a model: the newest good checkpoint of a run, a checkpoint, or a model file that `daskgpt.convert` reads.
+
+    Shapes   those of the table, wte.weight with the rows of the padded vocabulary
+    Dtype    float32
+    Errors   FileNotFoundError; ValueError if the file is not such a model, or the checkpoint is damaged
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1)
+    >>> daskgpt.save("model.bin", config, daskgpt.initial_parameters(config, seed=0))  # llm.c's format
+    >>> config, parameters = daskgpt.load("model.bin")
+    >>> config.blocks, parameters["ln_f.weight"].dtype
+    (1, dtype('float32'))
+    """
+    model = open_model_of(path).loaded()
+    return model.config, dict(model.parameters)
+
+
+def open_model_of(path: str | Path) -> StoredModel:
+    """Open the model of `load` without reading its tensors."""
+    return open_with_state(path)[0]
+
+
+def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
+    """Open a model; return it with the state of its checkpoint, which is empty for a model file alone.
+
+    Each damaged checkpoint that is skipped is reported on stderr.
+
+    Errors   as of `load`
+    """
+    path = Path(path)
+    folder, state = find_checkpoint(path) or (path, {})
+    if path.is_dir() and not state:
+        rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
+        advice = "A run writes a checkpoint while it trains: wait, or give another path."
+        holds = any((path / name).exists() for name in ("config.json", MODEL_FILE, INDEX))
+        require(holds, "load", rule, {"path": path}, advice, FileNotFoundError)
+    model = open_model_file(path if path.is_file() else folder)
+    rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
+    known = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
+    require(known, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
+    return model, state
+
+
+def encoding_and_length(model: StoredModel, encoding: str = "") -> tuple[str, int]:
+    """Return the encoding of a model and the length of the sequences that it was trained on.
+
+    encoding   replaces the model's own
+
+    Errors     ValueError if neither the file nor the vocabulary determines the encoding
+    """
+    name = encoding_named(encoding) if encoding else model.encoding or encoding_of_model(model.config.vocabulary)
+    return name, model.sequence_length or model.config.positions

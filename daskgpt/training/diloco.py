@@ -7,7 +7,6 @@ Nesterov momentum, from the mean of what the replicas have changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from time import perf_counter
@@ -30,7 +29,6 @@ from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Job, of_replica
-from daskgpt.training.job_steps import Steps
 from daskgpt.training.step import (
     NO_LIMITS,
     Batch,
@@ -39,6 +37,7 @@ from daskgpt.training.step import (
     State,
     StepInputs,
     StepOptions,
+    Steps,
     TrainingStep,
     held_weights,
     input_values,
@@ -51,39 +50,37 @@ SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
 Timed = tuple[list[Outcome], float]  # outcomes of a replica's steps, and how long they took
 
 
-@dataclass
-class InnerSteps:
-    """A task of some steps of one replica. It returns their outcomes and duration, the weights, and the moments.
+def inner_steps(
+    runnable: CompiledStep,
+    names: Layout,
+    inputs: Sequence[StepInputs],
+    shared: bool,
+    *packs: tuple[Any, ...],
+) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
+    """Make some steps of one replica; return their outcomes and duration, the weights, and the moments.
 
-    The moments are written over, and so are the weights, except where replicas share them.
+    The moments are written over, and so are the weights, unless replicas share them.
 
     runnable   the recorded step, which writes over its state
-    given      names of the arrays in each of the task's arguments
-    moments    inputs of each step, for the replica's sequences
-    copied     prefixes of the names of arrays that are shared, and copied first
+    names      of the arrays in each pack
+    inputs     of each step, for the replica's sequences
+    shared     whether other replicas begin with the same weights, which are copied first then
     """
-
-    runnable: CompiledStep
-    given: Layout
-    moments: Sequence[StepInputs]
-    copied: tuple[str, ...]
-
-    def __call__(self, *packs: tuple[Any, ...]) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
-        begin, values = perf_counter(), self.given.unpack(packs)
-        (names,) = self.runnable.layout.packs
-        named = {n: copy_of(values[n]) if n.startswith(self.copied) else values[n] for n in names}
-        state, outcomes = [tuple(named.values())], []
-        for moment in self.moments:
-            run = self.runnable.submission(input_values(moment), state)
-            handles, _ = self.runnable.split(list(get_sync(with_leaves(run.graph, run.leaves), run.keys)), state)
-            outcomes.append(Outcome.of(self.runnable.output(handles)))
-        weights = tuple(value for name, value in named.items() if name.startswith("weight."))
-        moments = tuple(value for name, value in named.items() if not name.startswith("weight."))
-        return (outcomes, perf_counter() - begin), weights, moments
+    begin, values = perf_counter(), names.unpack(packs)
+    (own,) = runnable.layout.packs
+    named = {n: copy_of(values[n]) if shared and n.startswith("weight.") else values[n] for n in own}
+    state, outcomes = [tuple(named.values())], []
+    for each in inputs:
+        run = runnable.submission(input_values(each), state)
+        handles, _ = runnable.split(list(get_sync(with_leaves(run.graph, run.leaves), run.keys)), state)
+        outcomes.append(Outcome.of(runnable.output(handles)))
+    weights = tuple(value for name, value in named.items() if name.startswith("weight."))
+    moments = tuple(value for name, value in named.items() if not name.startswith("weight."))
+    return (outcomes, perf_counter() - begin), weights, moments
 
 
 def end_of_round(places: Sequence[int], result: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
-    """Return some weights that a replica has at the end of a round, from the result of its InnerSteps."""
+    """Return some weights that a replica has at the end of a round, from the result of its `inner_steps`."""
     return tuple(values_of(result[1][place]) for place in places)
 
 
@@ -116,7 +113,7 @@ def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
 
 
 class LocalSteps(Steps):
-    """Runs a job's steps by replicas, a stretch of a round at a time; used like `JobSteps`.
+    """Runs a job's steps by replicas, a stretch of a round at a time.
 
     step     of one replica, recorded
     layout   of the state: weights and momenta by shards, moments by replicas, and weights by replicas, which exist
@@ -234,24 +231,24 @@ class _Stretch:
         self.homes: dict[Key, int] = {}
         job, peers, size = steps.job, steps.peers, steps.job.replica_shape[0]
         here = share_of_rank(peers.number, peers.count, steps.replicas) if peers else range(steps.replicas)
-        moments = []
+        inputs = []
         for number, batch in enumerate(batches, state.step):
             random = streams_of(job.optimizer, job.run.seed, number, job.batch_shape[0])
             own = None if random is None else random[size * here.start : size * here.stop]
-            moments.append(StepInputs(*batch, hyper_of(job.optimizer, steps.step.row, number, length), own))
+            inputs.append(StepInputs(*batch, hyper_of(job.optimizer, steps.step.row, number, length), own))
         self.inner = []
         for replica in range(steps.replicas):
             first = size * (replica - here.start)
-            mine = [moment.of(first, first + size) for moment in moments] if replica in here else []
+            mine = [each.of(first, first + size) for each in inputs] if replica in here else []
             self.inner.append(self._inner(replica, mine))
 
-    def _inner(self, replica: int, moments: Sequence[StepInputs]) -> Key:
+    def _inner(self, replica: int, inputs: Sequence[StepInputs]) -> Key:
         """Add the steps of a replica, whose inputs are needed only where it is here."""
         steps, shards = self.steps, len(self.steps.shards)
         numbers = list(range(shards)) if self.begins else [2 * shards + steps.replicas + replica]
         weights = steps.layout.packs[:shards] if self.begins else (steps.weights,)
-        copied = ("weight.",) if self.begins else ()  # all replicas begin with these
-        function = InnerSteps(steps.step.runnable, Layout((*weights, steps.moments)), moments, copied)
+        names = Layout((*weights, steps.moments))
+        function = partial(inner_steps, steps.step.runnable, names, inputs, self.begins)
         needs = [(STATE, number) for number in [*numbers, 2 * shards + replica]]
         return self._add("inner.steps", function, needs, replica)
 

@@ -37,32 +37,29 @@ from daskgpt.training.step import (
     parameter_leaves,
 )
 
-ASKED = "model.ask"  # name of the task
-Answer = TypeVar("Answer")
+Found = TypeVar("Found")
 
 
-def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
+def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Found]) -> Found:
     """Return the result of a function of a state's parameters.
 
     On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
 
-    function   of the parameters by name; a cluster pickles it and its answer
+    function   of the parameters by name; a cluster pickles it and its result
 
     Errors     those of the function; schedulers.failures.WorkerLost if a parameter is lost
     """
     if scheduler.in_place:
         return function(state.parameters(scheduler))
-    token = uuid4().hex[:8]
-    own = state.weights
+    own, token = state.weights, uuid4().hex[:8]
     leaves: dict[Key, Any] = {(f"state-{number}_-{token}",): pack for number, pack in enumerate(own.packs)}
-    key = (f"{ASKED}_-{token}",)
-    graph = {key: task(key, partial(_answer, function, own.layout), list(leaves))}
-    (answer,) = scheduler.fetch(scheduler.run(GraphRun(graph, leaves, [key])))
-    found: Answer = answer
-    return found
+    key = (f"model.call_-{token}",)
+    graph = {key: task(key, partial(_call, function, own.layout), list(leaves))}
+    results: list[Found] = scheduler.fetch(scheduler.run(GraphRun(graph, leaves, [key])))
+    return results[0]
 
 
-def _answer(function: Callable[[dict[str, np.ndarray]], Answer], layout: Layout, *packs: Any) -> Answer:
+def _call(function: Callable[[dict[str, np.ndarray]], Found], layout: Layout, *packs: Any) -> Found:
     return function(named_parameters(layout.unpack(packs)))
 
 

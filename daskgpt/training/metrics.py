@@ -1,295 +1,241 @@
-"""The files that the metrics of a run are written to: `metrics.jsonl`, and on request TensorBoard's events."""
+"""Metrics of steps, limits of outliers, whose updates are left out, and checks that numbers stay finite."""
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
-import platform
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from io import BytesIO
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from math import fsum, inf, sqrt
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from daskgpt.config.errors import nearest, refusal, require
-from daskgpt.config.files import not_written, open_no_link, replacing, set_aside
+import numpy as np
+import psutil
 
-Encode = Callable[[Mapping[str, Any]], bytes]
+from daskgpt.config.errors import refusal
+from daskgpt.graph.calls import PHASES
+from daskgpt.graph.recording import StepGraph
+from daskgpt.model.optimizer import learning_rate
+from daskgpt.model.parameters import step_operations
+from daskgpt.model.precision import values_of
+from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
+from daskgpt.schedulers.worker_metrics import WorkerMetrics
+from daskgpt.training.checkpoint import checkpoints
+from daskgpt.training.job import Job
+from daskgpt.training.logs import METRICS
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, run_on_packs
+
+PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
+RECORD_EVERY = 10.0  # seconds between two recorded steps: recording a small step costs about 1 % of it
 
 
-class RecordFile:
-    """A file that records of a run are appended to. One thread appends; others may wait for the disk.
+class StepMetrics:
+    """Computes the metrics of steps. The cost must be negligible: a step can take a few milliseconds.
 
-    encode      returns the bytes of a record
-    unwritten   encoded records for which there was no room
+    tokens          trained on so far, including the step
+    seconds         of training so far, all processes of the run and validations included [s]
+    tokens_per_s    of the step
+    gflop_per_s     of its matrix products, without what is computed twice
+    product_share   the same as a share of the float32 rate that this machine, or the cluster, reaches
+    memory_bytes    of this process; the workers of a cluster report theirs
+    forward_s, backward_s, update_s, idle
+                    kernel seconds of each pass in a recorded step, divided by the threads, and the share of the
+                    threads' time in which no kernel ran; only under the schedulers of this process, now and then
+
+    timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
 
-    def __init__(self, path: Path, encode: Encode, *, new: bool, header: bytes = b"") -> None:
-        """new      whether the file must not exist yet
-        header   precedes the first record
+    def __init__(self, job: Job, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
+        """seconds   returns how long the run has trained"""
+        self.job, self.tokens = job, job.data.sequences * job.data.sequence_length
+        self.operations = step_operations(job.config, *job.batch_shape)
+        self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
+        self.timers = dict.fromkeys(PARTS, 0.0)
+        self.process = psutil.Process()
+        self.recorded_at = -float("inf")
+        self.recordings: list[ProcessSpans] = []
 
-        Errors   FileExistsError if it must not exist and does
-        """
-        self.path, self.encode = path, encode
-        self.file = open_no_link(path, "x+b" if new else "a+b")
-        self.unwritten = [header] if header else []
-        self.writing = Lock()  # a record that is being written is not one without room
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record.
-
-        Errors   OSError if there is no room for all of it: it is kept, and written when there is
-        """
-        encoded = self.encode(record)
-        with self.writing:
-            self.unwritten.append(encoded)
-            self._write()
-
-    def write(self) -> None:
-        """Write the records that are not written yet.
-
-        Errors   OSError if there is no room: only whole records are in the file then
-        """
-        with self.writing:
-            self._write()
-
-    def _write(self) -> None:
-        while self.unwritten:
-            rest, before = self.unwritten[0], self.file.tell()
-            try:
-                while rest:
-                    rest = rest[self.file.write(rest) :]
-            except OSError as error:
-                self.file.truncate(before)
-                self.file.seek(before)
-                raise not_written(error, "RunFolder", self.path) from error
-            del self.unwritten[0]
-
-    def sync(self) -> None:
-        """Flush the records to the disk.
-
-        Errors   OSError if some are not written
-        """
-        if not self.file.closed:
-            os.fsync(self.file.fileno())
-        with self.writing:
-            waits = bool(self.unwritten)
-        if waits:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-
-    def copy_to(self, path: Path) -> None:
-        """Copy the file so far, even if it was moved away or removed."""
-        self.file.seek(0)
-        path.write_bytes(self.file.read())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-METRICS = "metrics.jsonl"
-
-
-def open_metrics(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
-    """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
-
-    Errors   FileExistsError if another run has begun here
-    """
-    path = folder / METRICS
-    if done is not None:
-        lines = [line for _, line in metrics_lines(path, done)]
-        kept = b"".join(lines)
-        if kept != path.read_bytes():
-            if len(lines) < done:  # the file is damaged, and a copy stays
-                set_aside(path, "damaged")
-            with replacing(path, "RunFolder") as file:
-                file.write(kept)
-    return RecordFile(path, json_line, new=done is None)
-
-
-def json_line(record: Mapping[str, Any]) -> bytes:
-    return f"{json.dumps(record, allow_nan=False)}\n".encode()
-
-
-def metrics_lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the records of the first steps in a file of metrics, with their lines.
-
-    Lines that are no records, such as the one that a killed process was writing, are left out. Of the others the
-    largest number whose steps rise is taken: one damaged step number costs its own line.
-    """
-    found = []
-    for line in path.read_bytes().splitlines(keepends=True):
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the duration of a `with` block to a timer."""
+        start = time.perf_counter()
         try:
-            record = json.loads(line)
-            step = record["step"]
-        except (ValueError, TypeError, KeyError):
-            continue
-        if line.endswith(b"\n") and type(step) is int and 0 <= step < steps:
-            found.append((record, line))
-    yield from (found[number] for number in longest_rise([record["step"] for record, _ in found]))
+            yield
+        finally:
+            self.timers[part] += time.perf_counter() - start
 
+    @contextmanager
+    def record(self, recorded: StepGraph | None) -> Iterator[None]:
+        """Record the kernel calls of the steps inside the `with` statement if a recording is due.
 
-def longest_rise(numbers: Sequence[int]) -> list[int]:
-    """Return the places of a longest strictly rising subsequence.
-
-    >>> longest_rise([0, 1, 50, 2, 2, 3])
-    [0, 1, 3, 5]
-    """
-    least: list[int] = []  # for each length, the least number that such a subsequence ends with so far
-    ends: list[int] = []  # the place of that number
-    before: list[int] = []  # the place before each place in its subsequence
-    for place, number in enumerate(numbers):
-        length = bisect_left(least, number)
-        before.append(ends[length - 1] if length else -1)
-        if least[length : length + 1] == [number]:
-            continue  # the first of equal numbers is taken
-        least[length:] = [number, *least[length + 1 :]]
-        ends[length:] = [place, *ends[length + 1 :]]
-    places, place = [], ends[-1] if ends else -1
-    while place >= 0:
-        places.append(place)
-        place = before[place]
-    return places[::-1]
-
-
-FORMAT = "brain.Event:2"  # the version that TensorBoard's files begin with
-# Training and validation share a chart, and related charts a heading; the other numbers are under "run".
-GROUPS = {
-    "loss": ("loss", "validation_loss"),
-    "optimizer": ("learning_rate", "norm"),
-    "speed": ("tokens_per_s", "gflop_per_s", "product_share"),
-    "phases": ("forward_s", "backward_s", "update_s", "idle", "validation_s", "checkpoint_s", "checkpoint_waited_s"),
-}
-LEFT_OUT = ("step", "tokens", "seconds")  # an event has step and time, and each number costs some microseconds
-GROUP = {name: group for group, names in GROUPS.items() for name in names}
-
-
-def open_tensorboard(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
-    """Open a file of events beside a run's metrics: `tensorboard --logdir RUNS` shows each run by its folder's name.
-
-    done   how many steps of a resumed run count: TensorBoard drops later ones from earlier files
-    """
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    def framed(**fields: Any) -> bytes:
-        buffer = BytesIO()
-        RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
-        return buffer.getvalue()
-
-    def encode(record: Mapping[str, Any]) -> bytes:
-        numbers = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(record)]
-        return framed(step=record["step"], summary=Summary(value=numbers))
-
-    # TensorBoard reads the files of a folder in the order of their names.
-    name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
-    told = TensorProto(dtype=DT_STRING, string_val=[as_markdown(sections).encode()])
-    kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    configuration = Summary(value=[Summary.Value(tag="configuration", tensor=told, metadata=kind)])
-    header = framed(file_version=FORMAT)
-    header += framed(step=done, session_log=SessionLog(status=SessionLog.START)) if done is not None else b""
-    header += framed(step=done or 0, summary=configuration)
-    return RecordFile(folder / name, encode, new=True, header=header)
-
-
-def tagged(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield a record's numbers by TensorBoard's names for them, such as loss/validation_loss or workers/0/idle."""
-    for name, number in _numbers(record):
-        if "/" in name:
-            yield name, number
-        elif name not in LEFT_OUT:
-            yield f"{GROUP.get(name, 'run')}/{name}", number
-
-
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value
-
-
-def as_markdown(sections: Mapping[str, Any]) -> str:
-    """Return a run's configuration as a table for TensorBoard's text page."""
-    rows = ["| setting | value |", "|---|---|"]
-    for title, section in sections.items():
-        values = section if isinstance(section, Mapping) else vars(section)
-        rows += [f"| {title}.{name} | {value} |" for name, value in values.items()]
-    return "\n".join(rows)
-
-
-# The forms in which metrics are written. A function opens the file of a run, for (folder, configuration by sections,
-# steps that a resumed run has made or None). All but the first need the package, and have the extra, of their name.
-SINKS: dict[str, Callable[[Path, Mapping[str, Any], int | None], RecordFile]] = {
-    "metrics": open_metrics,  # always written: a resumed run reads its losses
-    "tensorboard": open_tensorboard,
-}
-ALWAYS = "metrics"
-
-
-def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
-    """Return the names of the sinks that a run writes to.
-
-    log      the setting, names separated by commas
-    out      the run folder
-
-    Errors   ValueError for an unknown name, or where there is no folder; RuntimeError if a package is missing
-    """
-    names = [part.strip() for part in log.split(",") if part.strip()]
-    known = [name for name in SINKS if name != ALWAYS]
-    for name in names:
-        require(name in SINKS, "train", "the log must be known", {"log": name}, nearest(name, known))
-        require(bool(out), "train", "a log must have a folder", {"log": name}, "Give RunConfig(out=...).")
-        if name != ALWAYS and find_spec(name) is None:
-            rule, got = f"{name} must be installed", {"log": name}
-            raise refusal(RuntimeError, "train", rule, got, f"Install it with pip install 'daskgpt[{name}]'.")
-    return tuple(dict.fromkeys([ALWAYS, *names]))
-
-
-class Logs:
-    """All files that a run's metrics are written to."""
-
-    def __init__(self) -> None:
-        self.files: list[RecordFile] = []
-
-    def open(self, name: str, folder: Path, sections: Mapping[str, Any], done: int | None) -> None:
-        self.files.append(SINKS[name](folder, sections, done))
-
-    def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:
-        """Append the metrics of a step to each file; numbers that are not finite, which JSON does not have, as null.
-
-        A record without room is kept and written later; the errors of files for which that is new are returned.
+        recorded   the graph of a step; None if steps have none of their own, and nothing is recorded
         """
-        valid = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
+        self.recordings = []
+        due = time.perf_counter() - self.recorded_at >= RECORD_EVERY
+        if recorded is None or not self.scheduler.in_place or not due:
+            yield
+            return
+        self.recorded_at = time.perf_counter()
+        with self.scheduler.record() as self.recordings:
+            yield
+
+    def of_window(
+        self, window: range, outcomes: Sequence[Outcome], seconds: float, recorded: StepGraph | None
+    ) -> list[dict[str, Any]]:
+        """Return the metrics of each of some steps.
+
+        seconds    that all of them took
+        recorded   as of `record`
+        """
+        shared, own = self._shared(seconds / len(outcomes)), self.job.optimizer
+        records = []
+        for number, outcome in zip(window, outcomes):
+            metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
+            metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
+            metrics |= {} if outcome.made else {"skipped": True}
+            metrics["learning_rate"] = learning_rate(own, number, self.job.horizon.at(number))
+            records.append(metrics)
+        if recorded is not None and self.recordings:
+            records[-1] |= self._of_passes(recorded, len(outcomes), seconds)
+        return records
+
+    def _shared(self, seconds: float) -> dict[str, Any]:
+        """Return the metrics that steps of one window have in common; seconds: of each."""
+        rate = self.operations / seconds
+        found: dict[str, Any] = {
+            "seconds": round(self.seconds(), 3),
+            "tokens_per_s": round(self.tokens / seconds, 1),
+            "gflop_per_s": round(rate / 1e9, 3),
         }
-        errors = []
-        for file in self.files:
-            waited = bool(file.unwritten)
-            try:
-                file.log(valid)
-            except OSError as error:
-                errors += [(file.path, error)] * (not waited)
-        return errors
+        if self.worker_metrics.products:
+            found["product_share"] = round(rate / self.worker_metrics.products, 4)
+        if self.scheduler.in_place:
+            found["memory_bytes"] = self.process.memory_info().rss
+        return found
 
-    def write(self) -> None:
-        """Write the records that are not written yet. Errors   OSError if there is no room"""
-        for file in self.files:
-            file.write()
+    def _of_passes(self, recorded: StepGraph, steps: int, seconds: float) -> dict[str, float]:
+        """Return the metrics of recorded steps by pass; seconds: of all steps."""
+        busy, threads = dict.fromkeys(PHASES, 0.0), self.scheduler.threads
+        for span in (span for process in self.recordings for span in process.spans):
+            origin = recorded.origin(span.key)
+            if origin is not None:
+                busy[origin.phase] += span.end - span.start
+        shares = {f"{name}_s": round(total / threads / steps, 6) for name, total in busy.items()}
+        return {**shares, "idle": round(max(0.0, 1 - sum(busy.values()) / (threads * seconds)), 4)}
 
-    def sync(self) -> None:
-        """Flush the records to the disk. Errors   OSError if some are not written"""
-        for file in self.files:
-            file.sync()
 
-    def close(self) -> None:
-        for file in self.files:
-            file.close()
+WINDOW = 128  # steps that limits depend on
+LEAST = 32  # steps before which no step is left out
+
+
+class Outliers:
+    """The limits of steps, z standard deviations above the mean of the steps before, beyond which an update is skipped.
+
+    They depend only on the steps before, so the same steps are left out under any scheduler, and again when they are
+    repeated. A step counts in later limits with its numbers clipped to its own limits: one outlier does not widen them,
+    and a loss that stays high is let in after some steps.
+
+    seen   (step, loss, norm) of the steps that count, in order
+    """
+
+    def __init__(self, z: float, seen: Sequence[Sequence[Any]] = ()) -> None:
+        self.z = z
+        self.seen = [(int(step), float(loss), float(norm)) for step, loss, norm in seen]
+
+    def limits(self, step: int) -> Limits:
+        """Return the limits of a step's loss and norm, above which its update is left out."""
+        known = [numbers for number, *numbers in self.seen if number < step][-WINDOW:]
+        if not self.z or len(known) < LEAST:
+            return NO_LIMITS
+        losses, norms = zip(*known)
+        return self._limit(losses), self._limit(norms)
+
+    def note(self, step: int, outcome: Outcome) -> None:
+        """Count a step that was made; one that is repeated counts once."""
+        if self.z and outcome.norm is not None and (not self.seen or step > self.seen[-1][0]):
+            most_loss, most_norm = self.limits(step)
+            self.seen.append((step, min(outcome.loss, most_loss), min(outcome.norm, most_norm)))
+
+    def facts(self, done: int) -> list[tuple[int, float, float]]:
+        """Return the entry of a checkpoint: the steps that count after some steps."""
+        return [each for each in self.seen if each[0] < done][-WINDOW:]
+
+    def _limit(self, values: Sequence[float]) -> float:
+        mean = fsum(values) / len(values)
+        deviation = sqrt(fsum((value - mean) ** 2 for value in values) / len(values))
+        limit = mean + self.z * deviation
+        return limit if limit < inf else inf
+
+
+RISEN = 0.5  # nats above the least loss, from which on a run is said to have been diverging
+
+
+class Finite:
+    """Checks that losses and parameters of a run stay finite, and explains where they do not."""
+
+    def __init__(self, job: Job, losses: Sequence[float], wait: Callable[[], None]) -> None:
+        """losses   of all steps so far
+        wait     waits for the checkpoint that is being written
+        """
+        self.job, self.losses, self.wait = job, losses, wait
+
+    def require(self, scheduler: Scheduler, state: State, metrics: Mapping[str, Any]) -> None:
+        """Check the losses of a step, and with a validation loss every parameter.
+
+        A validation reads nearly all parameters, but not positions beyond its sequences.
+
+        Errors   RuntimeError with step, learning rate, likely cause, and the checkpoint to resume from
+        """
+        step = metrics["step"]
+        for name, rule in {"loss": "the loss", "validation_loss": "the validation loss"}.items():
+            if not math.isfinite(metrics.get(name, 0.0)):
+                raise self._diverged(step, rule, f"{name}={metrics[name]}")
+        if "validation_loss" in metrics:
+            self.require_state(scheduler, state, step)
+
+    def require_state(self, scheduler: Scheduler, state: State, step: int) -> None:
+        """Check every parameter where the scheduler keeps it. Errors   as of `require`"""
+        if names := not_finite(scheduler, state):
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise self._diverged(step, "parameters", f"parameter={names[0]}{others}")
+
+    def _diverged(self, step: int, rule: str, got: str) -> RuntimeError:
+        self.wait()
+        job, out = self.job, Path(self.job.run.out)
+        rate = learning_rate(job.optimizer, step, job.horizon.at(step))
+        before = [loss for loss in self.losses[:step] if math.isfinite(loss)]
+        if not before:
+            cause = "It began so: either the values that it starts from, or its first update"
+        elif before[-1] > min(before) + RISEN:
+            rise = f"from {min(before):.3f} to {before[-1]:.3f}"
+            cause = f"The loss had risen {rise} before: the learning rate is likely too high"
+        else:
+            cause = f"It came at once, from {before[-1]:.3f}: likely one update that was too large"
+        clip = "" if job.optimizer.clip else " or --clip 1"
+        losses = f"; the losses are in {out / METRICS}" if job.run.out else ""
+        good = "There is no checkpoint to resume from."
+        if job.run.out and (found := checkpoints(out)):
+            good = f"The last good checkpoint is {found[-1]}: --resume {job.run.out} continues from there."
+        advice = f"{cause}: lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
+        got = f"step={step}, {got}, learning_rate={rate:g}"
+        return refusal(RuntimeError, "train", f"{rule} must stay finite", got, advice)
+
+
+def not_finite(scheduler: Scheduler, state: State) -> list[str]:
+    """Return the names of the parameters that hold a NaN or an infinity, found where the scheduler keeps them."""
+    state = state.weights
+    names = [[name for name in pack if name.startswith("weight.")] for pack in state.layout.packs]
+    places = [[pack.index(name) for name in own] for pack, own in zip(state.layout.packs, names)]
+    checks = [partial(_are_finite, own) for own in places]
+    found = scheduler.fetch(run_on_packs(scheduler, "parameters.finite", checks, state.packs))
+    checked = zip(chain(*names), chain(*found))
+    return [name.removeprefix("weight.") for name, is_finite in checked if not is_finite]
+
+
+def _are_finite(places: list[int], pack: tuple[Any, ...]) -> list[bool]:
+    # A NaN is both the least and the largest value; unlike isfinite, this needs no array of the tensor's size.
+    arrays = (values_of(pack[place]) for place in places)
+    return [bool(np.isfinite(array.min()) and np.isfinite(array.max())) for array in arrays]

@@ -17,17 +17,35 @@ from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.dask_internals import thread_count
-from daskgpt.schedulers.events import RECEIVE, ShownCall, shown_calls
 from daskgpt.schedulers.links import LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
+from daskgpt.schedulers.worker_metrics import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import Batch, Limits, Outcome, State
+from daskgpt.training.step import Batch, JobSteps, Limits, Outcome, State
 
 Rows = list[tuple[int, int]]  # from which row to which
 Owned = dict[str, Rows]  # of each array of a state
+
+
+class Window(NamedTuple):
+    """The result of a window of steps on a rank.
+
+    outcomes  of its steps; with local steps, of each replica, see `LocalSteps.run_own`
+    seconds   that they took
+    messages  lines for the terminal
+    calls     the last kernel calls, for Dask's task stream
+    tasks     number of tasks of a step
+    grain     their size
+    """
+
+    outcomes: Any
+    seconds: float
+    messages: list[str]
+    calls: list[ShownCall]
+    tasks: int
+    grain: str
 
 
 class RankProgram:
@@ -39,14 +57,14 @@ class RankProgram:
         self.link = WorkerLink(worker, epoch, number, addresses)
         threads = thread_count(worker)
         self.scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.state: State | None = None
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
         self.steps = self._steps(number)
 
     def _steps(self, number: int) -> Any:
         rank = Rank(number, self.count, self.link, self.job.groups, *self.job.batch_shape)
-        return JobSteps(self.job, self.scheduler, self.said.append, rank=rank if self.count > 1 else None)
+        return JobSteps(self.job, self.scheduler, self.messages.append, rank=rank if self.count > 1 else None)
 
     def owned(self) -> Owned:
         """Return the rows of each array that are updated here."""
@@ -57,17 +75,45 @@ class RankProgram:
             found[name] = [own.indices(tensor.shape[0])[:2] for own in rows]
         return {name: rows for name, rows in found.items() if rows}
 
-    def load(self, values: Mapping[str, np.ndarray], step: int) -> None:
-        """Begin with a state: all weights, and the owned moments, or none for zeros."""
+    def load(self, step: int, names: Sequence[Sequence[str]] | int, *packs: Sequence[Any]) -> None:
+        """Begin with a state: packs of arrays with these names; `names` is a seed for random weights."""
+        if isinstance(names, int):
+            values = {f"weight.{name}": value for name, value in RandomParameters(self.job.config, names).items()}
+        else:
+            values = {name: value for own, pack in zip(names, packs) for name, value in zip(own, pack)}
+        self.state = self._state(values, step)
+
+    def _state(self, values: Mapping[str, np.ndarray], step: int) -> State:
+        """Return the state of this rank from all weights, and the owned moments, or none for zeros."""
         parameters = {name.removeprefix("weight."): np.array(v) for name, v in values.items() if name[:7] == "weight."}
-        self.state = self.steps.initial(parameters, None, step)
-        held = self.state.layout.unpack(self.state.packs)
+        state: State = self.steps.initial(parameters, None, step)
+        held = state.layout.unpack(state.packs)
         for name, value in values.items():
             if not name.startswith("weight."):
                 for rows in self.steps.step.owned_rows(name.partition(".")[2]):
                     held[name][rows] = value[rows]
+        return state
 
-    def run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
+    def window(self, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool) -> Window:
+        """Make some steps, one a batch; kept: whether to keep their kernel calls for a timeline."""
+        start = time.perf_counter()
+        with recorded_spans() as spans:
+            try:
+                outcomes = self._run(first, length, batches, limits)
+            except BaseException:
+                self.link.fail("a rank has failed")
+                raise
+        self.kept += spans if kept else []
+        messages, self.messages[:] = self.messages[:], []
+        seconds, done = time.perf_counter() - start, self.link.ranks.done
+        kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
+        done["busy"] += sum(span.end - span.start for span in kernels) - seconds
+        step = self.steps.step
+        done["tasks"] += len(batches) * step.runnable.tasks
+        calls = shown_calls(spans, clock_offset())
+        return Window(outcomes, seconds, messages, calls, step.runnable.tasks, step.grain)
+
+    def _run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
         """Make a step a batch; return their outcomes."""
         state = self.state_after(first)
         self.first = first - self.scheduler.runs
@@ -75,15 +121,16 @@ class RankProgram:
         while len(outcomes) < len(batches):
             together = min(self.steps.together(state.step), len(batches) - len(outcomes))
             some = batches[len(outcomes) : len(outcomes) + together]
-            told, state = self.steps.run(state, some, limits, length)
-            outcomes += told
+            more, state = self.steps.run(state, some, limits, length)
+            outcomes += more
         self.state = state
         return outcomes
 
     def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
         """Return copies of rows of the state after some steps."""
         state = self.state_after(step)
-        held = state.layout.unpack(state.packs)
+        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
+        held = {name: value for own, pack in packs for name, value in zip(own, pack)}
         values = [values_of(held[name]) for name in names]
         return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
 
@@ -98,7 +145,7 @@ class LocalRankProgram(RankProgram):
     """One rank of a job with local steps: some replicas, and the packs of the state that belong to them."""
 
     def _steps(self, number: int) -> Any:
-        return LocalSteps(self.job, self.scheduler, self.said.append, Peers(number, self.count, self.link))
+        return LocalSteps(self.job, self.scheduler, self.messages.append, Peers(number, self.count, self.link))
 
     def _is_here(self, pack: int) -> bool:
         own: bool = self.steps.rank_of(self.steps.home(pack)) == self.steps.peers.number
@@ -109,11 +156,11 @@ class LocalRankProgram(RankProgram):
         names = [name for number, own in packs if self._is_here(number) for name in own]
         return {name: [(0, known[name.partition(".")[2]].shape[0])] for name in names}
 
-    def load(self, values: Mapping[str, np.ndarray], step: int) -> None:
+    def _state(self, values: Mapping[str, np.ndarray], step: int) -> State:
         layout, apart = self.steps.layout, not self.job.begins_round(step)
         names = layout.packs if apart else layout.packs[: -self.job.local.replicas]
         packs = [self._pack(own, values) if self._is_here(number) else None for number, own in enumerate(names)]
-        self.state = State(layout, packs, step)
+        return State(layout, packs, step)
 
     def _pack(self, names: Sequence[str], values: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
         known, pack = tensors(self.job.config), []
@@ -123,30 +170,22 @@ class LocalRankProgram(RankProgram):
             pack.append(self.job.precision.hold(tensor, value) if name.startswith("weight") else value)
         return tuple(pack)
 
-    def run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
-        told, self.state = self.steps.run_own(self.state_after(first), batches, length)
-        return told
-
-    def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-        state = self.state_after(step)
-        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
-        held = {name: value for own, pack in packs for name, value in zip(own, pack)}
-        return [[values_of(held[name]).copy()] for name in names]
+    def _run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
+        outcomes, self.state = self.steps.run_own(self.state_after(first), batches, length)
+        return outcomes
 
 
-def programs() -> dict[str, RankProgram]:
-    """Return the programs of this worker by run."""
-    return ranks_of(get_worker()).programs
-
-
-def _program(run: str, epoch: str) -> RankProgram:
-    program = programs().get(run)
+def call(run: str, epoch: str, method: str, *arguments: Any) -> Any:
+    """Call a method of the program that this worker has of a run; `begin` makes one."""
+    if method == "begin":
+        return begin(run, epoch, *arguments)
+    program = ranks_of(get_worker()).programs.get(run)
     if program is None or program.epoch != epoch:
         raise LostRank("its worker is gone")
-    return program
+    return getattr(program, method)(*arguments)
 
 
-def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> Owned:
+def begin(run: str, epoch: str, job: Job, number: int, addresses: Sequence[str]) -> Owned:
     """Make this worker a rank, which records its step; return the rows that it owns.
 
     Errors   ValueError if the worker would train another model than the client wants
@@ -156,65 +195,8 @@ def begin_rank(run: str, job: Job, epoch: str, number: int, addresses: Sequence[
     require(replaced_rows() == job.replaced, "fit", rule, got, advice)
     end_programs(run, get_worker())
     kind = LocalRankProgram if job.local.local_steps else RankProgram
-    program = programs()[run] = kind(job, epoch, number, addresses)
+    program = ranks_of(get_worker()).programs[run] = kind(job, epoch, number, addresses)
     return program.owned()
-
-
-def load_rank(run: str, epoch: str, step: int, names: Sequence[Sequence[str]] | int, *packs: Sequence[Any]) -> None:
-    """Give a rank its state: packs of arrays with these names; `names` is a seed for random weights."""
-    program = _program(run, epoch)
-    if isinstance(names, int):
-        random = RandomParameters(program.job.config, names)
-        values = {f"weight.{name}": value for name, value in random.items()}
-    else:
-        values = {name: value for own, pack in zip(names, packs) for name, value in zip(own, pack)}
-    program.load(values, step)
-
-
-class Window(NamedTuple):
-    """The result of a window of steps on a rank.
-
-    told      outcomes of its steps
-    seconds   that they took
-    said      lines for the terminal
-    calls     the last kernel calls, for Dask's task stream
-    tasks     number of tasks of a step
-    grain     their size
-    """
-
-    told: Any
-    seconds: float
-    said: list[str]
-    calls: list[ShownCall]
-    tasks: int
-    grain: str
-
-
-def run_window(
-    run: str, epoch: str, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool
-) -> Window:
-    """Make some steps; kept: whether to keep their kernel calls for a timeline."""
-    program, start = _program(run, epoch), time.perf_counter()
-    with recorded_spans() as spans:
-        try:
-            told = program.run(first, length, batches, limits)
-        except BaseException:
-            program.link.fail("a rank has failed")
-            raise
-    program.kept += spans if kept else []
-    said, program.said[:] = program.said[:], []
-    seconds, done = time.perf_counter() - start, ranks_of(get_worker()).done
-    kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
-    done["busy"] += sum(span.end - span.start for span in kernels) - seconds
-    step = program.steps.step
-    done["tasks"] += len(batches) * step.runnable.tasks
-    calls = shown_calls(spans, clock_offset())
-    return Window(told, seconds, said, calls, step.runnable.tasks, step.grain)
-
-
-def copy_rows(run: str, epoch: str, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-    """Return copies of rows of arrays of the state."""
-    return _program(run, epoch).copy(step, names, rows)
 
 
 def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:

@@ -14,17 +14,16 @@ from uuid import uuid4
 import numpy as np
 
 from daskgpt.config.groups import groups_of_rank, share_of_rank
-from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.recording import GraphRun, Layout
+from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.events import show_calls
 from daskgpt.schedulers.links import end_programs
+from daskgpt.schedulers.worker_metrics import show_calls
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, run_on_packs
 
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
 PACK_BYTES = 1 << 25  # of small arrays that are copied, sent and kept together
@@ -49,17 +48,11 @@ class LiveState(State):
         """Copies of the parameters, as a step holds them."""
         numbers = [n for n, names in enumerate(self.layout.packs) if names[0].startswith("weight.")]
         layout, copies = Layout(tuple(self.layout.packs[number] for number in numbers)), self._copied(numbers)
-        job, run = self.steps.job, self.steps.scheduler.run
-        if not job.precision.packed:
+        if not self.steps.job.precision.packed:
             return State(layout, copies, self.step)
         if not self.held:
-            token = uuid4().hex[:8]
-            leaves: dict[Key, Any] = {(f"state.copy-{n}_-{token}",): copy for n, copy in zip(numbers, copies)}
-            graph: Graph = {}
-            for names, leaf in zip(layout.packs, leaves):
-                key = (f"state.hold-{leaf[0]}",)
-                graph[key] = task(key, partial(rank_program.hold_pack, self.steps.sent_job, names), [leaf])
-            self.held = run(GraphRun(graph, leaves, list(graph)))
+            hold = [partial(rank_program.hold_pack, self.steps.sent_job, names) for names in layout.packs]
+            self.held = run_on_packs(self.steps.scheduler, "state.hold", hold, copies)
         return State(layout, self.held, self.step)
 
     def _copied(self, numbers: Sequence[int]) -> list[Any]:
@@ -70,17 +63,15 @@ class LiveState(State):
         return [self.copies[number] for number in numbers]
 
 
-class RankSteps:
-    """Runs a job's steps on the workers of a cluster; used like `JobSteps`.
+class RankSteps(Steps):
+    """Runs a job's steps on the workers of a cluster; chunks and grain are chosen, and kernel calls recorded, there.
 
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     local   the local steps of the job, if it has any
     """
 
-    open = False  # chunks and grain are settled by each rank
-    recovers = True
-    recorded = None  # kernel calls are recorded where they run
+    described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Callable[[str], None] = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
@@ -99,11 +90,6 @@ class RankSteps:
         self.seen = self.workers = len(scheduler.addresses())
 
     @property
-    def grain(self) -> str:
-        """The grain of the settings; each rank chooses its own."""
-        return self.job.dataflow.grain
-
-    @property
     def chunk(self) -> tuple[int, int]:
         """Sequences and tokens of a chunk where one process has the whole batch."""
         return self.local.chunk if self.local else self.chunks.first
@@ -112,11 +98,6 @@ class RankSteps:
     def described_chunks(self) -> str:
         """Description of the chunks; each rank chooses its own."""
         return self.local.described_chunks if self.local else "chosen by each worker for its share of the batch"
-
-    @property
-    def described_tasks(self) -> str:
-        """Description of a task."""
-        return f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
 
     def together(self, number: int) -> int:
         """Return how many steps from this one on are a window."""
@@ -158,22 +139,21 @@ class RankSteps:
         if state is not self.live or (self.workers != len(self.addresses) and self._ranks() != self.addresses):
             self._begin(state)
         first, length = state.step, self.job.horizon.at(state.step)
-        windows = []
-        for number, address in enumerate(self.addresses):
-            rows = self._sequences(number)
+        arguments = []
+        for rank in range(len(self.addresses)):
+            rows = self._sequences(rank)
             mine = [tuple(np.ascontiguousarray(part[rows]) for part in batch) for batch in batches]
-            given = (self.run_name, self.epoch, first, length, mine, limits, self.kept)
-            windows.append((rank_program.run_window, given, address))
-        ended = self._each("window", windows)
+            arguments.append((first, length, mine, limits, self.kept))
+        ended = self._each("window", arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
-        for line in ended[0].said:
+        for line in ended[0].messages:
             self.say(f"rank 0     {line}")
         self.tasks, self.used_grain = sum(window.tasks for window in ended), ended[0].grain
         calls = {address: window.calls for address, window in zip(self.addresses, ended)}
         with suppress(OSError):  # the run does not need it
             self.scheduler.client.run_on_scheduler(show_calls, calls, wait=False)
         self.live = LiveState(self, first + len(batches))
-        outcomes = self.local.mean([window.told for window in ended]) if self.local else ended[0].told
+        outcomes = self.local.mean([window.outcomes for window in ended]) if self.local else ended[0].outcomes
         return outcomes, self.live
 
     def close(self) -> None:
@@ -208,20 +188,16 @@ class RankSteps:
         if left:
             self.scheduler.client.run(end_programs, self.run_name, workers=list(left), on_error="ignore")
         self.scheduler.needed = set(self.addresses)
-        ranks = [
-            (rank_program.begin_rank, (self.run_name, self.sent_job, self.epoch, number, self.addresses), address)
-            for number, address in enumerate(self.addresses)
-        ]
-        self.owned = self._each("begin", ranks)
+        count = len(self.addresses)
+        self.owned = self._each("begin", [(self.sent_job, rank, self.addresses) for rank in range(count)])
         loads = []
-        for number, address in enumerate(self.addresses):
-            chosen = [(names, pack) for names, pack in zip(layout.packs, packs) if self._is_read(names, number)]
+        for rank in range(count):
+            chosen = [(names, pack) for names, pack in zip(layout.packs, packs) if self._is_read(names, rank)]
             names_or_seed = [names for names, _ in chosen] or self.job.run.seed
-            given = (self.run_name, self.epoch, state.step, names_or_seed, *(pack for _, pack in chosen))
-            loads.append((rank_program.load_rank, given, address))
+            loads.append((state.step, names_or_seed, *(pack for _, pack in chosen)))
         self._each("load", loads)
         if before:
-            count, seconds = len(self.addresses), time.perf_counter() - start
+            seconds = time.perf_counter() - start
             self.say(f"workers    {count} share each batch from now on ({seconds:.1f} s)")
 
     def _is_read(self, names: Sequence[str], rank: int) -> bool:
@@ -232,7 +208,7 @@ class RankSteps:
     def copied(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
         """Return futures of copies of arrays, one a pack."""
         assert state is self.live, "the state of a step before"
-        found, at = [], (self.run_name, self.epoch, state.step)
+        found = []
         for names in packs:
             parts, rows = [], list[list[rank_program.Rows]]()
             most, where = 0, ""
@@ -240,22 +216,23 @@ class RankSteps:
                 own = [owned.get(name, []) for name in names]
                 if any(own):
                     rows.append(own)
-                    given = (*at, names, own)
-                    parts.append(self._submit("state.rows", rank_program.copy_rows, given, self.addresses[rank]))
+                    parts.append(self._call(rank, "state.rows", "copy", state.step, names, own))
                     if (count := sum(last - first for places in own for first, last in places)) > most:
                         most, where = count, self.addresses[rank]
-            found.append(self._submit("state.copy", rank_program.join_rows, (rows, *parts), where))
+            found.append(self.scheduler.submit_to(where, "state.copy", rank_program.join_rows, rows, *parts))
         self.scheduler.settle(found)
         return found
 
-    def _submit(self, name: str, function: Callable[..., Any], given: Sequence[Any], address: str) -> Any:
-        return self.scheduler.submit_to(address, name, function, *given)
+    def _call(self, rank: int, name: str, method: str, *arguments: Any) -> Any:
+        """Return the future of a method of a rank's program, called in a task of this name."""
+        own = self.run_name, self.epoch, method, *arguments
+        return self.scheduler.submit_to(self.addresses[rank], name, rank_program.call, *own)
 
-    def _each(self, name: str, calls: Sequence[tuple[Callable[..., Any], Sequence[Any], str]]) -> list[Any]:
-        """Return the results of a task of each rank; once one fails, let those fail that wait for it."""
-        handles = [self._submit(f"rank.{name}", *call) for call in calls]
+    def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the results of a method of each rank; once one fails, let those fail that wait for it."""
+        futures = [self._call(rank, f"rank.{method}", method, *own) for rank, own in enumerate(arguments)]
         try:
-            return self.scheduler.fetch_together(handles)
+            return self.scheduler.fetch_together(futures)
         except BaseException:
             self.live, self.scheduler.needed = None, set()
             self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.model.parameters import value_count
+from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import ClusterLost, WorkerLost
-from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.job import Job
+from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.start import ResumeState
 from daskgpt.training.step import State
 
@@ -27,16 +28,14 @@ HERE_BYTES = 2**26  # of a state that is copied to this process where there is o
 class Point:
     """A recovery point: a state that is kept.
 
-    places  handles of each pack: where it was made, and its copies; or the pack itself, where it was fetched
-    copies  all copies; None until copying has begun
+    places  handles of each pack: where it was made, and its copy; or the pack itself, where it was fetched
+    copies  handles of the copies on other workers
     """
 
-    def __init__(self, state: State) -> None:
-        self.layout, self.step = state.layout, state.step
-        self.places = [[pack] for pack in state.packs]
-        self.copies: list[Any] | None = None
+    def __init__(self, state: State, places: list[list[Any]], copies: list[Any]) -> None:
+        self.layout, self.step, self.places, self.copies = state.layout, state.step, places, copies
 
-    def whole(self, scheduler: Scheduler) -> State | None:
+    def whole(self, scheduler: ClusterScheduler) -> State | None:
         """Return the state, each pack from a place where it still is; None if a pack is lost."""
         there = iter(scheduler.present(list(chain(*self.places))))
         found = [[place for place in own if next(there)] for own in self.places]
@@ -52,10 +51,9 @@ class RecoveryPoints:
     alone  whether there is only one worker
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, say: Callable[[str], None], *, active: bool = True) -> None:
+    def __init__(self, job: Job, scheduler: ClusterScheduler, say: Callable[[str], None]) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
         self.every = job.run.snapshot_every
-        self.active = active and self.every != 0
         self.kept: Point | None = None
         self.making: Point | None = None
         self.soon, self.alone = True, False
@@ -67,13 +65,13 @@ class RecoveryPoints:
 
         A loss costs the point that is being made. Whether the run itself has lost something, its next step shows.
         """
-        if not self.active:
+        if not self.every:
             return
         try:
             if self.making is None and self._due(state.step):
-                self.making, self.since = Point(state), time.monotonic()
-            if self.making is not None:
-                self._advance(self.making)
+                self._copy(state)
+            if self.making is not None and self.scheduler.settled(self.making.copies):
+                self.kept, self.making = self.making, None
         except WorkerLost:
             self.making, self.soon = None, True
 
@@ -109,35 +107,22 @@ class RecoveryPoints:
         between = (time.monotonic() - self.begin) / self.losses
         return min(self.cost / SHARE, math.sqrt(2 * self.cost * between))
 
-    def _advance(self, point: Point) -> None:
-        """Begin to copy a state once all of it is made; keep the point once all of it is copied."""
-        start = 0.0
-        packs = [own[0] for own in point.places]
+    def _copy(self, state: State) -> None:
+        """Begin to copy a state to other workers; to this process where there is one worker, and the state is small."""
+        self.since, start = time.monotonic(), time.perf_counter()
+        small = self._bytes() <= HERE_BYTES
+        packs = state.packs if small or len(self.scheduler.addresses()) > 1 else []
+        copies = self.scheduler.copies(packs) if packs else []
+        if self.alone == bool(copies):  # the cost of copying differs from now on
+            self.alone, self.soon = not self.alone, True
+        if copies:
+            self.making = Point(state, [list(places) for places in zip(packs, copies)], copies)
+        elif small:
+            self.making = Point(state, [[pack] for pack in self.scheduler.fetch(packs)], [])
         if self.soon:
-            self.scheduler.settle(packs)
-            start = time.perf_counter()
-        if point.copies is None:
-            if not self.scheduler.settled(packs):
-                return
-            copies = self.scheduler.copies(packs)
-            if self.alone == bool(copies):  # the cost of copying differs from now on
-                self.alone, self.soon, start = not self.alone, True, time.perf_counter()
-            point.copies = list(chain(*copies))
-            if not self.alone:
-                point.places = [[pack, *own] for pack, own in zip(packs, copies)]
-            elif self._bytes() > HERE_BYTES:
-                self.making, self.soon = None, False
-                self._report()
-                return
-            else:
-                point.copies = self.scheduler.fetch(packs)
-                point.places = [[pack] for pack in point.copies]
-        if self.soon:
-            self.scheduler.settle(point.copies)
-            self.cost = max(time.perf_counter() - start, LEAST_COST)
+            self.scheduler.settle(copies)
+            self.cost, self.soon = max(time.perf_counter() - start, LEAST_COST), False
             self._report()
-        if self.scheduler.settled(point.copies):
-            self.kept, self.making, self.soon = point, None, False
 
     def _bytes(self) -> int:
         own = self.job.local.replicas if self.job.local.local_steps else 0  # weights of replicas within a round
@@ -195,8 +180,7 @@ class Recovery:
     """
 
     job: Job
-    scheduler: Scheduler
-    steps: Any
+    steps: RankSteps
     initial: ResumeState
     folder: Path | None
     say: Callable[[str], None]
@@ -210,13 +194,8 @@ class Recovery:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.points = RecoveryPoints(self.job, self.scheduler, self.say, active=self.steps.recovers)
-
-    def start(self) -> State:
-        """Return the state that the run begins with."""
-        first = self.initial
-        state: State = self.steps.initial(first.parameters, first.moments, first.step)
-        return state
+        self.scheduler = self.steps.scheduler
+        self.points = RecoveryPoints(self.job, self.scheduler, self.say)
 
     def after(self, state: State) -> None:
         """Make recovery points and look at the workers; called after each step."""
@@ -224,7 +203,7 @@ class Recovery:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.after(state)
-        if self.steps.recovers and time.monotonic() - self.looked > LOOKING:
+        if time.monotonic() - self.looked > LOOKING:
             self._look()
 
     def news(self) -> dict[str, Any]:
@@ -239,8 +218,6 @@ class Recovery:
 
         Errors   ClusterLost if no worker is left, WorkerLost if something is lost in the meantime
         """
-        if not self.steps.recovers:
-            raise error
         start = time.perf_counter()
         if not self.again:
             self.lost_at = start
@@ -265,7 +242,8 @@ class Recovery:
         if found is not None:
             own = read_checkpoint(*found, self.job.moments)
             return self.steps.initial(own.model.parameters, own.moments, own.step), "the last checkpoint"
-        return self.start(), "the beginning"
+        first = self.initial
+        return self.steps.initial(first.parameters, first.moments, first.step), "the beginning"
 
     def _named(self, gone: list[str]) -> list[str]:
         """Return the addresses of workers that are gone, and which of them had sent no heartbeats."""

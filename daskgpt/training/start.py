@@ -25,7 +25,6 @@ from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
 from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address
-from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import (
     NO_BEST,
     Best,
@@ -33,12 +32,12 @@ from daskgpt.training.checkpoint import (
     checkpoints,
     is_checkpoint,
     newest_good,
+    open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.horizon import HORIZONS, one_horizon
-from daskgpt.training.job import Job, from_root
-from daskgpt.training.metrics import METRICS, metrics_lines
-from daskgpt.training.run_folder import CONFIG, RunFolder, open_with_state
+from daskgpt.training.job import HORIZONS, Job, from_root, one_horizon
+from daskgpt.training.logs import METRICS, metrics_lines
+from daskgpt.training.run_folder import CONFIG, RunFolder
 
 SECTIONS: Mapping[str, type] = {
     "model": GPT2Config,
@@ -73,9 +72,9 @@ class ResumeState:
     step        how many steps earlier processes have made
     losses      their losses
     validation  the last validation loss, nan if there was none
-    said        lines to print
+    messages    lines to print
     seconds     how long earlier processes have trained
-    outliers    see `safeguards.Outliers.facts`
+    outliers    see `metrics.Outliers.facts`
     best        the best checkpoint of earlier processes
     """
 
@@ -84,7 +83,7 @@ class ResumeState:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     validation: float = nan
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     seconds: float = 0.0
     outliers: Sequence[Sequence[Any]] = ()
     best: Best = NO_BEST
@@ -190,8 +189,10 @@ def start_values(
     return start.model.loaded().parameters if start else RandomParameters(job.config, job.run.seed)
 
 
-def checkpoint_facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], grain: str, step: int) -> dict[str, Any]:
+def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Return the entries of a checkpoint's state.json by which a run is resumed.
+
+    resolved   see `Job.resolved`
 
     `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
     in its own way.
@@ -200,7 +201,7 @@ def checkpoint_facts(job: Job, scheduler: Scheduler, chunk: tuple[int, int], gra
         "seed": job.run.seed,
         "data": {"next_batch": step, "position": "batches are a pure function of seed and step"}
         | fingerprint(job.tokens),
-        "configuration": {name: asdict(section) for name, section in job.resolved(scheduler, chunk, grain).items()},
+        "configuration": {name: asdict(section) for name, section in resolved.items()},
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
         "arithmetic": arithmetic(job),
@@ -242,7 +243,7 @@ class Resumed:
         """
         rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
         require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
-        self.path, self.said = path, list[str]()
+        self.path, self.messages = path, list[str]()
         self.folder = RunFolder(path, resumed=True)
         try:
             self._read(changes)
@@ -252,11 +253,11 @@ class Resumed:
 
     def _read(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
         known = checkpoints(Path(self.path))
-        found = newest_good(Path(self.path), self.said.append)
+        found = newest_good(Path(self.path), self.messages.append)
         if found is None:
             got = f"resume={self.path} ({f'{len(known)} damaged' if known else 'none'})"
             advice = "Nothing of it can be resumed" if known else "It ended before its first"
-            rule, got = "the run must have a good checkpoint", "; ".join([got, *self.said])
+            rule, got = "the run must have a good checkpoint", "; ".join([got, *self.messages])
             raise refusal(FileNotFoundError, "train", rule, got, f"{advice}: start again with another --out.")
         folder, state = found
         self._require_same_run(folder, state["configuration"])
@@ -275,15 +276,15 @@ class Resumed:
         rule, advice = "the run must have steps left", "Give more --steps."
         require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
         checkpoint = read_checkpoint(folder, state, self.job.moments)
-        self.said.append(f"resumed    {folder}: {done} of {steps} steps are done")
+        self.messages.append(f"resumed    {folder}: {done} of {steps} steps are done")
         units = state["arithmetic"], arithmetic(self.job)
         if units[0] != units[1]:
             change = " -> ".join(f"{each['precision']} by {each['unit']}" for each in units)
-            self.said.append(f"arithmetic {change}: bits differ from here on")
+            self.messages.append(f"arithmetic {change}: bits differ from here on")
         records = {record["step"]: record for record, _ in metrics_lines(self.folder.path / METRICS, done)}
         losses = [records.get(number, {}).get("loss") for number in range(done)]
         if missing := sum(loss is None for loss in losses):
-            self.said.append(f"metrics    {missing} of {done} steps are missing")
+            self.messages.append(f"metrics    {missing} of {done} steps are missing")
         validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
         self.initial = ResumeState(
             checkpoint.model.parameters,
@@ -291,7 +292,7 @@ class Resumed:
             done,
             [nan if loss is None else loss for loss in losses],
             validated[-1] if validated else nan,
-            tuple(self.said),
+            tuple(self.messages),
             horizon.get("seconds", 0.0),
             state.get("outliers", ()),
             best_of(self.folder.path, state),
@@ -305,7 +306,7 @@ class Resumed:
         try:
             written = tomllib.loads((self.folder.path / CONFIG).read_text(encoding="utf-8"))
         except (ValueError, OSError):
-            self.said.append(f"{CONFIG} cannot be read: the checkpoint's own configuration is used")
+            self.messages.append(f"{CONFIG} cannot be read: the checkpoint's own configuration is used")
             return
         for section, known in configuration.items():
             table = written.get(section)

@@ -1,12 +1,15 @@
-"""A training step, and the table of its inputs other than the state, from which leaves of the graph derive."""
+"""A training step, the table of its inputs other than the state, and the steps of a job on a scheduler."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import dask.array as da
 import numpy as np
@@ -20,8 +23,8 @@ from daskgpt.graph.barriers import memory_waits, stage_of
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.distribute import Distribution, Rank, RowAccess
 from daskgpt.graph.fuse import Fusion
-from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of
-from daskgpt.graph.recording import Layout, StepGraph
+from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of, task
+from daskgpt.graph.recording import GraphRun, Layout, StepGraph
 from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
@@ -41,7 +44,10 @@ from daskgpt.model.optimizer import (
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, write_rows
 from daskgpt.model.tape import Tape
+from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.autotune import ChunkChoice, GrainChoice
+from daskgpt.training.job import Job
 
 EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
@@ -82,12 +88,12 @@ class Input:
 
 
 INPUTS: tuple[Input, ...] = (
-    Input("tokens", "bt", np.int32, lambda moment: moment.tokens),
-    Input("targets", "bt", np.int32, lambda moment: moment.targets),
+    Input("tokens", "bt", np.int32, lambda step: step.tokens),
+    Input("targets", "bt", np.int32, lambda step: step.targets),
     # The position of a chunk in its sequence.
-    Input("positions", "t", np.int32, lambda moment: np.arange(moment.tokens.shape[1], dtype=np.int32)),
-    Input("streams", "b", np.int64, lambda moment: moment.streams),
-    Input("hyper", "S", np.float64, lambda moment: moment.hyper),
+    Input("positions", "t", np.int32, lambda step: np.arange(step.tokens.shape[1], dtype=np.int32)),
+    Input("streams", "b", np.int64, lambda step: step.streams),
+    Input("hyper", "S", np.float64, lambda step: step.hyper),
 )
 
 
@@ -104,9 +110,9 @@ def input_leaves(
     return leaves
 
 
-def input_values(moment: StepInputs) -> Mapping[str, np.ndarray]:
+def input_values(inputs: StepInputs) -> Mapping[str, np.ndarray]:
     """Return the arrays of a step for the rows that it has."""
-    values = {row.name: row.value(moment) for row in INPUTS}
+    values = {row.name: row.value(inputs) for row in INPUTS}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -171,6 +177,19 @@ def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the parameters among a state's arrays."""
     weights = {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
     return {name: values_of(value) for name, value in weights.items()}
+
+
+def run_on_packs(
+    scheduler: Scheduler, name: str, functions: Iterable[Callable[..., Any]], packs: Sequence[Any]
+) -> list[Any]:
+    """Run a function of each pack of a state where the scheduler holds it; return handles of the results."""
+    token = uuid4().hex[:8]  # another client of the cluster may run the same tasks
+    leaves: dict[Key, Any] = {(f"{name}.of-{number}_-{token}",): pack for number, pack in enumerate(packs)}
+    graph: Graph = {}
+    for number, (function, leaf) in enumerate(zip(functions, leaves)):
+        key = (f"{name}-{number}_-{token}",)
+        graph[key] = task(key, function, [leaf])
+    return scheduler.run(GraphRun(graph, leaves, list(graph)))
 
 
 def held_weights(config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: Precision) -> dict[str, Any]:
@@ -386,3 +405,166 @@ def _leaves(tape: Tape, known: Mapping[str, Tensor], precision: Precision) -> La
         name: array_of(f"{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype)
         for name, tensor in known.items()
     }
+
+
+def training_step(
+    job: Job, chunk: tuple[int, int], grain: str, in_place: bool, rank: Rank | None = None
+) -> TrainingStep:
+    """Record a job's step.
+
+    rank    the rank that makes it, where several processes share a batch
+    """
+    return TrainingStep(
+        job.config,
+        job.batch_shape,
+        chunk,
+        job.optimizer,
+        job.precision,
+        StepOptions(grain, job.dataflow.barrier, in_place, job.groups, micro_batches_of(job, rank), job.run.seed),
+        rank,
+    )
+
+
+def micro_batches_of(job: Job, rank: Rank | None) -> int:
+    """Return the number of micro-batches of a rank, none larger than the rank's share of one of the job's."""
+    if rank is None:
+        return job.data.accumulate
+    first, last = rank.sequences_of(rank.number)
+    own, most = last - first, max(1, job.data.batch_size // rank.count)
+    return min(count for count in range(1, own + 1) if (own % count == 0 and own // count <= most) or count == own)
+
+
+class Steps(ABC):
+    """Runs the steps of a job: the interface that `JobSteps`, `LocalSteps` and `RankSteps` have in common.
+
+    chunks    the choice of the chunks
+    open      whether the next step is measured to choose chunks or grain, and must run alone
+    recorded  the graph of a step; None if kernel calls are recorded elsewhere
+    described_tasks   what a task is, for people
+    """
+
+    job: Job
+    step: TrainingStep
+    chunks: ChunkChoice
+    open = False
+    recorded: StepGraph | None = None
+    described_tasks = ""
+
+    @abstractmethod
+    def together(self, number: int) -> int:
+        """Return how many steps from this one on may run together."""
+
+    @abstractmethod
+    def initial(
+        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
+    ) -> State:
+        """Return the state before a step, see `TrainingStep.initial`."""
+
+    @abstractmethod
+    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
+        """Make a step a batch; return their outcomes, and the state after them.
+
+        limits   of a step that runs alone
+        """
+
+    @property
+    def grain(self) -> str:
+        """The grain of the coming steps."""
+        return self.job.dataflow.grain
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Sequences and tokens in a chunk of the coming steps."""
+        return self.step.chunk
+
+    @property
+    def described_chunks(self) -> str:
+        """Number and size of the chunks, and why, for people."""
+        return self.chunks.described(self.chunk)
+
+    def close(self) -> None:  # noqa: B027
+        """Release what steps hold outside of this process."""
+
+
+class JobSteps(Steps):
+    """Runs a job's steps on a scheduler; chunks and grain are chosen with the first ones.
+
+    choice   the choice of its grain
+    """
+
+    def __init__(
+        self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, rank: Rank | None = None
+    ) -> None:
+        """say   prints a line on what was chosen
+        rank  see `training_step`
+        """
+        self.job, self.scheduler, self.say = job, scheduler, say
+        dataflow, shape = job.dataflow, job.micro_shape
+        if rank:
+            first, last = rank.sequences_of(rank.number)
+            shape = (last - first) // micro_batches_of(job, rank), shape[1]
+            # The given number is of the whole batch.
+            dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
+        self.chunks = ChunkChoice(
+            job.config, shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
+        )
+        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, rank)
+        if scheduler.in_place:
+            window = dataflow.window if dataflow.barrier == "none" else 1
+            if warning := self.chunks.fit(self.step, window, available_memory()):
+                say(f"memory     {warning}")
+
+    @property
+    def recorded(self) -> StepGraph:  # type: ignore[override]
+        return self.step.recorded
+
+    @property
+    def grain(self) -> str:
+        """The grain of the coming steps, or `auto` while it is open."""
+        return "auto" if self.choice.open else self.step.grain
+
+    @property
+    def described_tasks(self) -> str:  # type: ignore[override]
+        """Grain and number of a step's tasks, and what they cost on a cluster, for people; empty while it is open."""
+        if self.choice.open:
+            return ""
+        text = f"{self.step.grain}, {self.step.runnable.tasks} tasks a step"
+        return text if self.step.in_place else f"{text}, each of which costs Dask's scheduler some milliseconds"
+
+    @property
+    def open(self) -> bool:  # type: ignore[override]
+        return self.chunks.open or self.choice.open
+
+    def together(self, number: int) -> int:
+        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.open
+        return 1 if alone else self.job.dataflow.window
+
+    def initial(
+        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
+    ) -> State:
+        return self.step.initial(parameters, moments, step)
+
+    def run(
+        self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
+    ) -> tuple[list[Outcome], State]:
+        """See `Steps.run`; length: of the run in steps, 0 = the job's."""
+        length = length or self.job.horizon.at(state.step)
+        if self.open:
+            with self.scheduler.record() as processes:
+                handles, state = self.step.submit(self.scheduler, state, batches[0], length, limits)
+                outcome = self.step.outcome(self.scheduler, handles)
+            spans = [span for process in processes for span in process.spans]
+            found = self.chunks.settle(self.step, spans, length - state.step) if self.chunks.open else ""
+            if found:
+                self.say(f"chunks     {found}")
+            elif self.choice.open:  # other chunks take another step to measure
+                self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
+            return [outcome], state
+        if self.scheduler.in_place and len(batches) > 1:
+            return self.step.window(self.scheduler, state, batches, length)
+        submitted = []
+        for own in batches:
+            handles, state = self.step.submit(self.scheduler, state, own, length, limits)
+            submitted.append(handles)
+        return [self.step.outcome(self.scheduler, handles) for handles in submitted], state

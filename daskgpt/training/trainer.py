@@ -7,8 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
@@ -17,29 +17,27 @@ import numpy as np
 
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
+from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
-from daskgpt.model.optimizer import learning_rate
-from daskgpt.model.parameters import check_config
+from daskgpt.model.parameters import check_config, parameter_count, parameter_shapes
+from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.connect import client_address, open_scheduler
-from daskgpt.schedulers.events import Events
 from daskgpt.schedulers.failures import ClusterLost, WorkerLost
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.schedulers.worker_metrics import Usage
-from daskgpt.training.checkpoint import checkpoints, step_folder
+from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
+from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, compile_kernels, describe, require_memory
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.metrics import chosen_sinks
+from daskgpt.training.logs import chosen_sinks
+from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
+from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery import Recovery
-from daskgpt.training.result import Result
-from daskgpt.training.run_folder import RunFolder, load
-from daskgpt.training.safeguards import Finite, Outliers
-from daskgpt.training.saving import Saver, reason
+from daskgpt.training.run_folder import RunFolder, Saver, reason
 from daskgpt.training.start import (
     SECTIONS,
     Resumed,
@@ -49,10 +47,75 @@ from daskgpt.training.start import (
     open_dataset,
     start_values,
 )
-from daskgpt.training.step import Outcome, State
-from daskgpt.training.step_metrics import StepMetrics
+from daskgpt.training.step import JobSteps, State, Steps
 
-Steps = Any  # JobSteps, LocalSteps or RankSteps
+LABEL = 12  # columns of `model       ` and the like
+
+
+@dataclass(repr=False)
+class Result:
+    """The result of a run.
+
+    Fields   config: GPT2Config
+                 size of the model
+             parameters: dict[str, np.ndarray]
+                 GPT-2's tensors under their published names, float32; of a cluster's run with a folder they are read
+                 from there when they are first used
+             losses: list[float]
+                 loss of each step of the run, before its update; nan for a step of an earlier process that the metrics
+                 lack [nats a token]
+             validation_loss: float
+                 the last one measured, nan if there was none [nats a token]
+             seconds: float
+                 duration of all steps and validations of this process [s]
+             checkpoint: Path | None
+                 the folder with the model, which `daskgpt.load` reads; None if no run folder was written
+             first: int
+                 how many steps earlier processes have made
+             stopped: bool
+                 whether Ctrl-C or SIGTERM has ended the run before its last step
+             bits_a_byte: float
+                 the validation loss by the bytes of the text, which compares different encodings; nan where this
+                 process has measured none [bits a byte]
+             timers: dict[str, float]
+                 seconds that steps waited for validation, logs, samples, checkpoints and recovery points [s]
+    """
+
+    config: GPT2Config
+    read: Callable[[], dict[str, np.ndarray]]  # returns the parameters
+    losses: list[float]
+    validation_loss: float
+    seconds: float
+    checkpoint: Path | None = None
+    first: int = 0
+    stopped: bool = False
+    bits_a_byte: float = math.nan
+    timers: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """The parameters. Errors   as of `daskgpt.load` where they are read"""
+        return self.read()
+
+    def _repr_html_(self) -> str:
+        """Return the same for notebooks, with the losses as a curve."""
+        title, *lines = repr(self).splitlines()
+        rows = [[line[:LABEL].strip(), line[LABEL:]] for line in lines]
+        return html_table(title, rows) + svg_curve(self.losses, "loss of each step")
+
+    def __repr__(self) -> str:
+        """Return a few lines without any array."""
+        steps = len(self.losses)
+        own = f" ({steps - self.first:,} of them now)" if self.first else ""
+        lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{own} in {self.seconds:.1f} s"]
+        arrays = len(parameter_shapes(self.config))
+        lines.append(f"model       {parameter_count(self.config):,} parameters in {arrays} arrays")
+        lines += [f"loss        {self.losses[0]:.3f} -> {self.losses[-1]:.3f} nats a token"] if self.losses else []
+        if self.validation_loss == self.validation_loss:
+            lines.append(f"validation  {self.validation_loss:.3f} nats a token")
+        return "\n".join([*lines, f"written to  {self.checkpoint or 'nowhere'}"])
+
+
 Sampler = Callable[[Scheduler, State], str]  # text that a state writes
 Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 RUNNING = RLock()  # held by the thread whose run trains; its callbacks may train as well
@@ -61,7 +124,7 @@ RUNNING = RLock()  # held by the thread whose run trains; its callbacks may trai
 class Callback(Protocol):
     """An instrument that observes some steps of a run."""
 
-    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
+    def begin(self, job: Job, steps: Steps, scheduler: Scheduler) -> int:
         """Prepare before the first step; return the number of the first step to observe.
 
         steps   what runs them
@@ -135,26 +198,28 @@ def fit(
     """
     if client is not None:
         dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
-    given = {"data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
+    sections = {"model": config, "data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
     folder: RunFolder | None
     if resume:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
-        resumed = Resumed(os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in given.items()})
+        resumed = Resumed(
+            os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in sections.items()}
+        )
         job, folder, initial = resumed.job, resumed.folder, resumed.initial
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
-        job, initial = _new_job(check_config("fit", config), parameters, given)
+        job, initial = _new_job(check_config("fit", config), parameters, sections)
         folder = RunFolder(job.run.out) if job.run.out else None
     return train(job, initial, folder, Observers(on_step, callbacks, quiet=quiet), client)
 
 
 def _new_job(
-    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, given: Mapping[str, Any]
+    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, sections: Mapping[str, Any]
 ) -> tuple[Job, ResumeState]:
     """Return the job of a new run, and the state that it begins with."""
-    c = {name: _configuration(kind, given[name]) for name, kind in SECTIONS.items() if name != "model"}
+    c = {name: _configuration(kind, sections[name]) for name, kind in SECTIONS.items() if name != "model"}
     data: DataConfig = c["data"]
     origin = WarmStart.read(c["run"].init) if c["run"].init else None
     if origin:
@@ -166,25 +231,25 @@ def _new_job(
     return job, ResumeState(start_values(job, origin, parameters))
 
 
-def _configuration(kind: Any, given: Any) -> Any:
+def _configuration(kind: Any, settings: Any) -> Any:
     """Return a configuration from one, from a mapping of some of its fields, or from None.
 
     Errors   TypeError for another kind of object, ValueError for an unknown field
     """
-    if given is None or isinstance(given, kind):
-        return kind() if given is None else given
-    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(given)[:40]}
-    require(isinstance(given, Mapping), "fit", rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
+    if settings is None or isinstance(settings, kind):
+        return kind() if settings is None else settings
+    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(settings)[:40]}
+    require(isinstance(settings, Mapping), "fit", rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
     known = [f.name for f in fields(kind)]
-    for name in given:
+    for name in settings:
         rule = f"every field must be one of {kind.__name__}'s"
         require(name in known, "fit", rule, {"field": name}, nearest(str(name), known))
-    return kind(**given)
+    return kind(**settings)
 
 
-def _changes(given: Any) -> Mapping[str, Any]:
+def _changes(settings: Any) -> Mapping[str, Any]:
     """Return the settings that a configuration or a mapping gives."""
-    return {} if given is None else given if isinstance(given, Mapping) else asdict(given)
+    return {} if settings is None else settings if isinstance(settings, Mapping) else asdict(settings)
 
 
 def train(
@@ -210,18 +275,17 @@ def run_job(
     Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved; RuntimeError where another thread of this
               process trains under a scheduler of this process
     """
-    scheduler.admit(job.precision.packed)
-    scheduler.leave_silent(job.run.worker_seconds)
+    scheduler.admit(job.precision.packed, job.run.worker_seconds)
     progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
     what = "round" if job.local.local_steps else "step"
     with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
-        trainer = _Trainer(job, scheduler, initial, folder, progress, stop_requested)
+        trainer = _Trainer(job, scheduler, initial, folder, observers, progress, stop_requested)
         try:
-            return trainer.run(observers)
+            return trainer.run()
         except Exception as error:
             trainer.wait()  # for the checkpoint that is being written, which precedes the error
             if isinstance(error, WorkerLost):
-                raise trainer.ended_by(error) from None
+                raise trainer.error_of(error) from None
             raise
         finally:
             trainer.close()
@@ -229,10 +293,8 @@ def run_job(
 
 def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> Steps:
     """Return what runs the steps of a job: in this process, on the ranks of a cluster, or by replicas."""
-    if not scheduler.in_place and (job.local.local_steps or job.dataflow.engine == "ranks"):
-        from daskgpt.training.rank_steps import RankSteps  # which needs `distributed`
-
-        return RankSteps(job, scheduler, say)  # type: ignore[arg-type]
+    if isinstance(scheduler, ClusterScheduler) and (job.local.local_steps or job.dataflow.engine == "ranks"):
+        return RankSteps(job, scheduler, say)
     return (LocalSteps if job.local.local_steps else JobSteps)(job, scheduler, say)
 
 
@@ -252,7 +314,11 @@ def only_run(scheduler: Scheduler) -> Iterator[None]:
 
 
 class _Trainer:
-    """One run, from the state that it begins with to its result."""
+    """One run, from the state that it begins with to its result.
+
+    validated   validation losses of this process, by the number of steps made
+    enough      whether `on_step` has ended the run
+    """
 
     def __init__(
         self,
@@ -260,27 +326,231 @@ class _Trainer:
         scheduler: Scheduler,
         initial: ResumeState,
         folder: RunFolder | None,
+        observers: Observers,
         progress: Progress,
         stop_requested: Callable[[], bool],
     ) -> None:
         self.job, self.scheduler, self.initial, self.folder = job, scheduler, initial, folder
-        self.progress, self.stop_requested = progress, stop_requested
-        self.losses, self.validation_loss = list(initial.losses), initial.validation
-        self.bits_a_byte = math.nan  # the same loss by bytes of text
-        self.validated: dict[int, float] = {}  # validation losses of this process, by the number of steps made
+        self.observers, self.progress, self.stop_requested = observers, progress, stop_requested
+        self.losses, self.validation_loss, self.bits_a_byte = list(initial.losses), initial.validation, math.nan
+        self.validated: dict[int, float] = {}
+        self.enough = False
+        self.start = time.perf_counter()
         self.steps = steps_of(job, scheduler, progress.say)
+        self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.outliers = Outliers(job.optimizer.skip_outliers, initial.outliers)
         self.finite = Finite(job, self.losses, self.wait)
-        self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.usage, self.events = Usage(scheduler), Events(scheduler)
-        self.metrics = StepMetrics(job, self.usage, lambda: self.seconds)
-        self.measure = self.metrics.measure
-        known = initial.step, initial.best
-        self.saver = Saver(job, folder, scheduler, progress.say, *known) if folder else None
-        path = folder.path if folder else None
-        self.recovery = Recovery(job, scheduler, self.steps, initial, path, progress.say, stop_requested)
+        self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
+        self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
+        self.timed = self.metrics.timed
+        self.saver = Saver(job, folder, scheduler, progress.say, initial.step, initial.best) if folder else None
+        self.recovery: Recovery | None = None
+        if isinstance(self.steps, RankSteps):
+            path = folder.path if folder else None
+            self.recovery = Recovery(job, self.steps, initial, path, progress.say, stop_requested)
+
+    def run(self) -> Result:
+        """Train, save the model, and let the instruments write what they observed."""
+        job, progress, steps = self.job, self.progress, self.steps
+        if self.saver:
+            self.saver.folder.begin(self._resolved(), self.initial.step, chosen_sinks(job.run.log, job.run.out))
+            self.saver.begin()
+        progress.say("\n".join([describe(job, self.scheduler, steps.described_chunks), *self.initial.messages]))
+        if steps.described_tasks:  # otherwise it is printed when it is known
+            progress.say(f"grain      {steps.described_tasks}")
+        callbacks = self.observers.callbacks
+        self.callbacks = [(callback.begin(job, steps, self.scheduler), callback) for callback in callbacks]
+        self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
         self.start = time.perf_counter()
-        self.enough = False  # whether `on_step` has ended the run
+        progress.begin()
+        result, lost = None, None
+        while result is None:
+            try:
+                # No name refers to the first state here: it would stay on the workers until the end of the run.
+                state, stopped = self._train(self._first_state(lost))
+                result = self._result(state, stopped)
+                if not stopped:  # whoever stops a run does not want to wait
+                    self._sample_last(state)
+            except ClusterLost:
+                raise
+            except WorkerLost as error:
+                if self.recovery is None:
+                    raise
+                lost = error.with_traceback(None)  # its frames hold what is lost
+                self.wait()
+        for callback in callbacks:  # their files may not get written: the model is saved by now
+            callback.end()
+        return result
+
+    def _first_state(self, lost: WorkerLost | None) -> State:
+        """Return the state that the run begins with, or the one that it continues from after a loss."""
+        if lost and self.recovery:
+            return self.recovery.back(lost, len(self.losses))
+        return self.steps.initial(self.initial.parameters, self.initial.moments, self.initial.step)
+
+    def _train(self, state: State) -> tuple[State, bool]:
+        """Make all steps, or those until a stop is requested; return the state, and whether a stop was requested.
+
+        Steps run together, as a window, where nothing is due between them. Those that are made again after a loss are
+        not recorded, validated or reported a second time.
+        """
+        job, steps = self.job, self.steps
+        validation = Validation(job, self.scheduler, self.stop_requested)
+        while state.step < job.steps:
+            window = range(state.step, state.step + self._together(state.step))
+            first_time, undecided = window[-1] >= len(self.losses), steps.open
+            start = time.perf_counter()
+            batches = self.loader.take(window)
+            with self._observed(window):
+                outcomes, state = steps.run(state, batches, self.outliers.limits(window.start))
+            seconds = time.perf_counter() - start
+            if self.folder and undecided:  # chunks and grain may have been chosen with this step
+                self.folder.configure(self._resolved())
+
+            with self.timed("logs"):
+                for number, outcome in zip(window, outcomes):
+                    self.outliers.note(number, outcome)
+                records = self.metrics.of_window(window, outcomes, seconds, steps.recorded)
+            if first_time and state.step == self._next_validation(window[-1]):
+                with self.timed("validation"):
+                    records[-1] |= validation.of(state, steps.chunk)
+            for record in records[max(len(self.losses) - window.start, 0) :]:
+                self._report(record)
+                with self.timed("validation" if "validation_loss" in record else "logs"):
+                    self.finite.require(self.scheduler, state, record)
+            if state.step == job.steps:
+                break
+
+            meets = job.meets(state.step)  # replicas that make steps of their own have no common model to save
+            if first_time and meets and not steps.open and job.horizon.passed(state.step, self.seconds):
+                self.progress.expect(job.steps)
+            if (self.enough or self.stop_requested()) and meets:
+                self.progress.say(f"stopped after {state.step} of {job.steps} steps")
+                return state, True
+            if self.recovery:
+                with self.timed("recovery points"):
+                    self.recovery.after(state)
+            if meets:
+                if first_time:
+                    self._sample(state)
+                self._save(state, checked="validation_loss" in records[-1])
+        return state, False
+
+    def _together(self, number: int) -> int:
+        """Return how many steps from this one on run together: until the next one after which something is due."""
+        run = self.job.run
+        every = (run.save_every, run.keep_every) if self.saver else ()
+        ends = [(number // count + 1) * count for count in (*every, run.sample_every) if count]
+        ends += [first for first, _ in self.callbacks if number < first]
+        ends += [end] if (end := self.job.horizon.next_change(number)) else []
+        together: int = min(self.steps.together(number), min([*ends, self._next_validation(number)]) - number)
+        return together
+
+    def _next_validation(self, number: int) -> int:
+        """Return how many steps will have been made at the next validation: where replicas meet, if there are any."""
+        job = self.job
+        every = job.run.validate_every or job.steps
+        return job.round_end((job.round_begin(number) // every + 1) * every - 1)
+
+    @contextmanager
+    def _observed(self, window: range) -> Iterator[None]:
+        """Let the instruments observe steps that run together, each from the first step that it wants to see."""
+        with ExitStack() as stack:
+            if not self.steps.open:
+                for first, callback in self.callbacks:
+                    if window.start >= max(first, len(self.losses)):
+                        stack.enter_context(callback.watch(window))
+                if not self.callbacks:
+                    stack.enter_context(self.metrics.record(self.steps.recorded))
+            yield
+
+    def _report(self, metrics: dict[str, Any]) -> None:
+        """Show, log and publish the metrics of a step."""
+        with self.timed("logs"):
+            self.losses.append(metrics["loss"])
+            if "validation_loss" in metrics:
+                self.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
+                self.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
+                if self.saver and self.saver.better(self.validation_loss):
+                    metrics = {**metrics, "best": True}
+            self.progress.step(metrics)
+            if self.recovery:
+                metrics = {**metrics, **self.recovery.news()}
+            self.events.note(metrics)
+            if self.saver:
+                for path, error in self.saver.folder.logs.log(
+                    {**metrics, **self.saver.news(), **self.worker_metrics.news()}
+                ):
+                    self.progress.say(f"metrics    {path} waits for room: {reason(error)}; training goes on")
+        if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
+            self.enough = True
+
+    def _sample(self, state: State) -> None:
+        """Print a sample if one is due."""
+        sampler, every, before = self.observers.sampler, self.job.run.sample_every, self.job.round_begin(state.step - 1)
+        if sampler and every and state.step // every > before // every:
+            with self.timed("samples"):
+                self.progress.show(sampler(self.scheduler, state))
+
+    def _sample_last(self, state: State) -> None:
+        """Print a sample of the trained model, which is saved by now."""
+        try:
+            if self.observers.sampler:
+                self.progress.show(f"\n{self.observers.sampler(self.scheduler, state)}")
+        except WorkerLost as error:
+            self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
+
+    def _save(self, state: State, *, checked: bool) -> None:
+        """Begin to write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
+        if not self.saver:
+            return
+        with self.timed("checkpoints"):
+            loss = self.validated.get(state.step)
+            if self.saver.due(state.step, loss):
+                if not checked:
+                    self.finite.require_state(self.scheduler, state, state.step - 1)
+                self.saver.save(state, self._facts(state), loss)
+
+    def _resolved(self) -> dict[str, Any]:
+        return self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain)
+
+    def _facts(self, state: State) -> dict[str, Any]:
+        """Return the entries of a checkpoint's state.json."""
+        known = checkpoint_facts(self.job, self._resolved(), state.step)
+        known["horizon"] = self.job.horizon.facts(self.seconds)
+        return known | {"outliers": self.outliers.facts(state.step)}
+
+    def _result(self, state: State, stopped: bool) -> Result:
+        """Save the last state and return the result of the run."""
+        self.events.flush()
+        seconds = time.perf_counter() - self.start
+        self.finite.require_state(self.scheduler, state, max(state.step - 1, 0))
+        checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
+        if checkpoint and not self.scheduler.in_place:
+            read = partial(_parameters_in, checkpoint)
+        else:
+            read = partial(dict, state.parameters(self.scheduler))
+        self.progress.close()
+        for line in self.worker_metrics.lines():
+            self.progress.say(line)
+        del self.losses[state.step :]  # of steps that a loss has taken back
+        if self.saver:
+            self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
+            if self.job.run.minutes:  # the number of steps is known now
+                self.saver.folder.configure(self._resolved())
+            self.saver.folder.logs.write()
+        return Result(
+            self.job.config,
+            read,
+            self.losses,
+            self.validation_loss,
+            seconds,
+            checkpoint,
+            first=self.initial.step,
+            stopped=stopped,
+            bits_a_byte=self.bits_a_byte,
+            timers=self.metrics.timers,
+        )
 
     @property
     def seconds(self) -> float:
@@ -294,215 +564,19 @@ class _Trainer:
 
     def close(self) -> None:
         """Release what the run holds, on a cluster its state and the copies of it."""
-        del self.recovery
+        self.recovery = None
         self.steps.close()
         self.loader.close()
         self.progress.close()
         if self.folder:
             self.folder.close()
 
-    def run(self, observers: Observers) -> Result:
-        """Train, save the model, and let the instruments write what they observed."""
-        job, progress, steps = self.job, self.progress, self.steps
-        self.on_step, self.sampler, callbacks = observers.on_step, observers.sampler, observers.callbacks
-        if self.folder:
-            self.folder.begin(self._resolved(), self.initial.step, chosen_sinks(job.run.log, job.run.out))
-        if self.saver:
-            self.saver.begin()
-        for line in (describe(job, self.scheduler, steps.described_chunks), *self.initial.said):
-            progress.say(line)
-        if steps.described_tasks:  # otherwise it is printed when it is known
-            progress.say(f"grain      {steps.described_tasks}")
-        self.callbacks = [(callback.begin(job, steps, self.scheduler), callback) for callback in callbacks]
-        self.usage.begin(products=bool(self.folder or self.on_step))
-        self.start = time.perf_counter()
-        progress.begin()
-        result, lost = None, None
-        while result is None:
-            try:
-                # No name refers to the first state here: it would stay on the workers until the end of the run.
-                state, stopped = self._train(
-                    self.recovery.back(lost, len(self.losses)) if lost else self.recovery.start()
-                )
-                result = self._result(state, stopped)
-                if not stopped:  # whoever stops a run does not want to wait
-                    self._show_sample(state)
-            except ClusterLost:
-                raise
-            except WorkerLost as error:
-                lost = error.with_traceback(None)  # its frames hold what is lost
-                self.wait()
-        for callback in callbacks:  # their files may not get written: the model is saved by now
-            callback.end()
-        return result
-
-    def _train(self, state: State) -> tuple[State, bool]:
-        """Make all steps, or those until a stop is requested; return the state, and whether a stop was requested.
-
-        Steps that are made again after a loss are not recorded, validated or reported a second time.
-        """
-        job, steps, known = self.job, self.steps, len(self.losses)
-        validation = Validation(job, self.scheduler, self.stop_requested)
-        while state.step < job.steps:
-            # Several steps run together where nothing has to happen between them.
-            first, start, undecided = state.step, time.perf_counter(), steps.open
-            numbers = range(first, first + self._together(first))
-            batches = self.loader.take(numbers)
-            with self._observed(numbers, known):
-                outcomes, state = steps.run(state, batches, self.outliers.limits(first))
-            all_metrics = self._metrics_of(numbers, outcomes, time.perf_counter() - start)
-            last = numbers[-1]
-            if last >= known and state.step == self._next_validation(last):
-                with self.measure("validation"):
-                    all_metrics[-1] |= validation.of(state, steps.chunk)
-            for metrics in all_metrics:
-                if metrics["step"] >= known:
-                    if self.folder and undecided:  # chunks and grain may have been chosen with this step
-                        self.folder.configure(self._resolved())
-                    self._report(metrics)
-                    with self.measure("validation" if "validation_loss" in metrics else "logs"):
-                        self.finite.require(self.scheduler, state, metrics)
-            if state.step == job.steps:
-                break
-            meets = job.meets(state.step)  # replicas that make steps of their own have no common model to save
-            if state.step > known and meets and not steps.open and job.horizon.passed(state.step, self.seconds):
-                self.progress.expect(job.steps)
-            if (self.enough or self.stop_requested()) and meets:
-                self.progress.say(f"stopped after {state.step} of {job.steps} steps")
-                return state, True
-            with self.measure("recovery points"):
-                self.recovery.after(state)
-            if meets:
-                self._sample(state, first=last >= known)
-                self._save(state, all_metrics[-1])
-        return state, False
-
-    def _together(self, number: int) -> int:
-        """Return how many steps from this one on run together: until the next one after which something is due."""
-        ends = [self._next_validation(number), *(first for first, _ in self.callbacks if number < first)]
-        ends += [end] if self.saver and (end := self.saver.next_fixed(number)) else []
-        ends += [end] if (end := self.job.horizon.next_change(number)) else []
-        ends += [(number // every + 1) * every] if (every := self.job.run.sample_every) else []
-        together: int = min(self.steps.together(number), min(ends) - number)
-        return together
-
-    def _next_validation(self, number: int) -> int:
-        """Return how many steps will have been made at the next validation: where replicas meet, if there are any."""
-        job = self.job
-        every = job.run.validate_every or job.steps
-        return job.round_end((job.round_begin(number) // every + 1) * every - 1)
-
-    @contextmanager
-    def _observed(self, numbers: range, known: int) -> Iterator[None]:
-        """Let the instruments observe steps that run together, each from the first step that it wants to see."""
-        with ExitStack() as stack:
-            if not self.steps.open:
-                for first, callback in self.callbacks:
-                    if numbers[0] >= max(first, known):
-                        stack.enter_context(callback.watch(numbers))
-                if not self.callbacks:
-                    stack.enter_context(self.metrics.record(self.steps.recorded))
-            yield
-
-    def _metrics_of(self, numbers: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
-        """Return the metrics of steps that ran together and took so many seconds."""
-        found = []
-        with self.measure("logs"):
-            for number, outcome in zip(numbers, outcomes):
-                own = self.metrics.of_step(number, seconds / len(outcomes))
-                metrics = {"step": number, "loss": outcome.loss, **own}
-                self.outliers.note(number, outcome)
-                metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
-                metrics |= {} if outcome.made else {"skipped": True}
-                metrics["learning_rate"] = learning_rate(self.job.optimizer, number, self.job.horizon.at(number))
-                found.append(metrics)
-            found[-1] |= self.metrics.of_passes(self.steps.recorded, len(outcomes), seconds)
-        return found
-
-    def _report(self, metrics: dict[str, Any]) -> None:
-        """Show, log and publish the metrics of a step."""
-        with self.measure("logs"):
-            self.losses.append(metrics["loss"])
-            if "validation_loss" in metrics:
-                self.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
-                self.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
-                if self.saver and self.saver.better(self.validation_loss):
-                    metrics = {**metrics, "best": True}
-            self.progress.step(metrics)
-            metrics = {**metrics, **self.recovery.news()}
-            self.events.note(metrics)
-            if self.saver and self.folder:
-                for path, error in self.folder.logs.log({**metrics, **self.saver.news(), **self.usage.news()}):
-                    self.progress.say(f"metrics    {path} waits for room: {reason(error)}; training goes on")
-        if self.on_step and self.on_step(metrics["step"], metrics) is True:
-            self.enough = True
-
-    def _sample(self, state: State, *, first: bool) -> None:
-        """Print a sample if one is due; first: whether the step before was made for the first time."""
-        every, before = self.job.run.sample_every, self.job.round_begin(state.step - 1)
-        if self.sampler and every and first and state.step // every > before // every:
-            with self.measure("samples"):
-                self.progress.show(self.sampler(self.scheduler, state))
-
-    def _save(self, state: State, metrics: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint if one is due."""
-        if not self.saver:
-            return
-        with self.measure("checkpoints"):
-            loss = self.validated.get(state.step)
-            if self.saver.due(state.step, loss):
-                if "validation_loss" not in metrics:  # otherwise the parameters were checked with it
-                    self.finite.require_state(self.scheduler, state, metrics["step"])
-                self.saver.save(state, self._facts(state), loss)
-
-    def _resolved(self) -> dict[str, Any]:
-        return self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain)
-
-    def _facts(self, state: State) -> dict[str, Any]:
-        known = checkpoint_facts(self.job, self.scheduler, self.steps.chunk, self.steps.grain, state.step)
-        return known | {
-            "horizon": self.job.horizon.facts(self.seconds),
-            "outliers": self.outliers.facts(state.step),
-        }
-
-    def _result(self, state: State, stopped: bool) -> Result:
-        """Save the last state and return the result of the run."""
-        self.events.flush()
-        seconds, step = time.perf_counter() - self.start, max(state.step - 1, 0)
-        self.finite.require_state(self.scheduler, state, step)
-        checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
-        if checkpoint and not self.scheduler.in_place:
-            read = partial(_parameters_in, checkpoint)
-        else:
-            read = partial(dict, state.parameters(self.scheduler))
-        self.progress.close()
-        for line in self.usage.lines():
-            self.progress.say(line)
-        del self.losses[state.step :]  # of steps that a loss has taken back
-        if self.saver and self.folder:
-            self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
-            if self.job.run.minutes:  # the number of steps is known now
-                self.folder.configure(self._resolved())
-            self.folder.logs.write()
-        found = Result(self.job.config, read, self.losses, self.validation_loss, seconds, checkpoint)
-        found.first, found.stopped = self.initial.step, stopped
-        found.bits_a_byte, found.timers = self.bits_a_byte, self.metrics.timers
-        return found
-
-    def _show_sample(self, state: State) -> None:
-        """Print a sample of the trained model, which is saved by now."""
-        try:
-            if self.sampler:
-                self.progress.show(f"\n{self.sampler(self.scheduler, state)}")
-        except WorkerLost as error:
-            self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
-
-    def ended_by(self, error: WorkerLost) -> RuntimeError:
+    def error_of(self, loss: WorkerLost) -> RuntimeError:
         """Return the error of a run whose cluster is lost; it names the checkpoint to resume from."""
         kind, advice = RuntimeError, "Start again: there is no checkpoint."
         if self.folder and checkpoints(self.folder.path):
             kind, advice = CanGoOn, f"Continue with --resume {self.folder.path}."
-        return refusal(kind, error.where, error.rule, error.got, advice)
+        return refusal(kind, loss.where, loss.rule, loss.got, advice)
 
 
 def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:

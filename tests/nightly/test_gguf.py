@@ -14,8 +14,8 @@ from small_runs import FLAGS
 import daskgpt
 from daskgpt import convert, train
 from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.inference import Inference
-from daskgpt.training.run_folder import open_model_of
 from daskgpt.training.step import State
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

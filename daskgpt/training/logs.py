@@ -1,0 +1,295 @@
+"""The files that the metrics of a run are written to: `metrics.jsonl`, and on request TensorBoard's events."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import platform
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.files import not_written, open_no_link, replacing, set_aside
+
+Encode = Callable[[Mapping[str, Any]], bytes]
+
+
+class RecordFile:
+    """A file that records of a run are appended to. One thread appends; others may wait for the disk.
+
+    encode      returns the bytes of a record
+    unwritten   encoded records for which there was no room
+    """
+
+    def __init__(self, path: Path, encode: Encode, *, new: bool, header: bytes = b"") -> None:
+        """new      whether the file must not exist yet
+        header   precedes the first record
+
+        Errors   FileExistsError if it must not exist and does
+        """
+        self.path, self.encode = path, encode
+        self.file = open_no_link(path, "x+b" if new else "a+b")
+        self.unwritten = [header] if header else []
+        self.writing = Lock()  # a record that is being written is not one without room
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a record.
+
+        Errors   OSError if there is no room for all of it: it is kept, and written when there is
+        """
+        encoded = self.encode(record)
+        with self.writing:
+            self.unwritten.append(encoded)
+            self._write()
+
+    def write(self) -> None:
+        """Write the records that are not written yet.
+
+        Errors   OSError if there is no room: only whole records are in the file then
+        """
+        with self.writing:
+            self._write()
+
+    def _write(self) -> None:
+        while self.unwritten:
+            rest, before = self.unwritten[0], self.file.tell()
+            try:
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+            except OSError as error:
+                self.file.truncate(before)
+                self.file.seek(before)
+                raise not_written(error, "RunFolder", self.path) from error
+            del self.unwritten[0]
+
+    def sync(self) -> None:
+        """Flush the records to the disk.
+
+        Errors   OSError if some are not written
+        """
+        if not self.file.closed:
+            os.fsync(self.file.fileno())
+        with self.writing:
+            waits = bool(self.unwritten)
+        if waits:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the file so far, even if it was moved away or removed."""
+        self.file.seek(0)
+        path.write_bytes(self.file.read())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+METRICS = "metrics.jsonl"
+
+
+def open_metrics(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
+    """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
+
+    Errors   FileExistsError if another run has begun here
+    """
+    path = folder / METRICS
+    if done is not None:
+        lines = [line for _, line in metrics_lines(path, done)]
+        kept = b"".join(lines)
+        if kept != path.read_bytes():
+            if len(lines) < done:  # the file is damaged, and a copy stays
+                set_aside(path, "damaged")
+            with replacing(path, "RunFolder") as file:
+                file.write(kept)
+    return RecordFile(path, json_line, new=done is None)
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(record, allow_nan=False)}\n".encode()
+
+
+def metrics_lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield the records of the first steps in a file of metrics, with their lines.
+
+    Lines that are no records, such as the one that a killed process was writing, are left out. Of the others the
+    largest number whose steps rise is taken: one damaged step number costs its own line.
+    """
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+            step = record["step"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if line.endswith(b"\n") and type(step) is int and 0 <= step < steps:
+            found.append((record, line))
+    yield from (found[number] for number in longest_rise([record["step"] for record, _ in found]))
+
+
+def longest_rise(numbers: Sequence[int]) -> list[int]:
+    """Return the places of a longest strictly rising subsequence.
+
+    >>> longest_rise([0, 1, 50, 2, 2, 3])
+    [0, 1, 3, 5]
+    """
+    least: list[int] = []  # for each length, the least number that such a subsequence ends with so far
+    ends: list[int] = []  # the place of that number
+    before: list[int] = []  # the place before each place in its subsequence
+    for place, number in enumerate(numbers):
+        length = bisect_left(least, number)
+        before.append(ends[length - 1] if length else -1)
+        if least[length : length + 1] == [number]:
+            continue  # the first of equal numbers is taken
+        least[length:] = [number, *least[length + 1 :]]
+        ends[length:] = [place, *ends[length + 1 :]]
+    places, place = [], ends[-1] if ends else -1
+    while place >= 0:
+        places.append(place)
+        place = before[place]
+    return places[::-1]
+
+
+FORMAT = "brain.Event:2"  # the version that TensorBoard's files begin with
+# Training and validation share a chart, and related charts a heading; the other numbers are under "run".
+GROUPS = {
+    "loss": ("loss", "validation_loss"),
+    "optimizer": ("learning_rate", "norm"),
+    "speed": ("tokens_per_s", "gflop_per_s", "product_share"),
+    "phases": ("forward_s", "backward_s", "update_s", "idle", "validation_s", "checkpoint_s", "checkpoint_waited_s"),
+}
+LEFT_OUT = ("step", "tokens", "seconds")  # an event has step and time, and each number costs some microseconds
+GROUP = {name: group for group, names in GROUPS.items() for name in names}
+
+
+def open_tensorboard(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
+    """Open a file of events beside a run's metrics: `tensorboard --logdir RUNS` shows each run by its folder's name.
+
+    done   how many steps of a resumed run count: TensorBoard drops later ones from earlier files
+    """
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def framed(**fields: Any) -> bytes:
+        buffer = BytesIO()
+        RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        return buffer.getvalue()
+
+    def encode(record: Mapping[str, Any]) -> bytes:
+        numbers = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(record)]
+        return framed(step=record["step"], summary=Summary(value=numbers))
+
+    # TensorBoard reads the files of a folder in the order of their names.
+    name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
+    text = TensorProto(dtype=DT_STRING, string_val=[as_markdown(sections).encode()])
+    kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    configuration = Summary(value=[Summary.Value(tag="configuration", tensor=text, metadata=kind)])
+    header = framed(file_version=FORMAT)
+    header += framed(step=done, session_log=SessionLog(status=SessionLog.START)) if done is not None else b""
+    header += framed(step=done or 0, summary=configuration)
+    return RecordFile(folder / name, encode, new=True, header=header)
+
+
+def tagged(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield a record's numbers by TensorBoard's names for them, such as loss/validation_loss or workers/0/idle."""
+    for name, number in _numbers(record):
+        if "/" in name:
+            yield name, number
+        elif name not in LEFT_OUT:
+            yield f"{GROUP.get(name, 'run')}/{name}", number
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value
+
+
+def as_markdown(sections: Mapping[str, Any]) -> str:
+    """Return a run's configuration as a table for TensorBoard's text page."""
+    rows = ["| setting | value |", "|---|---|"]
+    for title, section in sections.items():
+        values = section if isinstance(section, Mapping) else vars(section)
+        rows += [f"| {title}.{name} | {value} |" for name, value in values.items()]
+    return "\n".join(rows)
+
+
+# The forms in which metrics are written. A function opens the file of a run, for (folder, configuration by sections,
+# steps that a resumed run has made or None). All but the first need the package, and have the extra, of their name.
+SINKS: dict[str, Callable[[Path, Mapping[str, Any], int | None], RecordFile]] = {
+    "metrics": open_metrics,  # always written: a resumed run reads its losses
+    "tensorboard": open_tensorboard,
+}
+ALWAYS = "metrics"
+
+
+def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
+    """Return the names of the sinks that a run writes to.
+
+    log      the setting, names separated by commas
+    out      the run folder
+
+    Errors   ValueError for an unknown name, or where there is no folder; RuntimeError if a package is missing
+    """
+    names = [part.strip() for part in log.split(",") if part.strip()]
+    known = [name for name in SINKS if name != ALWAYS]
+    for name in names:
+        require(name in SINKS, "train", "the log must be known", {"log": name}, nearest(name, known))
+        require(bool(out), "train", "a log must have a folder", {"log": name}, "Give RunConfig(out=...).")
+        if name != ALWAYS and find_spec(name) is None:
+            rule, got = f"{name} must be installed", {"log": name}
+            raise refusal(RuntimeError, "train", rule, got, f"Install it with pip install 'daskgpt[{name}]'.")
+    return tuple(dict.fromkeys([ALWAYS, *names]))
+
+
+class Logs:
+    """All files that a run's metrics are written to."""
+
+    def __init__(self) -> None:
+        self.files: list[RecordFile] = []
+
+    def open(self, name: str, folder: Path, sections: Mapping[str, Any], done: int | None) -> None:
+        self.files.append(SINKS[name](folder, sections, done))
+
+    def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:
+        """Append the metrics of a step to each file; numbers that are not finite, which JSON does not have, as null.
+
+        A record without room is kept and written later; the errors of files for which that is new are returned.
+        """
+        valid = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        errors = []
+        for file in self.files:
+            waited = bool(file.unwritten)
+            try:
+                file.log(valid)
+            except OSError as error:
+                errors += [(file.path, error)] * (not waited)
+        return errors
+
+    def write(self) -> None:
+        """Write the records that are not written yet. Errors   OSError if there is no room"""
+        for file in self.files:
+            file.write()
+
+    def sync(self) -> None:
+        """Flush the records to the disk. Errors   OSError if some are not written"""
+        for file in self.files:
+            file.sync()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
