@@ -79,7 +79,7 @@ def test_cache_is_reused_and_stale_code_removed(weighted, monkeypatch):
     cache = Path(loaded.stats.cache_path)
     before = {path.name for path in cache.glob("weighted_module.*.nb?")}
     assert len(before) == 4  # an index and the code for each dtype
-    monkeypatch.setattr(compilation, "_source_fingerprint", lambda: "changed0")
+    monkeypatch.setattr(compilation, "_source_fingerprint", lambda module: "changed0")
     newer = Kernel(weighted.function, SIGNATURE)
     assert not newer.is_cached("f")
     newer.compile("f")

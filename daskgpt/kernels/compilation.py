@@ -3,8 +3,8 @@
 A kernel is written once and compiled twice, for float32 and for float64, at its first call with each. The two are
 separate functions for Numba's cache on disk, because a cached function with a single signature cannot be mixed up by
 processes that write the cache at the same time (numba#4807). Their names carry two fingerprints: one of the processor
-and the Numba version, so that machines that share a folder do not overwrite each other's code, and one of the source
-in this folder, because Numba does not see that a helper in another file changed.
+and the Numba version, so that machines that share a folder do not overwrite each other's code, and one of the sources
+that the kernel is made of, because Numba does not see that a helper in another file changed.
 """
 
 import atexit
@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import types
@@ -27,6 +28,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from daskgpt.config.errors import refusal
+from daskgpt.kernels.numba_internals import optimized_once, without_literals
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
 # one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
@@ -38,14 +40,24 @@ _ANY = "any"
 # Kernels that only `--precision bfloat16` needs; they take as long to compile as all others together.
 _BFLOAT16 = "daskgpt.kernels.bfloat16."
 
+_IMPORT = re.compile(rb"^from (daskgpt\.kernels[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+
 KERNELS: list["Kernel"] = []
 
 # Decorators of functions that kernels include. Python never calls them; the code for such calls would take a sixth of
 # the time of compiling. A helper is compiled into each place that calls it; a part calls `stay_apart`, and is compiled
 # once a kernel.
 _INNER: dict[str, Any] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-helper = numba.njit(**_INNER, forceinline=True)
-part = numba.njit(**_INNER)
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Decorator of a function that is compiled into each place that calls it."""
+    return without_literals(numba.njit(**_INNER, forceinline=True)(function))
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Decorator of a function that calls `stay_apart`, and is compiled once a kernel."""
+    return without_literals(numba.njit(**_INNER)(function))
 
 
 @intrinsic
@@ -92,11 +104,27 @@ def _machine_fingerprint() -> str:
 
 
 @functools.cache
-def _source_fingerprint() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
+def _source_fingerprint(module: str) -> str:
+    """A digest of the source of a module, and of those in this folder that it imports, directly or not."""
+    found: dict[str, bytes] = {}
+    names = [module]
+    while names:
+        name = names.pop()
+        if name not in found:
+            found[name], imported = _source(name)
+            names += imported
+    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:8]
+
+
+@functools.cache
+def _source(module: str) -> tuple[bytes, list[str]]:
+    """The source of a module, empty if it has no file, and the modules of this folder that it imports."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    source = Path(path).read_bytes() if path else b""
+    names = []
+    for package, imported in _IMPORT.findall(source):
+        names += [package.decode(), *(f"{package.decode()}.{word.decode()}" for word in re.findall(rb"\w+", imported))]
+    return source, [name for name in names if name in sys.modules]
 
 
 class Kernel:
@@ -140,7 +168,8 @@ class Kernel:
             if process := self._processes.pop(kind, None):
                 process.wait()
             dispatcher = self._dispatcher(kind)
-            dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
+            with optimized_once():
+                dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
             dispatcher.disable_compile()
             self._compiled[kind] = dispatcher
             stats = dispatcher.stats
@@ -166,7 +195,7 @@ class Kernel:
         return f"{self.function.__qualname__}_{dtype}_{_machine_fingerprint()}_"
 
     def _variant(self, kind: str) -> str:
-        return self._stem(kind) + _source_fingerprint()
+        return self._stem(kind) + _source_fingerprint(self.function.__module__)
 
     def _dispatcher(self, kind: str) -> Any:
         if kind != _ANY and kind not in _FLOATS:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import dask.local
 import dask.threaded
-import numpy as np
-from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.program import counting_from, recorded_spans
 from daskgpt.graph.recording import GraphRun
-from daskgpt.kernels.float32.blas import matmul
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 
 # From <malloc.h>

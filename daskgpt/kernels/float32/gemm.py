@@ -407,16 +407,14 @@ def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
     # 111 is as it is, 112 transposed. The caller defines only the lower half of these two numbers.
     a_transposed, b_transposed = a_order & 1 == 0, b_order & 1 == 0
-    if b_transposed:
-        # What is cheaper to turn: a and c, or b. A result that does not stay in the caches is written best by rows.
-        if a_transposed or ((n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)):
-            _by_turned_columns(work, not a_transposed, n, m, k, b_part, a_part, c_part, beta)
-        else:
-            _by_packed_columns(work, False, True, m, n, k, a_part, b_part, c_part, beta)
-    elif k <= _SHORT and m * k <= _SMALL and n % (2 * LANES) == 0:
+    # What is cheaper to turn: a and c, or b. A result that does not stay in the caches is written best by rows.
+    turned = (n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)
+    if b_transposed and (a_transposed or turned):
+        _by_turned_columns(work, not a_transposed, n, m, k, b_part, a_part, c_part, beta)
+    elif not b_transposed and k <= _SHORT and m * k <= _SMALL and n % (2 * LANES) == 0:
         _in_place(work, a_transposed, m, n, k, a_part, b_part, c_part, beta)
-    elif a_transposed:
-        _by_packed_columns(work, True, False, m, n, k, a_part, b_part, c_part, beta)
+    elif a_transposed or b_transposed:
+        _by_packed_columns(work, a_transposed, b_transposed, m, n, k, a_part, b_part, c_part, beta)
     else:
         _by_panels(work, m, n, k, a_part, b_part, c_part, beta)
     give_back(places, taken)
