@@ -7,8 +7,9 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
+from numba.core.registry import cpu_target
 
-from daskgpt.kernels import compilation
+from daskgpt.kernels import compilation, numba_internals
 from daskgpt.kernels.compilation import KERNELS, Kernel, all_cached, compile_all, compile_later
 
 SIGNATURE = "r1 i1 f n w1"
@@ -129,3 +130,51 @@ def test_what_a_run_may_not_need_is_compiled_later(weighted, monkeypatch):
     assert not weighted.is_cached("f")
     compile_later(np.float32, {"decoding"})
     assert weighted.compile("f").stats.cache_hits
+
+
+@pytest.mark.parametrize(
+    ("changed", "differs"),
+    [("gelu", True), ("simd.math", True), ("simd.lanes", True), ("compilation", True), ("attention", False)],
+)
+def test_fingerprint_covers_what_a_module_imports(changed, differs, monkeypatch):
+    source = compilation._source
+    before = compilation._source_fingerprint("daskgpt.kernels.gelu")
+
+    def changed_source(module):
+        text, imported = source(module)
+        return text + b"#" * (module == f"daskgpt.kernels.{changed}"), imported
+
+    monkeypatch.setattr(compilation, "_source", changed_source)
+    assert (compilation._source_fingerprint.__wrapped__("daskgpt.kernels.gelu") != before) == differs
+
+
+def test_numba_is_a_version_whose_internals_are_known():
+    assert numba_internals.KNOWN, f"look at {numba_internals.__file__} and at Numba {numba.__version__}"
+
+
+WITH_HELPER = """
+@helper
+def scaled(value, factor):
+    return value * factor + 1
+
+def both(x, y):
+    for i in range(x.size):
+        y[i] = scaled(x[i], 2) - scaled(x[i], 3)
+"""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_included_functions_compute_the_same_in_both_ways(known, monkeypatch):
+    monkeypatch.setattr(numba_internals, "KNOWN", known)
+    codegen = cpu_target.target_context.codegen()
+
+    names: dict = {"__name__": "nowhere", "helper": compilation.helper}
+    exec(compile(WITH_HELPER, "<no file>", "exec"), names)
+    x, y = np.arange(40, dtype="f4") / 7, np.empty(40, "f4")
+    before = codegen._library_class
+    compiled = Kernel(names["both"], "r1 w1").compile("f")
+    assert codegen._library_class is before
+    compiled(x, y)
+    exact = x.astype("f8")  # of what a number without a dtype takes part in
+    assert np.array_equal(y, ((exact * 2 + 1) - (exact * 3 + 1)).astype("f4"))
+    assert len(names["scaled"].signatures) == (1 if known else 2)

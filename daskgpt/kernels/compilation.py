@@ -45,8 +45,7 @@ _IMPORT = re.compile(rb"^from (daskgpt\.kernels[\w.]*) import (\([^)]*\)|.*)$", 
 KERNELS: list["Kernel"] = []
 
 # Decorators of functions that kernels include. Python never calls them; the code for such calls would take a sixth of
-# the time of compiling. A helper is compiled into each place that calls it; a part calls `stay_apart`, and is compiled
-# once a kernel.
+# the time of compiling.
 _INNER: dict[str, Any] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 

@@ -53,6 +53,8 @@ def optimized_once() -> Iterator[None]:
 class _Library(JITCodeLibrary):
     """The code of one function while a kernel is compiled."""
 
+    _final_module: Any
+
     @property
     def _is_included(self) -> bool:
         names = (each.name for each in self._final_module.functions if not each.is_declaration)
