@@ -210,6 +210,7 @@ def test_worker_without_numpy_ends_in_one_line(cluster, tmp_path, monkeypatch):
 
 @engines
 def test_dask_report_names_layers_and_passes(engine, cluster, small_text, tmp_path, capsys):
+    cluster.have(2)
     flags = f"{FLAGS} --engine {engine} --steps 2 --grain kernel --scheduler {cluster.address}"
     flags += f" --data {small_text} --out {tmp_path / 'run'}"
     assert train.main([*flags.split(), "--performance-report", "report.html"]) == 0

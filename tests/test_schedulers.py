@@ -13,7 +13,7 @@ from machines import wait_until
 from small_runs import fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
-from daskgpt.schedulers import connect, failures, local, membership, worker_metrics
+from daskgpt.schedulers import connect, failures, machine, membership, worker_metrics
 from daskgpt.training import recovery
 from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery import RecoveryPoints
@@ -342,6 +342,6 @@ def test_worker_usage_counts_from_its_start(monkeypatch):
 
 def test_product_rate_counts_all_threads(monkeypatch):
     done = []
-    monkeypatch.setattr(local, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
-    assert local.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * local.SIZE**3 / 0.03
+    monkeypatch.setattr(machine, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
+    assert machine.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * machine.SIZE**3 / 0.03
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"

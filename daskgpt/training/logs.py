@@ -83,9 +83,9 @@ class RecordFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def copy_to(self, path: Path) -> None:
-        """Copy the file so far, even if it was moved away or removed."""
-        self.file.seek(0)
-        path.write_bytes(self.file.read())
+        """Copy the records so far, even if the file was moved away or removed, while others are added."""
+        with self.writing:  # another thread writes where the file's position is
+            path.write_bytes(os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0))
 
     def close(self) -> None:
         self.file.close()
