@@ -15,7 +15,7 @@ from daskgpt.graph.messages import Channel
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.training.step import Batch, Outcome, StepOptions, TrainingStep
 
-LIMIT = 20  # seconds that a rank waits for a message
+LIMIT = 300  # seconds to wait for a message; a rank that compiles kernels takes long on a busy machine
 
 
 class Messages:

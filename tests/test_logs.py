@@ -131,4 +131,5 @@ def test_result_has_timers(small_text, tmp_path):
     assert sum(result.timers.values()) < result.seconds
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     validations = sum(record.get("validation_s", 0.0) for record in records)
-    assert result.timers["validation"] == pytest.approx(validations, abs=1e-3 * len(records))  # they are rounded
+    # They are rounded, and what is checked after the last record is in none.
+    assert 0 < validations <= result.timers["validation"] + 1e-3 * len(records)
