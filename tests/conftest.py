@@ -38,7 +38,7 @@ def pytest_sessionstart(session):
 def pytest_collection_modifyitems(items):
     """Mark the files of tests/nightly/; the tests of a file share a process, as do all tests of the cluster."""
     for item in items:
-        if "nightly" in item.path.parts:
+        if item.path.is_relative_to(Path(__file__).parent / "nightly"):
             item.add_marker(pytest.mark.nightly)
         if item.get_closest_marker("xdist_group") is None:
             group = "cluster" if "cluster" in getattr(item, "fixturenames", ()) else item.path.stem
