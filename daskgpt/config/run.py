@@ -137,9 +137,9 @@ class LocalConfig(Checked):
 @documented
 @dataclass(frozen=True)
 class DataflowConfig(Checked):
-    """How a step is cut into tasks, who runs them, and what its products round to.
+    """How a step is cut into tasks, what runs them, and the precision of its products.
 
-    Only the precision, which is another arithmetic, changes a bit of the result.
+    The result is bitwise identical under all of these settings except the precision.
     """
 
     batch_chunk: int = setting(

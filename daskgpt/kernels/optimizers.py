@@ -21,7 +21,7 @@ from daskgpt.kernels.simd.reductions import dot
 
 
 def _check_state(where: str, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray) -> None:
-    """Raise ValueError unless the gradient is of the weight's shape, and weight and moments can be written over."""
+    """Raise ValueError unless the gradient is of the weight's shape, and weight and moments can be updated in place."""
     check_shape(where, "gradient", gradient, weight.shape)
     for name, array in {"weight": weight, **moments}.items():
         check_output(where, name, array, weight.shape, weight.dtype)
@@ -81,7 +81,7 @@ def step_scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weig
 def adamw_inplace(
     weight: np.ndarray, gradient: np.ndarray, m: np.ndarray, v: np.ndarray, hyper: np.ndarray, **options: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Make one AdamW step with decoupled decay, written over weight, m and v, which are returned.
+    """Make one AdamW step with decoupled decay; weight, m and v are updated in place and returned.
 
     m' = beta1 m + (1 - beta1) g;  m̂ = m' / (1 - beta1^step)
     v' = beta2 v + (1 - beta2) g²;  v̂ = v' / (1 - beta2^step)
@@ -421,6 +421,6 @@ def guard(
                 total += value
     norm = math.sqrt(total)
     scale = min(1.0, clip / (norm + _EPSILON)) if clip else 1.0
-    *told, most_loss, most_norm = hyper.tolist()
+    *scalars, most_loss, most_norm = hyper.tolist()
     made = not limits or (float(loss) <= most_loss and norm <= most_norm)
-    return np.array([*told, norm, scale, float(made)])
+    return np.array([*scalars, norm, scale, float(made)])

@@ -88,7 +88,7 @@ class Optimizer:
 
     kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), or the weight alone if
               there are no moments
-    in_place  the same for some rows, written over weight and moments
+    in_place  the same for some rows, which updates weight and moments in place
     moments   names of the arrays that pass from step to step, zero at the start, each of the weight's shape
     per_row   those of them that have one number per row of the weight instead
     options   returns the constants of a tensor

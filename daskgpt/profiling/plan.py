@@ -232,12 +232,12 @@ def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
     threads = 1 if job.local.local_steps else threads_of(job)
     shape = job.replica_shape if job.local.local_steps else job.micro_shape
     choice = ChunkChoice(job.config, shape, dataflow, job.precision, threads)
-    told = described(shape, choice.first)
+    description = described(shape, choice.first)
     if not choice.reason:
-        return choice.first, told
+        return choice.first, description
     known = job.scheduler in ("sync", "threads", "local") or bool(job.local.local_steps)
     assumed = "" if known else ", which are assumed: a run asks the cluster"
-    return choice.first, f"{told} ({choice.reason}{assumed})"
+    return choice.first, f"{description} ({choice.reason}{assumed})"
 
 
 def threads_of(job: Job) -> int:

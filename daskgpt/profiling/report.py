@@ -268,7 +268,7 @@ def compare(named: Mapping[str, Sequence[Row]], pairs: Iterable[tuple[str, ...]]
 
 
 def sentence(found: Comparison) -> str:
-    """Say which takes longer, by how much, or that it cannot be told; bold only what several runs of both show."""
+    """Say which takes longer and by how much, or that no runs show it; bold only what several runs of both show."""
     fast, slow = (rounded(times.median) for times in found.times)
     ratio, against = rounded(found.ratio, 2), f"{slow} against {fast} ms"
     text = f"a step takes {ratio} times as long with {found.slower} as with {found.faster}"

@@ -61,7 +61,7 @@ class Event:
 
     phase   forward, backward or update
     where   in the model: `h.0.attn.c_attn`; of a backward call with the argument whose gradient it is
-    stage   its layer of the network and pass, by which different layers are told apart; all updates are one
+    stage   its layer of the network and pass, which distinguish layers; all updates are one
     chunk   (b, t), None in it for an axis that is whole; None for what belongs to no chunk
     lane    number of the thread or worker
     start   and end, in seconds since the timeline began

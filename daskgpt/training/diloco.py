@@ -59,9 +59,9 @@ def inner_steps(
 ) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
     """Make some steps of one replica; return their outcomes and duration, the weights, and the moments.
 
-    The moments are written over, and so are the weights, unless replicas share them.
+    The moments are updated in place, and so are the weights, unless replicas share them.
 
-    runnable   the recorded step, which writes over its state
+    runnable   the recorded step, which updates its state in place
     names      of the arrays in each pack
     inputs     of each step, for the replica's sequences
     shared     whether other replicas begin with the same weights, which are copied first then
