@@ -71,7 +71,7 @@ NEAR = {
     "model": "model layers lived_in dropout one_number",
     "profiling": "study timeline dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
-    "training": "checkpoints resume run_folder validation local_steps cluster stopping logs best_checkpoint start",
+    "training": "checkpoints resume run_folder validation local_steps cluster stopping logs progress start",
 }
 WAITS = {"wait", "join", "result", "acquire", "release", "settle", "barrier", "notify_all"}
 

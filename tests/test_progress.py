@@ -43,8 +43,9 @@ def shown_in_terminal(columns, steps):
     thread = threading.Thread(target=reader)
     thread.start()
     with os.fdopen(theirs, "w") as stream:
-        progress = Progress(steps, stream=stream)
+        progress = Progress(2 * steps, stream=stream)
         progress.begin()
+        progress.expect(steps)  # as a run by minutes does
         for step in range(1, steps + 1):
             validated = {"validation_loss": 11.25, "best": step == 20} if step % 20 == 0 else {}
             progress.line.mininterval = 0
