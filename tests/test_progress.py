@@ -64,6 +64,8 @@ def test_progress_in_a_terminal(columns):
     live = [line for line in shown if re.match(r" *\d+/60 ", line)]
     assert len(live) > 30
     assert any("validation 11.250, 1.23M tokens/s" in line for line in live) == (columns >= 80)
+    bars = [bar[1] for line in live if (bar := re.search(r"\|(.+)\|", line))]
+    assert columns < 200 or " " not in bars[-1], "it is full in the end"
     kept = [line for line in left if line.startswith("step")]
     assert [line.split("/")[0] for line in kept] == ["step 20", "step 40", "step 60"]
     assert ["(best)" in line for line in kept] == [columns > 40, False, False]

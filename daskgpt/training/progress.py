@@ -94,8 +94,6 @@ class Progress:
     def expect(self, steps: int) -> None:
         """Change the number of all steps."""
         self.steps = steps
-        if self.line is not None:
-            self.line.total = steps
 
     def close(self) -> None:
         """Remove the live line; printed lines stay."""
@@ -164,7 +162,7 @@ class _Line(tqdm):
         text = f"{count} {words}".rstrip()
         bar = "|{bar}| " if width - len(text) - len("|| ") >= LEAST_BAR else ""
         known: dict[str, Any] = super().format_dict
-        return known | {"ncols": width, "bar_format": f"{count} {bar}{words}"}
+        return known | {"total": self.progress.steps, "ncols": width, "bar_format": f"{count} {bar}{words}"}
 
 
 def in_notebook() -> bool:
