@@ -336,7 +336,7 @@ def _report(arguments: Namespace, number: int, fault: Fault, failed: str, second
         place = {name: value for name, value in asdict(fault).items() if name not in ("start", "end")}
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         line = (
-            {"commit": commit.stdout.strip(), "seed": arguments.seed, "number": number}
+            {"commit": commit.stdout.strip(), "seed": arguments.seed, "number": number, "ring": arguments.ring}
             | place
             | {"failed": failed, "seconds": round(seconds)}
         )
