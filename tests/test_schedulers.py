@@ -1,6 +1,7 @@
 """Tests of schedulers in this process: addresses, errors, recovery, membership and metrics of a cluster."""
 
 import asyncio
+import logging
 import socket
 import time
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import dask
 import pytest
 from distributed import Client, LocalCluster
+from distributed.client import AllExit
 from distributed.core import Status
 from machines import wait_until
 from small_runs import fit, losses_of, metrics_of, tensors_of
@@ -345,3 +347,9 @@ def test_product_rate_counts_all_threads(monkeypatch):
     monkeypatch.setattr(machine, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
     assert machine.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * machine.SIZE**3 / 0.03
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"
+
+
+@pytest.mark.parametrize(("kind", "logged"), [(AllExit, False), (ValueError, True)])
+def test_waits_that_a_lost_cluster_cuts_short_are_not_logged(kind, logged):
+    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "never retrieved", (), (kind, kind(), None))
+    assert connect._is_no_lost_wait(record) == logged

@@ -226,6 +226,7 @@ def has_page() -> bool:
 @contextmanager
 def _silent_client() -> Iterator[None]:
     """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
+    logging.getLogger("asyncio").addFilter(_is_no_lost_wait)
     levels = {name: logging.getLogger(name).level for name in ("distributed.client", "distributed.batched")}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -234,6 +235,14 @@ def _silent_client() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _is_no_lost_wait(record: logging.LogRecord) -> bool:
+    """Return whether a record is about something else than a wait of Dask's client that its end has cut short.
+
+    asyncio reports those when they are collected, which may be when the process ends.
+    """
+    return not (record.exc_info and type(record.exc_info[1]).__name__ == "AllExit")
 
 
 def _scheduler_file(address: str) -> str:
