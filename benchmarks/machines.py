@@ -20,6 +20,7 @@ from distributed import Client, WorkerPlugin
 from namespaces import Hosts
 
 from daskgpt.graph import program
+from daskgpt.schedulers.connect import BETWEEN_TASKS
 from daskgpt.schedulers.membership import running
 
 ROOT = Path(__file__).parents[1]
@@ -88,8 +89,10 @@ class Machines:
         self.log = (folder / "machines.log").open("w")
         paths = [*(str(ROOT / own) for own in ("", "tests", "tests/nightly", "benchmarks"))]
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        # Idle processes then take a fifth of the processor time that they take with Dask's defaults.
-        own = {"DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms", "PYTHONPATH": os.pathsep.join(paths)}
+        own = {"PYTHONPATH": os.pathsep.join(paths)}
+        # As local clusters have it: idle processes take a fifth of the processor time of Dask's defaults.
+        for name, (_, ours) in BETWEEN_TASKS.items():
+            own[f"DASK_{name}".upper().replace(".", "__").replace("-", "_")] = str(ours)
         self.environment = os.environ | own
         file = folder / "scheduler.json"
         self._start("scheduler", 0, "scheduler", "--port", "0", "--scheduler-file", str(file))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -22,12 +21,16 @@ class Messages:
     """Carries values between threads: in order, by sender, receiver and channel."""
 
     def __init__(self) -> None:
-        self.queues: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.queues: dict[Any, queue.Queue[Any]] = {}
         self.sent: list[tuple[int, int, Channel, int]] = []  # from, to, on which, and bytes of the arrays in it
 
     def link(self, number: int) -> Any:
         """The link of a rank to the others."""
         return _Link(self, number)
+
+    def between(self, *key: Any) -> queue.Queue[Any]:
+        """The queue of a sender, receiver and channel; sender and receiver may ask for it first at the same moment."""
+        return self.queues.setdefault(key, queue.Queue())
 
 
 class _Link:
@@ -36,10 +39,10 @@ class _Link:
 
     def send(self, rank: int, channel: Channel, value: Any) -> None:
         self.messages.sent.append((self.number, rank, channel, _bytes(value)))
-        self.messages.queues[self.number, rank, channel].put(value)
+        self.messages.between(self.number, rank, channel).put(value)
 
     def receive(self, rank: int, channel: Channel) -> Any:
-        return self.messages.queues[rank, self.number, channel].get(timeout=LIMIT)
+        return self.messages.between(rank, self.number, channel).get(timeout=LIMIT)
 
 
 def _bytes(value: Any) -> int:

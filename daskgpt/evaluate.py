@@ -39,7 +39,7 @@ from daskgpt.training.job import compile_kernels
 @documented
 @dataclass(frozen=True)
 class EvaluateConfig(Checked):
-    """What to evaluate, and how."""
+    """Settings of an evaluation."""
 
     data: str = setting("", "a text, folder, glob or token file; an evaluation file; or HellaSwag's .jsonl")
     limit: int = setting(0, "number of tokens or questions to use, from the first on; 0 = all", least=0)

@@ -33,7 +33,7 @@ from daskgpt.training.job import compile_kernels
 @documented
 @dataclass(frozen=True)
 class GenerateConfig(Checked):
-    """What to write."""
+    """Settings of generation."""
 
     samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
     tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)

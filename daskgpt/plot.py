@@ -13,7 +13,7 @@ from daskgpt.config.settings import Checked, documented, setting
 @documented
 @dataclass(frozen=True)
 class PlotConfig(Checked):
-    """What to draw."""
+    """Settings of a drawing."""
 
     out: str = setting("", "file to write, .png or .svg", unit="file")
     smooth: int = setting(

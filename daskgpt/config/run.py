@@ -137,7 +137,7 @@ class LocalConfig(Checked):
 @documented
 @dataclass(frozen=True)
 class DataflowConfig(Checked):
-    """How a step is cut into tasks, what runs them, and the precision of its products.
+    """Settings of the dataflow: the cuts of a step into tasks, what runs them, and the precision of products.
 
     The result is bitwise identical under all of these settings except the precision.
     """

@@ -1,1 +1,1 @@
-"""From text to tokens to batches. This package does not use Dask."""
+"""Text, tokens and batches. This package does not use Dask."""

@@ -1,4 +1,4 @@
-"""What the formats share: models whose tensors are read when they are looked up, the layouts of tensors in files, and
+"""Common parts of the formats: models whose tensors are read when they are looked up, layouts of tensors in files,
 checks of files that other programs wrote.
 
 Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding; llm.c has both as

@@ -21,7 +21,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Choice:
-    """How a token is chosen.
+    """Settings of the choice of a token.
 
     temperature  0 = always the likeliest token, 1 = the model's own probabilities
     top_k        choose among this many likeliest tokens, 0 = all

@@ -40,7 +40,7 @@ class GraphRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the state of a run is packed: one tuple of arrays for each task that updates them."""
+    """The packing of a run's state: one tuple of arrays for each task that updates them."""
 
     packs: tuple[tuple[str, ...], ...]
 

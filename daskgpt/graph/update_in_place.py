@@ -51,7 +51,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class InPlaceRule:
-    """How a tensor is updated in place.
+    """The rule by which a tensor is updated in place.
 
     kernel   called as kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
     fused    summing kernel -> kernel that does its sum and the update in one pass
@@ -69,7 +69,7 @@ class InPlaceRule:
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """How the updates of a graph are made in place. They are the tasks whose origin names a parameter: functions
+    """The rules by which a graph's updates are made in place: of tasks whose origin names a parameter, functions
     (weight, gradient, *moments, hyper) -> tuple of the new tensors.
 
     rule_of   origin of an update -> its rule

@@ -183,7 +183,7 @@ class Kernel:
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
 
     def is_cached(self, kind: str) -> bool:
-        """Whether the cache on disk lists this version; nothing is compiled."""
+        """Return whether the cache on disk lists this version; nothing is compiled."""
         if kind in self._compiled:
             return True
         folder = self._dispatcher(kind).stats.cache_path
@@ -333,5 +333,5 @@ def _compile_named() -> None:
 
 
 def all_cached(dtype: Any, bfloat16: bool = True, uses: Container[str] | None = None) -> bool:
-    """Whether the cache on disk holds what compile_all would compile, so that it will take little time."""
+    """Return whether the cache on disk holds what compile_all would compile, so that it will take little time."""
     return all(each.is_cached(each.kind_of(dtype)) for each in _wanted(bfloat16, uses))

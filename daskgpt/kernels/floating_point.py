@@ -66,5 +66,5 @@ def flush_to_zero() -> Iterator[None]:
 
 
 def flushes() -> bool:
-    """Whether the calling thread flushes: half of the smallest normal number is zero."""
+    """Return whether the calling thread flushes: half of the smallest normal number is zero."""
     return bool((_SMALLEST_NORMAL * _HALF)[0] == 0)

@@ -1,4 +1,4 @@
-"""What Numba does not document and compiling needs, all of it read here: less work for functions that kernels include.
+"""Undocumented parts of Numba, which are read here alone, so that functions that kernels include cost less to compile.
 
 Used with the versions of Numba that `SEEN_IN` names; with others, kernels are compiled in Numba's own way, with the
 same bits and more time.

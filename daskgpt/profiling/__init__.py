@@ -1,1 +1,1 @@
-"""What looks on: measurements, timelines, comparisons, studies. The training loop does not know them."""
+"""Instruments: measurements, timelines, comparisons, studies. The training loop does not know them."""

@@ -78,7 +78,7 @@ class Dataflow:
 
     @property
     def bytes(self) -> int:
-        """Of all that tasks hand to one another."""
+        """Bytes of all results that tasks pass to one another."""
         return sum(task.bytes for task in self.tasks.values())
 
     def before(self, name: str) -> frozenset[str]:

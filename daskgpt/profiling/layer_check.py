@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class LayerReport:
-    """What `check_layer` has found; true where everything holds."""
+    """The result of `check_layer`; true where everything holds."""
 
     layer: str
     findings: tuple[Finding, ...]

@@ -50,7 +50,7 @@ class BatchConfig(Checked):
 @documented
 @dataclass(frozen=True)
 class BenchConfig(BatchConfig):
-    """What is timed."""
+    """Settings of a measurement."""
 
     steps: int = setting(10, "timed steps", unit="steps", least=1, most=2**20)
     warmup: int = setting(3, "steps before them", unit="steps", least=1, most=2**20)

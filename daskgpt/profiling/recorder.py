@@ -25,7 +25,7 @@ from daskgpt.training.step import TrainingStep
 
 
 class Part(NamedTuple):
-    """What one process has recorded: its events, whose lanes are numbers of its threads."""
+    """The recording of one process: its events, whose lanes are numbers of its threads."""
 
     name: str
     threads: int

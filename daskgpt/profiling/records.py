@@ -89,24 +89,24 @@ class Comparison:
 
     @classmethod
     def of(cls, name: str, times: Spread, other_name: str, other_times: Spread) -> Comparison:
-        """Of two settings, whichever is faster."""
+        """The faster one of two settings."""
         if times.median <= other_times.median:
             return cls(name, other_name, (times, other_times))
         return cls(other_name, name, (other_times, times))
 
     @property
     def ratio(self) -> float:
-        """How many times as long the slower one takes: at least 1."""
+        """Time of the slower one divided by that of the faster one: at least 1."""
         return self.times[1].median / self.times[0].median
 
     @property
     def single(self) -> bool:
-        """Whether one of them was run once, from which nothing follows."""
+        """True if one of them was run once, from which nothing follows."""
         return min(times.n for times in self.times) == 1
 
     @property
     def clear(self) -> bool:
-        """Whether the middle halves of the two lie apart; never of a single run."""
+        """True if the middle halves of the two lie apart; never of a single run."""
         return not self.single and self.times[0].quartiles[2] < self.times[1].quartiles[0]
 
 
@@ -232,7 +232,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a command has measured.
+    """The measurement of a command.
 
     facts     for people, by name
     settings  what was measured, beside the model

@@ -55,7 +55,7 @@ MOST_CHUNKS = 8
 @documented
 @dataclass(frozen=True)
 class StudyConfig(BatchConfig):
-    """What all runs of a study share."""
+    """Settings that all runs of a study share."""
 
     precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**20)

@@ -1,4 +1,4 @@
-"""What ran when: kernel calls in the words of the model, the numbers of a timeline, and strips of color to look at."""
+"""Timelines: kernel calls in the words of the model, the numbers of a timeline, and strips of color to look at."""
 
 from __future__ import annotations
 

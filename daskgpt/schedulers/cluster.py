@@ -136,8 +136,9 @@ class ClusterScheduler:
             return set(running(self.client, METRIC))
 
     def admit(self, packed: bool, silence: float = 0.0) -> None:
-        with losses_as_errors(self.client):
-            check_versions(self.client, packed)
+        if packed:  # everything else was checked when the cluster was opened
+            with losses_as_errors(self.client):
+                check_versions(self.client, packed)
         self.silence.seconds = silence
 
     def silent(self) -> set[str]:

@@ -282,7 +282,7 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     """ends_with_it   whether the cluster ends with its client: then no plugin has to be removed"""
     if not ends_with_it:
         register(client, RemovePlugins(client))
-        check_versions(client, packed=False)  # before workers compile kernels
+    check_versions(client, packed=False)  # before workers compile kernels
     register(client, PrepareWorker(client))
     deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared
     while len(running(client, METRIC)) < len(running(client)) and time.monotonic() < deadline:

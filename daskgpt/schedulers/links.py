@@ -112,8 +112,8 @@ class WorkerLink:
 
     def receive(self, rank: int, channel: Hashable) -> Any:
         """Wait for the next value of a channel. Errors   LostRank where a rank is gone"""
-        queue = self.arrived[rank, channel]
         with self.changed:
+            queue = self.arrived[rank, channel]
             while not queue:
                 if self.lost:
                     raise LostRank(self.lost)

@@ -61,7 +61,7 @@ class Use:
 
     @property
     def busy_share(self) -> float:
-        """Of its threads' time."""
+        """Share of its threads' time."""
         return self.busy / (self.seconds * self.threads)
 
     def rates(self) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""From a job to a trained model: steps, the loop, the run folder."""
+"""Training: steps, the loop, the run folder."""

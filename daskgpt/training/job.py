@@ -211,7 +211,7 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """How many steps the run has, as known now."""
+        """Number of steps of the run, as known now."""
         return self.horizon.steps
 
     @property
@@ -231,7 +231,7 @@ class Job:
 
     @property
     def uses(self) -> frozenset[str]:
-        """What a step needs that not every run does, see `Kernel`."""
+        """Uses of kernels that not every run has, see `Kernel`."""
         return frozenset({self.optimizer.optimizer, self.config.norm, "dropout" if self.optimizer.dropout else ""})
 
     @property

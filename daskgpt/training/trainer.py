@@ -142,7 +142,7 @@ class Callback(Protocol):
 
 @dataclass(frozen=True)
 class Observers:
-    """What a run calls and shows while it trains.
+    """Functions and instruments that a run calls while it trains.
 
     on_step    called with (step, metrics) after each step; ends the run if it returns True
     callbacks  instruments that observe steps
@@ -554,7 +554,7 @@ class _Trainer:
 
     @property
     def seconds(self) -> float:
-        """How long the run has trained, earlier processes included."""
+        """Seconds that the run has trained, earlier processes included."""
         return self.initial.seconds + time.perf_counter() - self.start
 
     def wait(self) -> None:

@@ -250,7 +250,7 @@ def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, fa
 
 @helper
 def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, deltas):
-    """Of each query the logarithm of the sum and delta = sum(dy y); zeros for queries that only fill a patch."""
+    """Compute the logarithm of the sum and delta = sum(dy y) of each query; zeros where one only fills a patch."""
     for i in range((tokens + 31) // 32 * 32):
         offset, delta = _ZERO, _ZERO
         if i < tokens:

@@ -345,7 +345,7 @@ def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
 
 
 def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
-    """How many runs of how many tokens are multiplied: every sequence starts with a step of its own.
+    """Return the number of runs that are multiplied, and the tokens of each; a sequence starts with a step of its own.
 
     A unit adds up the products of 32 tokens (a tile) or of two (a pair) in its own way. The tokens of one such step
     must not depend on the chunk: a chunk's sequences are runs, or one run if each of them fills its steps.

@@ -29,7 +29,7 @@ class Unit(enum.IntEnum):
 
 
 def outruns_float32(unit: Unit) -> bool:
-    """Whether products with this unit take less time here than float32 products do.
+    """Return whether products with this unit take less time here than float32 products do.
 
     With AVX-512, AMD multiplies pairs of bfloat16 twice as fast as float32 (200 and 105 GFLOP/s a core measured), Intel
     not even as fast (88 and 140).
@@ -38,7 +38,7 @@ def outruns_float32(unit: Unit) -> bool:
 
 
 def compiles(unit: Unit) -> bool:
-    """Whether code for this unit can be compiled here."""
+    """Return whether code for this unit can be compiled here."""
     if unit is Unit.AMX:
         return has_avx512_bfloat16() and features().issuperset(("amx-tile", "amx-bf16"))
     return unit is Unit.PORTABLE or has_avx512_bfloat16()
@@ -53,7 +53,7 @@ def request_tiles() -> bool:
 
 @functools.cache
 def works(unit: Unit) -> bool:
-    """Whether this unit can be used here: the processor has it and the operating system grants it."""
+    """Return whether this unit can be used here: the processor has it and the operating system grants it."""
     return compiles(unit) and (unit is not Unit.AMX or request_tiles())
 
 

@@ -77,7 +77,7 @@ def _normalise(mean_too, weight, bias, x, i, y, channels):
 
 @helper
 def _finish(what, bias, out, m, first, last, x):
-    """What is done with one vector's new numbers: the bias, and GELU or the sum with the residual stream."""
+    """Finish one vector's new numbers: add the bias, and GELU or the sum with the residual stream."""
     if what == _SCORES:
         return
     for o in range(first, last):

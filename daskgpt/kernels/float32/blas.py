@@ -80,7 +80,7 @@ def gemm_address(dtype: np.dtype) -> int:
 
 
 def one_order(dtype: np.dtype) -> bool:
-    """Whether a product's sums have one order whatever its shapes, so that no chunk changes a bit.
+    """Return whether a product's sums have one order whatever its shapes, so that no chunk changes a bit.
 
     A library's order depends on the shapes. Nothing is compiled to find out.
     """

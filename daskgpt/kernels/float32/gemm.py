@@ -39,7 +39,7 @@ SCRATCH = PANELS + STRIP + _TILE + PAGE
 
 
 class Work(NamedTuple):
-    """What every part of one product needs: the code, and three places of the scratch memory."""
+    """Constants of one product: the code, and three places of the scratch memory."""
 
     functions: int
     panels: int
@@ -65,13 +65,13 @@ def count_panels(columns):
 
 @helper
 def panel_at(panels, steps, column):
-    """Where the packed panel of this column starts; its last rows may be empty."""
+    """Return the address of this column's packed panel; its last rows may be empty."""
     return panels + (steps + LANES - 1) // LANES * VECTOR * column
 
 
 @helper
 def plan_ahead(rows, lines, step, calls, steps):
-    """How `calls` tiles share the fetching of rows of `lines` cache lines.
+    """Return how `calls` tiles share the fetching of rows of `lines` cache lines.
 
     A tile's rows, its lines every 16 steps, lines, step.
     """
@@ -82,7 +82,7 @@ def plan_ahead(rows, lines, step, calls, steps):
 
 @helper
 def share_ahead(plan, start, call):
-    """What this tile fetches of the rectangle at `start`."""
+    """Return this tile's part of what is fetched of the rectangle at `start`."""
     each, count, lines, step = plan
     return start + call * each * step, count, lines, step
 

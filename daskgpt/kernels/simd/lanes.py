@@ -35,17 +35,17 @@ def features() -> frozenset[str]:
 
 
 def has_avx512() -> bool:
-    """Whether code with vectors of 512 bits can be compiled here."""
+    """Return whether code with vectors of 512 bits can be compiled here."""
     return "avx512f" in features()
 
 
 def has_fma() -> bool:
-    """Whether vectors are multiplied and added with one rounding: by AVX2's companion on x86, by any 64-bit ARM."""
+    """Return whether vectors are multiplied and added with one rounding: with AVX2 on x86, on any 64-bit ARM."""
     return features().issuperset(("avx2", "fma")) if X86 else platform.machine().lower() in ("aarch64", "arm64")
 
 
 def has_avx512_bfloat16() -> bool:
-    """Whether code that rounds to bfloat16 and multiplies pairs of them in one instruction can be compiled here."""
+    """Return whether code with instructions that round to bfloat16 and multiply pairs can be compiled here."""
     return features().issuperset(("avx512f", "avx512bw", "avx512vl", "avx512bf16"))
 
 
