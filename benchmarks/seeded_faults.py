@@ -68,10 +68,11 @@ NEAR = {
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",
     "kernels/bfloat16": "kernels_bfloat16 bfloat16",
     "kernels/decoding": "generating sampling",
-    "model": "model layers lived_in dropout one_number",
+    "model": "model layers lived_in dropout schedules one_number",
     "profiling": "study timeline dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
-    "training": "checkpoints resume run_folder validation local_steps cluster stopping logs progress start",
+    "training": "checkpoints resume run_folder schedules wrong_arguments validation local_steps cluster stopping logs "
+    "progress start",
 }
 WAITS = {"wait", "join", "result", "acquire", "release", "settle", "barrier", "notify_all"}
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -74,9 +75,10 @@ def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path, monkeypatc
         assert tensors_of(tmp_path / "run", steps) == tensors_of(tmp_path / f"{steps}")
 
 
-def test_checkpoint_without_memory_for_a_copy_waits(small_text, tmp_path, saved, monkeypatch):
+@pytest.mark.parametrize("free", [10_000, 95_000], ids=["far too little", "hardly enough"])  # for 92,160 bytes
+def test_checkpoint_without_memory_for_a_copy_waits(free, small_text, tmp_path, saved, monkeypatch):
     said = []
-    monkeypatch.setattr(run_folder, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(run_folder, "available_memory", lambda: free)
     monkeypatch.setattr(run_folder, "ThreadPoolExecutor", None)
     monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
     fit(small_text, tmp_path / "run", save_every=5)
@@ -84,6 +86,25 @@ def test_checkpoint_without_memory_for_a_copy_waits(small_text, tmp_path, saved,
     assert "training waits" in line
     for step in (5, 10, 12):
         assert tensors_of(tmp_path / "run", step) == tensors_of(saved[0], step)
+
+
+def test_checkpoint_that_is_being_written_precedes_an_error(small_text, tmp_path, monkeypatch):
+    raised, write = threading.Event(), run_folder.write_checkpoint
+
+    def late(*arguments, **options):
+        assert raised.wait(60)
+        time.sleep(0.2)
+        return write(*arguments, **options)
+
+    def fail(step, metrics):
+        if step == 7:
+            raised.set()
+            raise KeyError("enough")
+
+    monkeypatch.setattr(run_folder, "write_checkpoint", late)
+    with pytest.raises(KeyError, match="enough"):
+        fit(small_text, tmp_path / "run", save_every=5, on_step=fail)
+    assert steps_in(tmp_path / "run") == [5]
 
 
 @pytest.mark.parametrize(

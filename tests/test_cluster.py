@@ -21,6 +21,7 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.membership import running
 from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.training.inference import call_on_model
+from daskgpt.training.rank_program import RankProgram
 from daskgpt.training.step import State, StepOptions, TrainingStep
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
@@ -247,6 +248,54 @@ def test_worker_death_in_a_step_changes_no_bit(cluster, small_text, whole, tmp_p
     assert len(cluster.alive()) == 1
     assert same(tmp_path / "run", whole)
     assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
+
+
+def test_an_error_of_one_worker_is_the_error_of_the_run(cluster, small_text):
+    cluster.have(2)
+
+    def fail(dask_worker):
+        def failing(*arguments):
+            raise ZeroDivisionError("an error in a step")
+
+        RankProgram.window, dask_worker.whole_window = failing, RankProgram.window
+
+    def mend(dask_worker):
+        RankProgram.window = dask_worker.whole_window
+
+    with Client(cluster.address) as client:
+        one = running(client)[:1]
+        client.run(fail, workers=one)
+        try:
+            with pytest.raises(ZeroDivisionError, match="an error in a step"):
+                fit(small_text, "", cluster.address)
+        finally:
+            client.run(mend, workers=one)
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["in a window", "between windows"])
+def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tmp_path, capsys):
+    cluster.have(3)
+    plugin = KillItself("rank.window", 3, tmp_path / "left", leave=True)
+    own = {"snapshot_every": 3, "validate_every": 0}  # windows of three steps, and no newer copies
+    with Client(cluster.address) as client:
+
+        def leave(step, metrics):
+            if step == 8:
+                client.retire_workers(workers=running(client)[:1], close_workers=True)
+
+        try:
+            if within:
+                client.register_plugin(plugin)
+            fit(small_text, tmp_path / "run", cluster.address, on_step=None if within else leave, **own)
+        finally:
+            if within:
+                client.unregister_worker_plugin(plugin.name)
+    assert losses_of(tmp_path / "run") == losses_of(whole)
+    assert tensors_of(tmp_path / "run") == tensors_of(whole)
+    assert (tmp_path / "left").exists() == within
+    said = capsys.readouterr().out
+    assert "lost  " not in said
+    assert re.search(r"workers    2 share each batch", said)
 
 
 def test_one_worker_gives_the_bits_of_threads(cluster, small_text, whole, tmp_path, capsys):

@@ -73,7 +73,7 @@ def test_worker_messages_and_heartbeats(cluster):
     internals.handle_messages(worker, "daskgpt-test", lambda value: got.append(value))
 
     async def send():
-        comm = await worker.rpc.connect(address)
+        comm = await internals.connection(worker, address)
         await comm.write({"op": "daskgpt-test", "reply": False, "value": 7})
         await internals.send_heartbeat(worker)
         comm.abort()
@@ -105,7 +105,8 @@ def test_worker_is_closed_or_refused():
         async def refuse():
             internals.refuse_work(worker)
 
+        assert not internals.closes(worker)
         asyncio.run_coroutine_threadsafe(refuse(), internals.event_loop(worker)).result()
-        wait_until(lambda: worker.status in (Status.closing, Status.closed))
+        wait_until(lambda: internals.closes(worker) or worker.status == Status.closed)
         internals.end_worker(client, max(worker.address for worker in found.workers.values()))
         wait_until(lambda: address not in internals.scheduler_identity(client)["workers"])

@@ -67,6 +67,7 @@ def test_a_tokenizer_is_read_back(encoding, tmp_path):
     ("name", "sizes", "said"),
     [
         ("m.gguf", {"vocabulary": 29}, "must have an encoding"),
+        ("m.gguf", {"encoding": "gpt2"}, "must have an encoding"),  # its ids are not in the table
         ("m.gguf", {"norm": "rmsnorm"}, "has no norm"),
         ("m_q8_0.gguf", {"channels": 16}, "multiple of 32"),
         ("no.gguf", {}, r"daskgpt\[gguf\]"),

@@ -214,6 +214,8 @@ def test_conclusions_follow_from_the_numbers_whichever_way_round(report):
         assert found == ("1.99", longer)
         assert f"({max(step, layer) + 0.1:.2f} against {min(step, layer) + 0.1:.2f} ms)" in text
         assert text.count("Nothing was run for this question.") == 3  # slicing, grain and schedulers
+        rows += [row(replace(BASE, barrier=own, threads=1), n, 50.0) for own in ("step", "layer") for n in range(3)]
+        assert "On 2 threads, **a step takes 1.99 times" in report(rows), "on the largest number of threads"
 
 
 def test_speedup_and_efficiency_are_reported_for_every_phase(report):

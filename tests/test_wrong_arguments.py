@@ -98,3 +98,8 @@ def test_second_run_in_a_process_is_refused(small_text):
     results = fit(small_text, on_step=wait).losses
     assert len(results) == 12
     assert "one run at a time" in refused[0]
+    refused.clear()
+    third = threading.Thread(target=other)
+    third.start()
+    third.join()
+    assert not refused, "a run that has ended holds nothing"

@@ -283,7 +283,7 @@ def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:
     if rule.whole:
         return [bands]
     elements = math.prod(call.shape[1:]) * (bands[0][1] - bands[0][0])
-    per_task = max(1, TASK_ELEMENTS // max(elements, 1))
+    per_task = max(1, TASK_ELEMENTS // elements)
     tasks = -(-len(bands) // per_task)
     ends = [len(bands) * number // tasks for number in range(tasks + 1)]
     return [bands[first:last] for first, last in pairwise(ends)]

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from distributed.client import ClosedClientError
+from distributed.comm import connect
 from distributed.core import Status
 from distributed.diagnostics.task_stream import TaskStreamPlugin
 
@@ -89,6 +90,15 @@ def event_loop(worker: Any) -> asyncio.AbstractEventLoop:
     return loop
 
 
+async def connection(worker: Any, address: str) -> Any:
+    """Open a connection from one worker to another, which lasts until one of them ends.
+
+    The worker's pool of connections, `worker.rpc`, ends those to a worker that the scheduler has removed, and that may
+    still be leaving.
+    """
+    return await connect(address, **worker.connection_args)
+
+
 def handle_messages(worker: Any, name: str, handler: Callable[..., Any] | None) -> None:
     """Let a worker call `handler` with each message of this name; None = no longer."""
     if handler is None:
@@ -107,6 +117,11 @@ def refuse_work(worker: Any) -> None:
     """Let a worker begin no task, and close it so that no nanny starts it again."""
     worker.status = Status.paused
     worker.loop.add_callback(worker.close, executor_wait=False, reason="not equal to the run")
+
+
+def closes(worker: Any) -> bool:
+    """Return whether a worker is about to end."""
+    return bool(worker.status == Status.closing)
 
 
 def thread_count(worker: Any) -> int:

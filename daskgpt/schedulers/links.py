@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition
@@ -16,9 +16,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from distributed.protocol import to_serialize
 
-from daskgpt.schedulers.dask_internals import event_loop, handle_messages
+from daskgpt.schedulers.dask_internals import connection, event_loop, handle_messages
 
 OP = "daskgpt-message"  # the handler of a worker
+LEAVING, LEFT, RECEIVED = "leaving", "left", "received"  # channels of a rank that leaves, and of the replies to it
+LEAVING_SECONDS = 25.0  # that a worker waits until its ranks have left; Dask ends one that closes for half a minute
 SMALL_BYTES = 1 << 19  # arrays below this are copied, which costs less than a part of a message of their own
 
 
@@ -55,12 +57,26 @@ def end_programs(run: str, dask_worker: Any) -> None:
         programs.pop(name).link.close()
 
 
+async def leave(run: str, dask_worker: Any) -> None:
+    """Let the programs of runs whose names begin with `run` leave a worker that closes: see `WorkerLink.leave`."""
+    programs = [program for name, program in ranks_of(dask_worker).programs.items() if name.startswith(run)]
+    leaving = [asyncio.create_task(asyncio.to_thread(program.leave)) for program in programs]
+    if leaving:
+        await asyncio.wait(leaving, timeout=LEAVING_SECONDS)
+
+
+def leaving(epoch: str, dask_worker: Any) -> tuple[set[int], str]:
+    """Return the ranks of an epoch that a worker knows to leave or to have left, and why another one is gone."""
+    link = ranks_of(dask_worker).links.get(epoch)
+    return (link.leaving, link.lost) if link else (set(), "the epoch is over")
+
+
 class WorkerLink:
     """Connects one rank with the others of an epoch; a `graph.distribute.Link`.
 
     Messages go one way on a connection that stays open: when the connection to another rank ends, that rank is gone.
 
-    lost   why another rank is gone; empty while all are there
+    lost   why another rank is gone; empty while all are there, or have left
     """
 
     def __init__(self, worker: Any, epoch: str, number: int, addresses: Sequence[str]) -> None:
@@ -69,7 +85,7 @@ class WorkerLink:
         self.loop, self.ranks = event_loop(worker), ranks_of(worker)
         self.arrived: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)
         self.changed = Condition()
-        self.lost = ""
+        self.lost, self.left = "", set[int]()
         self.outgoing: dict[int, asyncio.Queue[Any]] = {}
         self.pumps: list[asyncio.Task[None]] = []
         self.ranks.links[epoch] = self
@@ -87,7 +103,7 @@ class WorkerLink:
         """Send messages to a rank until it is gone."""
         comm = None
         try:
-            comm, copied = await self.worker.rpc.connect(address), address.startswith("inproc")
+            comm, copied = await connection(self.worker, address), address.startswith("inproc")
             gone = asyncio.create_task(comm.read())  # the other side sends nothing: this ends with the connection
             gone.add_done_callback(lambda ended: self._ended(rank, address, ended))
             while (message := await self.outgoing[rank].get()) is not None:
@@ -95,7 +111,7 @@ class WorkerLink:
                 self.ranks.done["sent"] += sum(part.data.nbytes for part in parts)
                 await comm.write({"op": OP, "reply": False, "epoch": self.epoch, "parts": parts})
         except OSError as error:
-            self.fail(f"worker {address}: {error}")
+            self._gone(rank, f"worker {address}: {error}")
         finally:
             if comm is not None:
                 comm.abort()
@@ -103,7 +119,7 @@ class WorkerLink:
     def _ended(self, rank: int, address: str, ended: asyncio.Task[Any]) -> None:
         """Handle the end of the connection to a rank."""
         if not ended.cancelled():
-            self.fail(f"worker {address}: {ended.exception() or 'it has ended'}")
+            self._gone(rank, f"worker {address}: {ended.exception() or 'it has ended'}")
             self.outgoing[rank].put_nowait(None)
 
     def send(self, rank: int, channel: Hashable, value: Any) -> None:
@@ -115,8 +131,8 @@ class WorkerLink:
         with self.changed:
             queue = self.arrived[rank, channel]
             while not queue:
-                if self.lost:
-                    raise LostRank(self.lost)
+                if self.lost or rank in self.left:
+                    raise LostRank(self.lost or f"rank {rank} has left")
                 self.changed.wait()
             return queue.popleft()
 
@@ -127,7 +143,36 @@ class WorkerLink:
             rank, channel, value = pickle.loads(parts[0].data, buffers=[part.data for part in parts[1:]])
             with link.changed:
                 link.arrived[rank, channel].append(value)
+                if channel == LEFT:
+                    link.left.add(rank)
+                    link.send(rank, RECEIVED, None)
                 link.changed.notify_all()
+
+    @property
+    def leaving(self) -> set[int]:
+        """The ranks that leave, or have left."""
+        return {rank for rank in self.outgoing if self.arrived[rank, LEAVING]}
+
+    def leave(self, finish: Callable[[], Any]) -> None:
+        """Leave in good order: what this rank has goes to the first one that stays.
+
+        finish   called when the others know; returns what is left behind, None if nothing can be
+        """
+        for rank in self.outgoing:
+            self.send(rank, LEAVING, None)
+        value = finish()
+        others = sorted(self.outgoing.keys() - self.left)
+        heir = min(set(others) - self.leaving, default=None)
+        for rank in others if value is not None else ():
+            self.send(rank, LEFT, value if rank == heir else None)
+        for rank in others if value is not None else ():
+            with suppress(LostRank):
+                self.receive(rank, RECEIVED)
+
+    def _gone(self, rank: int, reason: str) -> None:
+        """Handle the end of a rank, which may have left before."""
+        if rank not in self.left:
+            self.fail(reason)
 
     def fail(self, reason: str) -> None:
         """Raise LostRank in all tasks that wait for a message, now and later."""

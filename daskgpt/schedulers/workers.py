@@ -13,8 +13,8 @@ from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.program import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.dask_internals import KERNEL, send_heartbeat
-from daskgpt.schedulers.links import end_programs
+from daskgpt.schedulers.dask_internals import KERNEL, closes, send_heartbeat
+from daskgpt.schedulers.links import end_programs, leave
 from daskgpt.schedulers.local import keep_memory
 from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import clock_offset
@@ -45,7 +45,9 @@ class PrepareWorker(WorkerPlugin):
             worker.metrics[METRIC] = Count(worker)
         await send_heartbeat(worker)
 
-    def teardown(self, worker: Any) -> None:
+    async def teardown(self, worker: Any) -> None:
+        if closes(worker):
+            await leave(self.client, worker)
         end_programs(self.client, worker)
         self.users.subtract((None, worker.id))
         if not self.users[worker.id]:

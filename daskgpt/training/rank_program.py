@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from distributed import get_worker
@@ -17,7 +18,7 @@ from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.dask_internals import thread_count
-from daskgpt.schedulers.links import LostRank, WorkerLink, end_programs, ranks_of
+from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.worker_metrics import RECEIVE, ShownCall, shown_calls
@@ -59,6 +60,9 @@ class RankProgram:
         self.scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         self.messages: list[str] = []
         self.state: State | None = None
+        self.last: Window | None = None
+        self.busy = Lock()  # held by a window
+        self.inherited: dict[int, dict[str, list[np.ndarray]]] = {}  # rows of ranks that have left, by array
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
         self.steps = self._steps(number)
 
@@ -96,6 +100,11 @@ class RankProgram:
 
     def window(self, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool) -> Window:
         """Make some steps, one a batch; kept: whether to keep their kernel calls for a timeline."""
+        with self.busy:
+            self.last = self._window(first, length, batches, limits, kept)
+            return self.last
+
+    def _window(self, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool) -> Window:
         start = time.perf_counter()
         with recorded_spans() as spans:
             try:
@@ -126,13 +135,41 @@ class RankProgram:
         self.state = state
         return outcomes
 
-    def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-        """Return copies of rows of the state after some steps."""
-        state = self.state_after(step)
-        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
-        held = {name: value for own, pack in packs for name, value in zip(own, pack)}
+    def copy(
+        self, step: int, names: Sequence[str], rows: Sequence[Rows], left_by: int | None = None
+    ) -> list[list[np.ndarray]]:
+        """Return copies of rows of the state after some steps; left_by: of which rank that has left."""
+        held = self._held(self.state_after(step))
+        if left_by is not None:
+            return [self.inherited[left_by].get(name, []) for name in names]
         values = [values_of(held[name]) for name in names]
         return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
+
+    def _held(self, state: State) -> dict[str, Any]:
+        """Return the arrays of a state by name, as this rank holds them."""
+        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
+        return {name: value for own, pack in packs for name, value in zip(own, pack)}
+
+    def leave(self) -> None:
+        """Leave the own rows and the result of the last window to another rank; a window under way ends first."""
+
+        def finish() -> Any:
+            with self.busy:
+                if self.state is None or self.link.lost:
+                    return None
+                held = self._held(self.state)
+                owned = {name: rows for name, rows in self.owned().items() if name in held}
+                rows = self.copy(self.state.step, list(owned), list(owned.values()))
+                return dict(zip(owned, rows)), self.last
+
+        self.link.leave(finish)
+
+    def inherit(self, rank: int) -> Window | None:
+        """Take what a rank has left to this one; return the result of its last window."""
+        if (left := self.link.receive(rank, LEFT)) is None:
+            raise LostRank("its state was left to a worker that leaves too")
+        self.inherited[rank], window = left
+        return cast(Window | None, window)
 
     def state_after(self, step: int) -> State:
         """Return the state, which must be the one after this number of steps."""

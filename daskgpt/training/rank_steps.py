@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,7 +17,8 @@ from daskgpt.config.groups import groups_of_rank, share_of_rank
 from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.links import end_programs
+from daskgpt.schedulers.failures import WorkerLost, loss, losses_as_errors
+from daskgpt.schedulers.links import end_programs, leaving
 from daskgpt.schedulers.worker_metrics import show_calls
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
@@ -25,6 +26,7 @@ from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, run_on_packs
 
+PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
 PACK_BYTES = 1 << 25  # of small arrays that are copied, sent and kept together
 
@@ -68,6 +70,7 @@ class RankSteps(Steps):
 
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
+    heirs   for each rank that has left, the rank that has its rows
     local   the local steps of the job, if it has any
     """
 
@@ -83,6 +86,7 @@ class RankSteps(Steps):
         self.layout = self.local.layout if self.local else Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
+        self.heirs: dict[int, int] = {}
         self.live: LiveState | None = None
         self.tasks, self.used_grain = 0, self.grain  # of the last steps: tasks of all ranks, and the grain of the first
         self.kept = False  # whether kernel calls are kept for a timeline
@@ -136,7 +140,10 @@ class RankSteps(Steps):
 
     def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
         """Make a step a batch; return their outcomes and the state after them."""
-        if state is not self.live or (self.workers != len(self.addresses) and self._ranks() != self.addresses):
+        if state is self.live:
+            self._wait_for_ranks()
+        changed = self.workers != len(self.addresses) and self._ranks() != self.addresses
+        if state is not self.live or self.heirs or changed:
             self._begin(state)
         first, length = state.step, self.job.horizon.at(state.step)
         arguments = []
@@ -144,7 +151,7 @@ class RankSteps(Steps):
             rows = self._sequences(rank)
             mine = [tuple(np.ascontiguousarray(part[rows]) for part in batch) for batch in batches]
             arguments.append((first, length, mine, limits, self.kept))
-        ended = self._each("window", arguments)
+        ended = self._windows(arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
         for line in ended[0].messages:
             self.say(f"rank 0     {line}")
@@ -189,6 +196,7 @@ class RankSteps(Steps):
             self.scheduler.client.run(end_programs, self.run_name, workers=list(left), on_error="ignore")
         self.scheduler.needed = set(self.addresses)
         count = len(self.addresses)
+        self.heirs = {}
         self.owned = self._each("begin", [(self.sent_job, rank, self.addresses) for rank in range(count)])
         loads = []
         for rank in range(count):
@@ -208,6 +216,14 @@ class RankSteps(Steps):
     def copied(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
         """Return futures of copies of arrays, one a pack."""
         assert state is self.live, "the state of a step before"
+        try:
+            return self._copies(state, packs)
+        except WorkerLost:
+            if not self._left():
+                raise
+            return self._copies(state, packs)
+
+    def _copies(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
         found = []
         for names in packs:
             parts, rows = [], list[list[rank_program.Rows]]()
@@ -216,7 +232,9 @@ class RankSteps(Steps):
                 own = [owned.get(name, []) for name in names]
                 if any(own):
                     rows.append(own)
-                    parts.append(self._call(rank, "state.rows", "copy", state.step, names, own))
+                    left_by = rank if rank in self.heirs else None
+                    rank = self.heirs.get(rank, rank)
+                    parts.append(self._call(rank, "state.rows", "copy", state.step, names, own, left_by))
                     if (count := sum(last - first for places in own for first, last in places)) > most:
                         most, where = count, self.addresses[rank]
             found.append(self.scheduler.submit_to(where, "state.copy", rank_program.join_rows, rows, *parts))
@@ -231,8 +249,66 @@ class RankSteps(Steps):
     def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of a method of each rank; once one fails, let those fail that wait for it."""
         futures = [self._call(rank, f"rank.{method}", method, *own) for rank, own in enumerate(arguments)]
-        try:
+        with self._aborting():
             return self.scheduler.fetch_together(futures)
+
+    def _windows(self, arguments: Sequence[Sequence[Any]]) -> list[rank_program.Window]:
+        """Return the results of a window of each rank; a rank that leaves ends it, and leaves its result to another."""
+        futures = [self._call(rank, "rank.window", "window", *own) for rank, own in enumerate(arguments)]
+        with self._aborting():
+            try:
+                return self.scheduler.fetch_together(futures)
+            except WorkerLost:
+                if not (left := self._left()):
+                    raise
+                here = [rank for rank in range(len(futures)) if rank not in left]
+                ended = self.scheduler.fetch_together([futures[rank] for rank in here])
+                found = left | dict(zip(here, ended))
+                return [found[rank] for rank in range(len(futures))]
+
+    def _left(self) -> dict[int, Any]:
+        """Note which rank has the rows of those that have left since the last call.
+
+        Return the results of their last windows; nothing if one is gone that has not left in good order.
+        """
+        scheduler, client = self.scheduler, self.scheduler.client
+        with losses_as_errors(client):
+            there, end = client.nthreads(), time.monotonic() + NOTICE
+            gone = {rank for rank, address in enumerate(self.addresses) if address not in there} - self.heirs.keys()
+            heir = next((rank for rank, address in enumerate(self.addresses) if address in there), -1)
+            silent = scheduler.silent() & {self.addresses[rank] for rank in gone}
+            while gone and heir >= 0 and not silent and time.monotonic() < end:
+                found = client.run(leaving, self.epoch, workers=[self.addresses[heir]], on_error="ignore")
+                known, lost = next(iter(found.values()), (set(), "it is gone"))
+                if gone <= known:
+                    scheduler.needed -= {self.addresses[rank] for rank in gone}
+                    left = scheduler.fetch_together([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
+                    self.heirs |= dict.fromkeys(gone, heir)
+                    return dict(zip(gone, left))
+                if lost:
+                    break
+                time.sleep(PAUSE)
+        return {}
+
+    def _wait_for_ranks(self) -> None:
+        """Wait while the worker of a rank takes no tasks; if it leaves, another rank has its rows.
+
+        Errors   WorkerLost if one is gone that has not left in good order
+        """
+        client = self.scheduler.client
+        with losses_as_errors(client):
+            while missing := set(self.addresses) - self.scheduler.addresses():
+                if missing - client.nthreads().keys():
+                    if not self.heirs and not self._left():
+                        raise loss(client, "a worker")
+                    return
+                time.sleep(PAUSE)
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Let the tasks of ranks fail that wait for one that has failed."""
+        try:
+            yield
         except BaseException:
             self.live, self.scheduler.needed = None, set()
             self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
