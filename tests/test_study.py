@@ -215,7 +215,10 @@ def test_conclusions_follow_from_the_numbers_whichever_way_round(report):
         assert f"({max(step, layer) + 0.1:.2f} against {min(step, layer) + 0.1:.2f} ms)" in text
         assert text.count("Nothing was run for this question.") == 3  # slicing, grain and schedulers
         rows += [row(replace(BASE, barrier=own, threads=1), n, 50.0) for own in ("step", "layer") for n in range(3)]
-        assert "On 2 threads, **a step takes 1.99 times" in report(rows), "on the largest number of threads"
+        rows += [row(replace(BASE, barrier="step", grain="kernel"), n, layer / 2 + n / 10) for n in range(3)]
+        text = report(rows)
+        assert "On 2 threads, **a step takes 1.99 times" in text, "on the largest number of threads"
+        assert "with barrier layer (fork-join) as with tasks of one kernel (barrier step" in text
 
 
 def test_speedup_and_efficiency_are_reported_for_every_phase(report):

@@ -93,13 +93,13 @@ def test_second_run_in_a_process_is_refused(small_text):
         except RuntimeError as error:
             refused.append(str(error))
 
-    second = threading.Thread(target=other)
+    second = threading.Thread(target=other, daemon=True)
     second.start()
     results = fit(small_text, on_step=wait).losses
     assert len(results) == 12
     assert "one run at a time" in refused[0]
     refused.clear()
-    third = threading.Thread(target=other)
+    third = threading.Thread(target=other, daemon=True)
     third.start()
     third.join()
     assert not refused, "a run that has ended holds nothing"
