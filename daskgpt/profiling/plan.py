@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -294,7 +295,7 @@ def _mb(size: int) -> str:
 def loads(step: TrainingStep) -> list[Load]:
     """Return the part of each worker, from the step that one of them has recorded.
 
-    Not counted are the loss, the squares that make the norm of a gradient, and Dask's messages.
+    Not counted are the squares that make the norm of a gradient, and Dask's messages.
     """
     distribution = step.distribution
     assert distribution is not None, "a step of one of several ranks"
@@ -306,6 +307,8 @@ def loads(step: TrainingStep) -> list[Load]:
             found[sender].sent[kind] += size
             found[reader].received[kind] += size
 
+    for sender, reader in product(range(rank.count), repeat=2):  # the losses of its groups, in float32
+        pass_on(sender, reader, "totals", 4 * len(rank.subtrees_of(sender)))
     owners: dict[str, set[int]] = {}
     for shard in (each for own in distribution.shards.values() for each in own):
         owners.setdefault(shard.parameter, set()).add(shard.owner)
