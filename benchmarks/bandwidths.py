@@ -33,7 +33,7 @@ from daskgpt.config.run import DataflowConfig, LocalConfig
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, random_batch
 from daskgpt.profiling.records import Figure, Spread, figures_of
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.rank_steps import RankSteps

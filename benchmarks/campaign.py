@@ -24,7 +24,7 @@ from one_number import Dials, Model, bits_after_steps, divisions, own_product, r
 from daskgpt.config.model import GPT2Config
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 

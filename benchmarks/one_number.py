@@ -21,7 +21,7 @@ from daskgpt.kernels.float32 import gemm
 from daskgpt.kernels.float32.blas import gemm_address
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import Outcome, StepOptions, TrainingStep
 
 SEED = "DASKGPT_TEST_SEED"

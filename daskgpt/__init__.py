@@ -39,7 +39,7 @@ _PUBLIC = {
     "load": "training.checkpoint",
     "loss_and_gradients": "training.inference",
     "measure": "profiling.measure",
-    "open_scheduler": "schedulers.connect",
+    "open_scheduler": "schedulers.opening",
     "plan": "profiling.plan",
     "preset": "config.model",
     "sample": "generation.sampler",

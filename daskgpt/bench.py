@@ -41,7 +41,7 @@ from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.records import append_records, check_records, measured
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.job import compile_kernels
 
 

@@ -18,7 +18,7 @@ from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.corpus import PrepareConfig
 from daskgpt.data.preparation import Preparation
 from daskgpt.data.token_folder import Manifest, Part
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 
 
 @documented

@@ -14,7 +14,7 @@ from daskgpt.config.run import DataflowConfig, check_chunks
 from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.checkpoint import load
 from daskgpt.training.inference import Inference

@@ -13,7 +13,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import read_debug_state
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 

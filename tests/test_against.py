@@ -15,7 +15,7 @@ from conftest import SMALL
 
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 
 JOB = job_of(SMALL, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(scheduler="sync"))
 

@@ -18,7 +18,7 @@ from daskgpt.profiling.measure import Steps, measure_steps, random_batch
 from daskgpt.profiling.plan import fits, predict
 from daskgpt.profiling.records import Record
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
 SIZE = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]

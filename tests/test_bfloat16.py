@@ -12,7 +12,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
 from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
 from daskgpt.model.precision import BFLOAT16, FLOAT32, settle
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
 

@@ -16,7 +16,7 @@ from daskgpt.graph.program import Span, calls_of
 from daskgpt.kernels.float32.blas import VARIABLE
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.model.precision import FLOAT32
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice, Trial, Work, candidates, most_bytes
 from daskgpt.training.job import Job
 from daskgpt.training.step import JobSteps, StepOptions, TrainingStep

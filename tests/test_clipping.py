@@ -18,7 +18,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.optimizers import UNIT_ROWS, adamw, adamw_inplace, guard, squares
 from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 from daskgpt.training.metrics import LEAST, WINDOW, Outliers
 from daskgpt.training.step import NO_LIMITS, Outcome, StepOptions, TrainingStep

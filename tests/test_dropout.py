@@ -19,7 +19,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.dropout import dropped, philox, streams, threshold_of
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.tape import Tape
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import StepInputs, StepOptions, TrainingStep, gradients_of
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["dropout"]

@@ -21,7 +21,7 @@ from daskgpt.model.parameters import tensors
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 
 
 def squared_relu(x):

@@ -26,7 +26,7 @@ from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
 from daskgpt.model.parameters import tensors
 from daskgpt.profiling.plan import predict
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job
 from daskgpt.training.step import StepOptions, TrainingStep

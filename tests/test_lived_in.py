@@ -28,7 +28,7 @@ from daskgpt.model.parameters import PARAMETERS
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 
 CONFIG = replace(SMALL, heads=4, channels=32, vocabulary=257, padded_vocabulary=0)

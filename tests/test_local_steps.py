@@ -14,7 +14,7 @@ from daskgpt.kernels.optimizers import nesterov
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.train import main as train_command
 from daskgpt.training import diloco
 from daskgpt.training.diloco import LocalSteps

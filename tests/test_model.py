@@ -13,7 +13,7 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.precision import FLOAT32, FLOAT64
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 from daskgpt.training.step import TrainingStep
 from daskgpt.verify import TOLERANCE, compare

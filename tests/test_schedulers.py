@@ -15,7 +15,7 @@ from machines import wait_until
 from small_runs import fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
-from daskgpt.schedulers import connect, failures, machine, membership, worker_metrics
+from daskgpt.schedulers import connect, failures, machine, membership, opening, worker_metrics, workers
 from daskgpt.training import recovery
 from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery import RecoveryPoints
@@ -50,9 +50,9 @@ def client(threads):
 def test_resolved_addresses(setting, address, resolved, tmp_path):
     (tmp_path / "scheduler.json").write_text('{"address": "tcp://10.0.0.1:5"}')
     address = f"file:{tmp_path / 'scheduler.json'}" if address == "file:" else address
-    connect.check_address(address)
+    opening.check_address(address)
     with dask.config.set({"scheduler-address": setting}):
-        assert connect.resolved_address(address) == resolved
+        assert opening.resolved_address(address) == resolved
 
 
 @pytest.mark.parametrize(
@@ -324,12 +324,12 @@ def test_worker_usage_is_reported():
 
 
 def test_worker_usage_counts_from_its_start(monkeypatch):
-    monkeypatch.setattr(worker_metrics, "product_rate", lambda *_: 5.0)
+    monkeypatch.setattr(workers, "product_rate", lambda *_: 5.0)
     state, monitor = SimpleNamespace(nthreads=2, executed_count=3), SimpleNamespace(recent=lambda: {"memory": 11})
     worker = type("Worker", (), {"state": state, "monitor": monitor, "transfer_outgoing_bytes_total": 50})()
     worker.transfer_incoming_log, sums = [{"total": 100}], {("execute", "a", "thread-cpu", "s"): 1.0}
     worker.digests_total, found = sums, []
-    count = worker_metrics.Count(worker)
+    count = workers.Count(worker)
     for more in ([{"total": 20}, {"total": 3}], [], [{"total": 4}]):
         worker.transfer_incoming_log += more
         state.executed_count += 1

@@ -31,7 +31,7 @@ from daskgpt.profiling.timeline import (
     svg_one_under_the_other,
     svg_strips,
 )
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
 LARGER = GPT2Config(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)

@@ -10,7 +10,7 @@ from daskgpt import train
 from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.model.parameters import initial_parameters
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import TOGETHER, Inference, Validation
 from daskgpt.training.job import Job
 from daskgpt.training.start import Resumed, open_dataset

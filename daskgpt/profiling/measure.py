@@ -9,7 +9,7 @@ from functools import cached_property
 from html import escape
 from math import prod
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,12 +26,10 @@ from daskgpt.profiling.recorder import recorder_of
 from daskgpt.profiling.records import Figure, Measurement, Spread
 from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as job_facts
-from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.trainer import steps_of
 
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
@@ -77,8 +75,8 @@ class Steps:
 
     def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
         self.job, self.scheduler, self.seed = job, scheduler, seed
-        self.steps = steps_of(job, scheduler, lambda line: None)
-        self.ranks = isinstance(self.steps, RankSteps)  # whether workers share a batch
+        self.steps: Any = steps_of(job, scheduler, lambda line: None)
+        self.ranks = self.steps.ranks  # whether workers share a batch
         self.state = self.steps.initial(RandomParameters(job.config, seed))
         self.losses: list[float] = []
 
@@ -143,8 +141,9 @@ class Steps:
     def cpu(self) -> dict[tuple[str, int], float]:
         """Return seconds of processor time of this process, the workers and a cluster's scheduler, by process."""
         found = self.scheduler.everywhere(machine.processor_time, here=True)
-        if isinstance(self.scheduler, ClusterScheduler):
-            found.append(self.scheduler.client.run_on_scheduler(machine.processor_time))
+        if not self.scheduler.in_place:
+            client = cast(Any, self.scheduler).client
+            found.append(client.run_on_scheduler(machine.processor_time))
         return {process: seconds for own in found for process, seconds in own.items()}
 
     @property
@@ -157,12 +156,12 @@ class Steps:
     @property
     def tasks(self) -> int:
         """Return the number of tasks of a step."""
-        return self.steps.tasks if isinstance(self.steps, RankSteps) else self.steps.step.runnable.tasks
+        return int(self.steps.tasks if self.ranks else self.steps.step.runnable.tasks)
 
     @property
     def grain(self) -> str:
         """Return the grain of the steps so far."""
-        return self.steps.used_grain if isinstance(self.steps, RankSteps) else self.steps.step.grain
+        return str(self.steps.used_grain if self.ranks else self.steps.step.grain)
 
 
 def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:

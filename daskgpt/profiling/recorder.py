@@ -10,17 +10,11 @@ from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
-from distributed import performance_report
-
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.profiling.timeline import Event, EventMaker, TaskGraph, Timeline, Window, describe_summary, summarise
-from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.links import ranks_of
-from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 from daskgpt.training.job import Job
-from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.step import TrainingStep
 
 
@@ -75,7 +69,8 @@ class StepRecorder:
 class RankRecorder:
     """Records on a cluster whose workers share each batch: the kernel calls of every rank."""
 
-    def __init__(self, steps: RankSteps) -> None:
+    def __init__(self, steps: Any) -> None:
+        """steps   a `RankSteps`"""
         self.steps, self.windows = steps, list[Window]()
 
     @contextmanager
@@ -90,6 +85,8 @@ class RankRecorder:
 
     def finish(self) -> Timeline:
         """Return the timeline. It has not what the tasks of a rank wait for of those of another one."""
+        from daskgpt.schedulers.membership import members
+
         job, scheduler = self.steps.job, self.steps.scheduler
         client, start = scheduler.client, self.windows[0].start
         found = client.run(rank_events, self.steps.run_name, start, workers=self.steps.addresses)
@@ -106,6 +103,8 @@ class RankRecorder:
 
 def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph] | None:
     """Return what a worker has recorded of a run; start: of the timeline, as the time of day."""
+    from daskgpt.schedulers.links import ranks_of
+
     program = ranks_of(dask_worker).programs.get(run)
     if program is None:
         return None
@@ -138,7 +137,7 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: 
 
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:
     """Return what records a run's steps under this scheduler."""
-    return RankRecorder(steps) if isinstance(steps, RankSteps) else StepRecorder(steps.step, scheduler)
+    return RankRecorder(steps) if steps.ranks else StepRecorder(steps.step, scheduler)
 
 
 def timeline_paths(path: str | Path) -> tuple[Path, Path]:
@@ -259,8 +258,9 @@ class DaskReportCallback:
         rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
         require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
 
-    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
-        assert isinstance(scheduler, ClusterScheduler), "all others were refused"
+    def begin(self, job: Job, steps: Any, scheduler: Any) -> int:
+        from distributed import performance_report
+
         self.path = Path(job.run.out if is_bare(self.name) else "") / self.name
         self.stack = ExitStack()
         with scheduler.client.as_current():

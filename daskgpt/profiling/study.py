@@ -36,8 +36,8 @@ from daskgpt.profiling.measure import BatchConfig, Steps, job_of
 from daskgpt.profiling.records import PACKAGES, Figure, Record, Spread, measured, significant
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.connect import check_address, open_scheduler
 from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.opening import check_address, open_scheduler
 from daskgpt.training.job import Job, compile_kernels
 
 BARRIERS = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}

@@ -17,10 +17,10 @@ from distributed import Future, span, wait
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
-from daskgpt.schedulers.failures import HeartbeatMonitor, WorkerLost, copies_apart, loss, losses_as_errors, present
+from daskgpt.schedulers.failures import HeartbeatMonitor, copies_apart, loss, losses_as_errors, present
 from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, register, running
-from daskgpt.schedulers.protocol import ProcessSpans
+from daskgpt.schedulers.protocol import ProcessSpans, WorkerLost
 from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.schedulers.workers import RecordSpans, take_spans
 

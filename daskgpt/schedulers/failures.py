@@ -16,10 +16,10 @@ from distributed import Future, KilledWorker
 from distributed.client import ClosedClientError
 from distributed.scheduler import heartbeat_interval
 
-from daskgpt.config.errors import refusal
 from daskgpt.graph.nodes import Graph, as_it_is, task
 from daskgpt.schedulers.dask_internals import end_worker, holders, sizes
 from daskgpt.schedulers.membership import members, running
+from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 
 COPY = "recovery.copy"  # the names of tasks that copy begin so
 EVERY = 0.5  # seconds between two looks at heartbeats
@@ -28,22 +28,6 @@ HEARTBEATS = 3  # least number of missing heartbeats; with many workers, each se
 # they died; of a connection that broke meanwhile, or timed out; of a scheduler that is gone.
 SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
 LOST_SOURCE = "Worker holding Actor was lost"  # Dask's message for any result whose source cannot be made again
-
-
-class WorkerLost(RuntimeError):
-    """Results of a run were lost with the worker that held them. A run continues from its copies of them.
-
-    where, rule, got   as of `config.errors.refusal`
-    """
-
-    def __init__(self, where: str, rule: str, got: str) -> None:
-        advice = "Start again, or continue from a checkpoint with --resume."
-        super().__init__(str(refusal(RuntimeError, where, rule, got, advice)))
-        self.where, self.rule, self.got = where, rule, got
-
-
-class ClusterLost(WorkerLost):
-    """The cluster is lost: the scheduler is gone, or no worker came in time."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The interface of schedulers, which is all that the rest of the package uses of them."""
+"""The interface of schedulers, which is all that the rest of the package uses of them, and the errors of clusters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Any, Protocol
 
+from daskgpt.config.errors import refusal
 from daskgpt.graph.program import Span
 from daskgpt.graph.recording import GraphRun
 
@@ -25,6 +26,22 @@ class ProcessSpans:
     threads: int
     offset: float
     spans: list[Span]
+
+
+class WorkerLost(RuntimeError):
+    """Results of a run were lost with the worker that held them. A run continues from its copies of them.
+
+    where, rule, got   as of `config.errors.refusal`
+    """
+
+    def __init__(self, where: str, rule: str, got: str) -> None:
+        advice = "Start again, or continue from a checkpoint with --resume."
+        super().__init__(str(refusal(RuntimeError, where, rule, got, advice)))
+        self.where, self.rule, self.got = where, rule, got
+
+
+class ClusterLost(WorkerLost):
+    """The cluster is lost: the scheduler is gone, or no worker came in time."""
 
 
 class Scheduler(Protocol):

@@ -1,21 +1,17 @@
-"""Metrics of a cluster's workers, and the events and kernel calls of a run that its dashboard shows."""
+"""Metrics of a cluster's workers, and the events of a run that its dashboard shows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
-from daskgpt.graph.program import Span
-from daskgpt.schedulers.dask_internals import Received, add_to_task_stream, executed, memory, thread_count
-from daskgpt.schedulers.failures import WorkerLost
-from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate
-from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.protocol import Scheduler, WorkerLost
 
 METRIC = "daskgpt"  # its name among the metrics of a heartbeat
 EVERY = 10.0  # seconds between two readings, which ask the scheduler and wait for no worker
@@ -73,27 +69,6 @@ class Use:
             "sent_bytes_per_s": round(self.sent / self.seconds),
             "memory_bytes": round(self.memory),
         }
-
-
-class Count:
-    """Counts a worker's use from here on; called by the worker with each heartbeat."""
-
-    def __init__(self, worker: Any) -> None:
-        self.products = product_rate(thread_count(worker), *IN_BRIEF)
-        self.began, self.received = time.time(), Received(worker)
-        self.before = self._sums(worker)
-
-    def __call__(self, worker: Any) -> dict[str, float]:
-        tasks, busy, received, sent = (now - before for now, before in zip(self._sums(worker), self.before))
-        work = {"tasks": tasks, "busy": busy, "received": received, "sent": sent}
-        known = {"began": self.began, "seconds": time.time() - self.began, "threads": thread_count(worker)}
-        return known | work | {"memory": memory(worker), "products": self.products}
-
-    def _sums(self, worker: Any) -> tuple[float, float, float, float]:
-        """Return tasks, busy seconds, received and sent bytes, as counted by Dask and by ranks."""
-        tasks, busy, sent = executed(worker)
-        done = ranks_of(worker).done
-        return tasks + done["tasks"], busy + done["busy"], self.received.count() + done["received"], sent + done["sent"]
 
 
 def imbalance(uses: Mapping[str, Use]) -> float:
@@ -177,10 +152,6 @@ TOPIC = "daskgpt"  # of the events
 EVENTS_EVERY = 0.25  # seconds between two events: a step may be shorter than publishing it
 FIELDS = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")  # of a step's metrics
 
-CALLS = 300  # of a worker's window that are shown, the last ones: Dask's page shows a thousand rectangles
-TOGETHER = 1e-4  # seconds between calls of one kernel that are drawn as one
-RECEIVE = "receive."  # prefix of the names of tasks that wait for a message
-
 
 class Events:
     """Collects metrics of steps and publishes them together."""
@@ -201,42 +172,3 @@ class Events:
         if self.records:
             self.scheduler.publish(TOPIC, self.records)
             self.records, self.at = [], time.monotonic()
-
-
-class ShownCall(NamedTuple):
-    """One rectangle of the task stream: a kernel and its place in the model, a thread, begin and end by the clock."""
-
-    name: str
-    thread: int
-    start: float
-    end: float
-
-
-def shown_calls(spans: Sequence[Span], offset: float) -> list[ShownCall]:
-    """Return the last kernel calls of some spans; calls of one kernel in one place that follow each other are joined.
-
-    offset   from the spans' clock to the time of day
-    """
-    found: list[ShownCall] = []
-    latest: dict[int, int] = {}  # thread -> its last call in the list
-    for span in spans[-4 * CALLS :]:
-        name, start, end = span.key[0].partition("_-")[0], span.start + offset, span.end + offset
-        before = found[latest[span.thread]] if span.thread in latest else None
-        if before and before.name == name and start - before.end < TOGETHER:
-            found[latest[span.thread]] = before._replace(end=end)
-        else:
-            latest[span.thread] = len(found)
-            found.append(ShownCall(name, span.thread, start, end))
-    return found[-CALLS:]
-
-
-async def show_calls(calls: Mapping[str, Sequence[ShownCall]], dask_scheduler: Any) -> None:
-    """Draw kernel calls on the task stream of a scheduler, in whose process this runs.
-
-    calls   by the worker's address
-    """
-    for worker, own in calls.items():
-        for call in own:
-            action = "transfer" if call.name.startswith(RECEIVE) else "compute"
-            span = {"action": action, "start": call.start, "stop": call.end}
-            add_to_task_stream(dask_scheduler, worker, call.thread, call.name, span)

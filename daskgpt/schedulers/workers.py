@@ -1,7 +1,8 @@
-"""Plugins of worker processes: preparation for tasks, and recording of kernel calls."""
+"""Plugins of worker processes: preparation for tasks, counts of what they do, and recording of kernel calls."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,12 +14,13 @@ from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.program import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.dask_internals import KERNEL, closes, send_heartbeat
-from daskgpt.schedulers.links import end_programs, leave
+from daskgpt.schedulers.dask_internals import KERNEL, Received, closes, executed, memory, send_heartbeat, thread_count
+from daskgpt.schedulers.links import end_programs, leave, ranks_of
 from daskgpt.schedulers.local import keep_memory
+from daskgpt.schedulers.machine import IN_BRIEF, product_rate
 from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import clock_offset
-from daskgpt.schedulers.worker_metrics import METRIC, Count
+from daskgpt.schedulers.worker_metrics import METRIC
 
 
 class PrepareWorker(WorkerPlugin):
@@ -62,6 +64,27 @@ def meter_kernels(seconds: Mapping[str, float]) -> None:
     """Add the kernel times of a merged task to Dask's fine performance metrics, which know tasks only."""
     for kind, own in seconds.items():
         context_meter.digest_metric(f"{KERNEL}{kind}", own, "seconds")
+
+
+class Count:
+    """Counts a worker's use from here on; called by the worker with each heartbeat."""
+
+    def __init__(self, worker: Any) -> None:
+        self.products = product_rate(thread_count(worker), *IN_BRIEF)
+        self.began, self.received = time.time(), Received(worker)
+        self.before = self._sums(worker)
+
+    def __call__(self, worker: Any) -> dict[str, float]:
+        tasks, busy, received, sent = (now - before for now, before in zip(self._sums(worker), self.before))
+        work = {"tasks": tasks, "busy": busy, "received": received, "sent": sent}
+        known = {"began": self.began, "seconds": time.time() - self.began, "threads": thread_count(worker)}
+        return known | work | {"memory": memory(worker), "products": self.products}
+
+    def _sums(self, worker: Any) -> tuple[float, float, float, float]:
+        """Return tasks, busy seconds, received and sent bytes, as counted by Dask and by ranks."""
+        tasks, busy, sent = executed(worker)
+        done = ranks_of(worker).done
+        return tasks + done["tasks"], busy + done["busy"], self.received.count() + done["received"], sent + done["sent"]
 
 
 class RecordSpans(WorkerPlugin):

@@ -21,7 +21,7 @@ from daskgpt.schedulers.dask_internals import thread_count
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
-from daskgpt.schedulers.worker_metrics import RECEIVE, ShownCall, shown_calls
+from daskgpt.schedulers.task_stream import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
 from daskgpt.training.step import Batch, JobSteps, Limits, Outcome, State

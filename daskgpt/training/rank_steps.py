@@ -17,9 +17,10 @@ from daskgpt.config.groups import groups_of_rank, share_of_rank
 from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.failures import WorkerLost, loss, losses_as_errors
+from daskgpt.schedulers.failures import loss, losses_as_errors
 from daskgpt.schedulers.links import end_programs, leaving
-from daskgpt.schedulers.worker_metrics import show_calls
+from daskgpt.schedulers.protocol import WorkerLost
+from daskgpt.schedulers.task_stream import show_calls
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
@@ -74,6 +75,7 @@ class RankSteps(Steps):
     local   the local steps of the job, if it has any
     """
 
+    ranks = True
     described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Callable[[str], None] = print) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from daskgpt.model.parameters import value_count
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.failures import ClusterLost, WorkerLost
+from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.job import Job
 from daskgpt.training.rank_steps import RankSteps

@@ -24,7 +24,7 @@ from daskgpt.formats.stored_model import StoredModel, short
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
-from daskgpt.schedulers.connect import LOCAL_SCHEDULERS, chosen_address
+from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address
 from daskgpt.training.checkpoint import (
     NO_BEST,
     Best,

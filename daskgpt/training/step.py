@@ -441,6 +441,7 @@ class Steps(ABC):
     open      whether the next step is measured to choose chunks or grain, and must run alone
     recorded  the graph of a step; None if kernel calls are recorded elsewhere
     described_tasks   what a task is, for people
+    ranks     whether the workers of a cluster share each batch
     """
 
     job: Job
@@ -449,6 +450,7 @@ class Steps(ABC):
     open = False
     recorded: StepGraph | None = None
     described_tasks = ""
+    ranks = False
 
     @abstractmethod
     def together(self, number: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
 from threading import RLock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -23,10 +23,8 @@ from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, parameter_count, parameter_shapes
-from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.connect import client_address, open_scheduler
-from daskgpt.schedulers.failures import ClusterLost, WorkerLost
-from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
 from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
@@ -35,8 +33,6 @@ from daskgpt.training.job import Job, compile_kernels, describe, require_memory
 from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
-from daskgpt.training.rank_steps import RankSteps
-from daskgpt.training.recovery import Recovery
 from daskgpt.training.run_folder import RunFolder, Saver, reason
 from daskgpt.training.start import (
     SECTIONS,
@@ -48,6 +44,9 @@ from daskgpt.training.start import (
     start_values,
 )
 from daskgpt.training.step import JobSteps, State, Steps
+
+if TYPE_CHECKING:
+    from daskgpt.training.recovery import Recovery
 
 LABEL = 12  # columns of `model       ` and the like
 
@@ -197,6 +196,8 @@ def fit(
     (20, True)
     """
     if client is not None:
+        from daskgpt.schedulers.connect import client_address
+
         dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
     sections = {"model": config, "data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
     folder: RunFolder | None
@@ -293,9 +294,11 @@ def run_job(
 
 def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> Steps:
     """Return what runs the steps of a job: in this process, on the ranks of a cluster, or by replicas."""
-    if isinstance(scheduler, ClusterScheduler) and (job.local.local_steps or job.dataflow.engine == "ranks"):
-        return RankSteps(job, scheduler, say)
-    return (LocalSteps if job.local.local_steps else JobSteps)(job, scheduler, say)
+    if scheduler.in_place or not (job.local.local_steps or job.dataflow.engine == "ranks"):
+        return (LocalSteps if job.local.local_steps else JobSteps)(job, scheduler, say)
+    from daskgpt.training.rank_steps import RankSteps
+
+    return RankSteps(job, cast(Any, scheduler), say)
 
 
 @contextmanager
@@ -345,9 +348,11 @@ class _Trainer:
         self.timed = self.metrics.timed
         self.saver = Saver(job, folder, scheduler, progress.say, initial.step, initial.best) if folder else None
         self.recovery: Recovery | None = None
-        if isinstance(self.steps, RankSteps):
-            path = folder.path if folder else None
-            self.recovery = Recovery(job, self.steps, initial, path, progress.say, stop_requested)
+        if self.steps.ranks:
+            from daskgpt.training.recovery import Recovery
+
+            path, own = folder.path if folder else None, cast(Any, self.steps)
+            self.recovery = Recovery(job, own, initial, path, progress.say, stop_requested)
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""

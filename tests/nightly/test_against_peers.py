@@ -11,7 +11,7 @@ from tolerances import TOLERANCES
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of
 from daskgpt.profiling.records import read_records
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'daskgpt[test-peers]'")
 MODEL = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]

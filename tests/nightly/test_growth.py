@@ -10,7 +10,7 @@ from conftest import SMALL, random_batch, random_parameters
 from long_run import FLAGS, long_run, table
 
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.schedulers.connect import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
 STATUS = Path("/proc/self/statm")

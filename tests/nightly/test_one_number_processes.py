@@ -55,3 +55,10 @@ def test_import_loads_neither_dask_nor_numba():
     code = "import sys, daskgpt; print('dask' in sys.modules, 'numba' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert found.stdout.split() == ["False", "False"]
+
+
+def test_run_of_threads_loads_nothing_of_clusters(tmp_path):
+    flags = ["--scheduler", "threads", "--steps", "1", "--sample-tokens", "0", "--out", str(tmp_path / "run")]
+    code = f"import sys; from daskgpt import train; train.main({flags}); print('distributed' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert found.stdout.split()[-1] == "False", found.stderr

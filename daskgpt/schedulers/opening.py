@@ -1,0 +1,91 @@
+"""Open a scheduler by its name or address: one of this process, or a cluster.
+
+`distributed` takes almost half a second to import, so it is imported where a cluster is used, here and elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dask
+from threadpoolctl import threadpool_limits
+
+from daskgpt.config.errors import require
+from daskgpt.schedulers.local import keep_memory, local_scheduler, usable_cores
+from daskgpt.schedulers.protocol import Scheduler
+
+LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
+SETTING = "DASK_SCHEDULER_ADDRESS"
+
+
+@contextmanager
+def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) -> Iterator[Scheduler]:
+    """Open a scheduler by its name or address; it is closed at the end of the `with` block.
+
+    address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port,
+              file:PATH, or auto (see `chosen_address`)
+    threads   threads (threads) or worker processes of one thread (local); 0 = one a core
+    client    a `distributed.Client` of any cluster, in place of an address: it stays open
+
+    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError if no scheduler
+              answers or no worker comes
+
+    >>> import daskgpt
+    >>> with daskgpt.open_scheduler("threads", threads=2) as scheduler:
+    ...     scheduler.description
+    "Dask's threaded scheduler, 2 threads"
+    """
+    if client is not None:
+        from daskgpt.schedulers.connect import borrowed_cluster
+
+        with borrowed_cluster(client) as scheduler:
+            yield scheduler
+        return
+    address, named = chosen_address(address), SETTING if address == "auto" else ""
+    check_address(address)
+    threads = threads or usable_cores()
+    if address in ("sync", "threads"):
+        keep_memory()
+        with threadpool_limits(limits=1, user_api="blas"):
+            yield local_scheduler(address, threads)
+    else:
+        from daskgpt.schedulers.connect import connected_cluster, local_cluster
+
+        with local_cluster(threads) if address == "local" else connected_cluster(address, named) as scheduler:
+            yield scheduler
+
+
+def chosen_address(address: str) -> str:
+    """Return the address that `auto` stands for: Dask's setting scheduler-address (the environment variable
+    DASK_SCHEDULER_ADDRESS), or else `threads`. Other names and addresses are returned as they are.
+    """
+    if address != "auto":
+        return address
+    if not (found := dask.config.get("scheduler-address", None)):
+        return "threads"
+    from distributed.comm.addressing import normalize_address
+
+    return str(normalize_address(str(found)))
+
+
+def resolved_address(address: str) -> str:
+    """Return the address that `auto` stands for or that a scheduler file names now; others as they are."""
+    address = chosen_address(address)
+    if not address.startswith("file:"):
+        return address
+    return str(json.loads(Path(address.removeprefix("file:")).read_text())["address"])
+
+
+def check_address(address: str) -> None:
+    """Check that `open_scheduler` knows a name; whether a scheduler answers is not checked.
+
+    Errors   ValueError for an unknown name
+    """
+    known = address in LOCAL_SCHEDULERS or address.startswith(("tcp://", "tls://", "file:"))
+    rule, got = "the scheduler must be known", {"scheduler": address}
+    advice = "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json."
+    require(known, "open_scheduler", rule, got, advice)
