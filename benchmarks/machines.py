@@ -187,27 +187,20 @@ class Machines:
 class KillItself(WorkerPlugin):
     """Kills its worker with SIGKILL as it begins with its `after`th task of a kind; of all workers only one.
 
-    With `leave`, the worker is not killed, but leaves in good order.
-
     kind   part of the task's name
     once   a file that the one who is killed makes
     """
 
     name = "kill-itself"
 
-    def __init__(self, kind: str, after: int, once: Path, *, leave: bool = False) -> None:
-        self.kind, self.left, self.once, self.leave = kind, after, once, leave
-
-    def setup(self, worker: Any) -> None:
-        self.worker = worker
+    def __init__(self, kind: str, after: int, once: Path) -> None:
+        self.kind, self.left, self.once = kind, after, once
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
         if finish == "executing" and self.kind in str(key):
             self.left -= 1
-            if self.left <= 0 and not self.leave:
+            if self.left <= 0:
                 kill_once(self.once)
-            elif self.left <= 0 and first_of_all(self.once):
-                self.worker.loop.add_callback(self.worker.close_gracefully)
 
 
 class KillInKernel(WorkerPlugin):
@@ -266,15 +259,9 @@ class KillAsItSends(WorkerPlugin):
         worker.handlers["get_data"] = self.send
 
 
-def first_of_all(once: Path) -> bool:
-    """Whether this process is the first one that makes a file."""
+def kill_once(once: Path) -> None:
     try:
         once.touch(exist_ok=False)
     except FileExistsError:
-        return False
-    return True
-
-
-def kill_once(once: Path) -> None:
-    if first_of_all(once):
-        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
