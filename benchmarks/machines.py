@@ -95,7 +95,9 @@ class Machines:
             own[f"DASK_{name}".upper().replace(".", "__").replace("-", "_")] = str(ours)
         self.environment = os.environ | own
         file = folder / "scheduler.json"
-        self._start("scheduler", 0, "scheduler", "--port", "0", "--scheduler-file", str(file))
+        # If this process is killed, the scheduler ends by itself, and its workers with it.
+        flags = ["--port", "0", "--scheduler-file", str(file), "--idle-timeout", "1h"]
+        self._start("scheduler", 0, "scheduler", *flags)
         wait_until(lambda: file.exists() and file.stat().st_size, "scheduler")
         self.address: str = json.loads(file.read_text())["address"]
         for _ in range(workers):
