@@ -15,6 +15,8 @@ from small_runs import OPTIMIZER, fit, losses_of, stopping_at, tensors_of
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.graph.calls import origin_of
+from daskgpt.graph.fuse import is_sum
 from daskgpt.kernels.optimizers import UNIT_ROWS, adamw, adamw_inplace, guard, squares
 from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
@@ -234,3 +236,17 @@ def test_error_names_the_last_good_checkpoint(small_text, tmp_path):
     (found,) = re.findall(r"The last good checkpoint is (\S+): --resume (\S+) continues", str(ended.value))
     assert found == (str(sorted(out.glob("step-*"))[-1]), str(out))
     assert daskgpt.load(found[0])
+
+
+def test_sums_of_layers_stay_apart_between_barriers():
+    """As one task of a block they were in one layer's stage, and waited for the stages of others: a cycle."""
+    options = StepOptions(grain="chunk", barrier="layer", groups=4, in_place=True)
+    model = replace(SMALL, blocks=2), (4, 4), (1, 1), OptimizerConfig(clip=0.5), precision_of("bfloat16")
+    step, stages = TrainingStep(*model, options), {}
+    graph = step.recorded.unmerged
+    group_of = step.fusion("chunk").groups(graph)
+    for key in graph:
+        if is_sum(graph, key):
+            stages.setdefault(group_of(key), set()).add(origin_of(graph[key]).stage)
+    assert len(stages) > 20
+    assert {len(own) for group, own in stages.items() if group is not None} == {1}

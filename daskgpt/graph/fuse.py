@@ -88,10 +88,12 @@ class Fusion:
             phase = origin.phase if self.apart else ""
             if key in squared or key in updated:
                 share = key[1] if call.by_rows else 0  # each share of a large tensor's rows stays a separate task
+                # The sums of several layers would be in the stage of one of them, and wait for those of the others.
+                stage = origin.stage if phase == "backward" else ""
                 if key not in squared:
-                    return phase, "update", updated[key], share
+                    return phase, "update", updated[key], share, stage
                 unit, earlier = squared[key]
-                return phase, "squares", unit, key[1:] if earlier else share
+                return phase, "squares", unit, key[1:] if earlier else share, stage
             group = chunk_group(key)
             return group if group is None else (phase, group)
 
