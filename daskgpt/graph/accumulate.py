@@ -22,7 +22,7 @@ from daskgpt.graph.update_in_place import start_of
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Which sequences belong to which micro-batch: consecutive ones to each.
+    """The sequences of each micro-batch, which are consecutive.
 
     count    number of micro-batches
     chunks   number of chunks of sequences

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition
@@ -58,7 +58,7 @@ def end_programs(run: str, dask_worker: Any) -> None:
 
 
 async def leave(run: str, dask_worker: Any) -> None:
-    """Let the programs of runs whose names begin with `run` leave a worker that closes: see `WorkerLink.leave`."""
+    """Let the programs of runs whose names begin with `run` leave a worker that closes, in good order."""
     programs = [program for name, program in ranks_of(dask_worker).programs.items() if name.startswith(run)]
     leaving = [asyncio.create_task(asyncio.to_thread(program.leave)) for program in programs]
     if leaving:
@@ -153,19 +153,18 @@ class WorkerLink:
         """The ranks that leave, or have left."""
         return {rank for rank in self.outgoing if self.arrived[rank, LEAVING]}
 
-    def leave(self, finish: Callable[[], Any]) -> None:
-        """Leave in good order: what this rank has goes to the first one that stays.
-
-        finish   called when the others know; returns what is left behind, None if nothing can be
-        """
+    def announce(self) -> None:
+        """Tell all other ranks that this one leaves."""
         for rank in self.outgoing:
             self.send(rank, LEAVING, None)
-        value = finish()
-        others = sorted(self.outgoing.keys() - self.left)
-        heir = min(set(others) - self.leaving, default=None)
-        for rank in others if value is not None else ():
+
+    def hand_over(self, value: Any) -> None:
+        """Send what this rank has to the first one that stays, and wait until all others know that it has left."""
+        others = self.outgoing.keys() - self.left
+        heir = min(others - self.leaving, default=None)
+        for rank in others:
             self.send(rank, LEFT, value if rank == heir else None)
-        for rank in others if value is not None else ():
+        for rank in others:
             with suppress(LostRank):
                 self.receive(rank, RECEIVED)
 

@@ -152,17 +152,14 @@ class RankProgram:
 
     def leave(self) -> None:
         """Leave the own rows and the result of the last window to another rank; a window under way ends first."""
-
-        def finish() -> Any:
-            with self.busy:
-                if self.state is None or self.link.lost:
-                    return None
-                held = self._held(self.state)
-                owned = {name: rows for name, rows in self.owned().items() if name in held}
-                rows = self.copy(self.state.step, list(owned), list(owned.values()))
-                return dict(zip(owned, rows)), self.last
-
-        self.link.leave(finish)
+        self.link.announce()
+        with self.busy:
+            if self.state is None or self.link.lost:
+                return
+            held = self._held(self.state)
+            owned = {name: rows for name, rows in self.owned().items() if name in held}
+            rows = self.copy(self.state.step, list(owned), list(owned.values()))
+        self.link.hand_over((dict(zip(owned, rows)), self.last))
 
     def inherit(self, rank: int) -> Window | None:
         """Take what a rank has left to this one; return the result of its last window."""

@@ -188,7 +188,10 @@ class RankSteps(Steps):
         return addresses[: self.local.replicas if self.local else self.job.groups]
 
     def _begin(self, state: State) -> None:
-        """Make the present workers ranks with this state."""
+        """Make the present workers ranks with this state.
+
+        Errors   WorkerLost if a part of the state is lost: a rank would wait for it for ever
+        """
         start = time.perf_counter()
         packs, layout = list(state.packs), state.layout
         self.live, self.epoch, self.scheduler.needed = None, uuid4().hex[:8], set()
@@ -196,7 +199,10 @@ class RankSteps(Steps):
         left = self.scheduler.addresses() & set(before) - set(self.addresses)
         if left:
             self.scheduler.client.run(end_programs, self.run_name, workers=list(left), on_error="ignore")
-        self.scheduler.needed = set(self.addresses)
+        self.scheduler.needed = {*self.addresses, *left}  # all that may hold the state
+        with self._aborting():
+            if not all(self.scheduler.present(packs)):
+                raise loss(self.scheduler.client, "a part of the state")
         count = len(self.addresses)
         self.heirs = {}
         self.owned = self._each("begin", [(self.sent_job, rank, self.addresses) for rank in range(count)])
@@ -206,6 +212,7 @@ class RankSteps(Steps):
             names_or_seed = [names for names, _ in chosen] or self.job.run.seed
             loads.append((state.step, names_or_seed, *(pack for _, pack in chosen)))
         self._each("load", loads)
+        self.scheduler.needed = set(self.addresses)
         if before:
             seconds = time.perf_counter() - start
             self.say(f"workers    {count} share each batch from now on ({seconds:.1f} s)")

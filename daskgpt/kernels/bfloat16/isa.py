@@ -1,4 +1,4 @@
-"""Which unit of the processor multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 BLAS).
+"""The unit of the processor that multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 BLAS).
 
 Every thread requests the tile registers before its first product with them, when it requests scratch memory.
 """

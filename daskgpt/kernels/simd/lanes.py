@@ -123,7 +123,7 @@ def shuffle(builder: Any, left: Any, right: Any, order: list[int]) -> Any:
 
 
 def below(builder: Any, count: Any, first: int = 0, lanes: int = LANES) -> Any:
-    """Which of the lanes, numbered from `first` on, are below a 64-bit count."""
+    """Return which of the lanes, numbered from `first` on, are below a 64-bit count."""
     limits = splat(builder, builder.trunc(count, I32), lanes)
     numbers = ir.Constant(limits.type, [first + lane for lane in range(lanes)])
     return builder.icmp_signed("<", numbers, limits)
