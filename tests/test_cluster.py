@@ -19,7 +19,8 @@ from daskgpt import train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.dask_internals import closes
-from daskgpt.schedulers.membership import running
+from daskgpt.schedulers.membership import members, running
+from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.training.inference import call_on_model
 from daskgpt.training.rank_program import RankProgram
@@ -249,6 +250,26 @@ def test_worker_death_in_a_step_changes_no_bit(cluster, small_text, whole, tmp_p
     assert len(cluster.alive()) == 1
     assert same(tmp_path / "run", whole)
     assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
+
+
+def test_worker_death_between_the_end_of_its_task_and_the_fetch_is_a_loss(cluster, monkeypatch):
+    cluster.have(2)
+    gather = Client.gather
+
+    def late(client, *arguments, **options):
+        if set(cluster.alive()) >= {name}:
+            cluster.kill(name)
+        return gather(client, *arguments, **options)
+
+    with daskgpt.open_scheduler(cluster.address) as scheduler:
+        address, worker = min(members(scheduler.client).items())
+        name = worker["name"]
+        done = scheduler.submit_to(address, "rank.window", int)
+        scheduler.settle([done])
+        scheduler.needed = {address}
+        monkeypatch.setattr(Client, "gather", late)
+        with pytest.raises(WorkerLost):
+            scheduler.fetch_together([done])
 
 
 def test_an_error_of_one_worker_is_the_error_of_the_run(cluster, small_text):

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, WorkerPlugin
+from distributed import Client, LocalCluster, WorkerPlugin, wait
 from distributed.core import Status
 from distributed.diagnostics.task_stream import TaskStreamPlugin
 from machines import wait_until
@@ -110,3 +110,22 @@ def test_worker_is_closed_or_refused():
         wait_until(lambda: internals.closes(worker) or worker.status == Status.closed)
         internals.end_worker(client, max(worker.address for worker in found.workers.values()))
         wait_until(lambda: address not in internals.scheduler_identity(client)["workers"])
+
+
+def test_failed_tasks_that_nobody_wants_are_forgotten(cluster):
+    _, client = cluster
+
+    def release(dask_scheduler, keys):
+        for key in keys:  # as Dask leaves some of them
+            task = dask_scheduler.tasks[key]
+            for one in task.who_wants:
+                one.wants_what.discard(task)
+            task.who_wants.clear()
+
+    first = client.submit(divmod, 1, 0, pure=False)
+    then = client.submit(sum, first, pure=False)
+    wanted = client.submit(divmod, 2, 0, pure=False)
+    wait([then, wanted])
+    client.run_on_scheduler(release, keys=[first.key, then.key])
+    client.run_on_scheduler(internals.forget_failures)
+    assert client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks)) == [wanted.key]

@@ -90,7 +90,7 @@ class ClusterScheduler:
                         handle.result()
                     elif handle.status not in ("pending", "finished"):
                         raise loss(self.client, "a rank")
-            return list(self.client.gather(handles))
+        return self.fetch(handles)  # a worker may be lost now as well, with its result
 
     def settle(self, handles: list[Any]) -> None:
         with losses_as_errors(self.client):

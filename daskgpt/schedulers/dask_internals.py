@@ -70,6 +70,16 @@ async def remove_plugins(dask_scheduler: Any, names: Collection[str]) -> None:
             await dask_scheduler.unregister_worker_plugin(None, name)
 
 
+def forget_failures(dask_scheduler: Any) -> None:
+    """Remove failed tasks that nobody wants any more.
+
+    Dask keeps them as long as the scheduler lives if other tasks depended on them when their client released them.
+    """
+    ended = [task for task in dask_scheduler.tasks.values() if task.state in ("erred", "released")]
+    unwanted = {task.key: "forgotten" for task in ended if not task.who_wants and not task.dependents}
+    dask_scheduler.transitions(unwanted, stimulus_id="daskgpt-gone")
+
+
 def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str, span: Mapping[str, Any]) -> None:
     """Draw a rectangle on the task stream of the dashboard.
 

@@ -21,7 +21,13 @@ import daskgpt
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.schedulers.dask_internals import plugin_names, refuse_work, remove_plugins, scheduler_identity
+from daskgpt.schedulers.dask_internals import (
+    forget_failures,
+    plugin_names,
+    refuse_work,
+    remove_plugins,
+    scheduler_identity,
+)
 
 PREFIX = "daskgpt-"  # of the names of plugins
 TRIES, PAUSE = 10, 0.2  # seconds between two
@@ -66,17 +72,20 @@ async def remove_plugins_of(client: str, dask_scheduler: Any) -> None:
 
 
 class RemovePlugins(SchedulerPlugin):
-    """Removes a run's plugins when its client has gone, in whatever way; other runs' plugins stay."""
+    """Removes a run's plugins and failed tasks when its client has gone, in whatever way; other runs' plugins stay."""
 
     def __init__(self, client: Any) -> None:
         self.name, self.client = plugin_name(client, "remove-plugins"), client.id
         self.removing: asyncio.Task[None] | None = None
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        if (
-            client == self.client and self.removing is None
-        ):  # called when the client disconnects, and when its connection ends
-            self.removing = asyncio.create_task(remove_plugins_of(client, scheduler))
+        # This is called when the client disconnects, and when its connection ends.
+        if client == self.client and self.removing is None:
+            self.removing = asyncio.create_task(self._remove(scheduler))
+
+    async def _remove(self, scheduler: Any) -> None:
+        await remove_plugins_of(self.client, scheduler)
+        forget_failures(scheduler)
 
 
 def members(client: Any) -> dict[str, dict[str, Any]]:
