@@ -24,7 +24,7 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.dask_internals import scheduler_identity
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.membership import RemovePlugins, check_versions, register, remove_plugins_of, running
+from daskgpt.schedulers.membership import RemovePlugins, check_versions, register, remove_run, running
 from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.schedulers.workers import PrepareWorker
 
@@ -115,7 +115,7 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
             yield _ready(client, _described(client, kind, address))
         finally:
             with suppress(OSError, RuntimeError, ValueError):  # its cluster is gone
-                client.run_on_scheduler(remove_plugins_of, client.id)
+                client.run_on_scheduler(remove_run, client.id)
 
 
 def client_address(client: Any) -> str:

@@ -60,8 +60,8 @@ def register(client: Any, plugin: Any) -> None:
             raise refusal(RuntimeError, "daskgpt", rule, got, "Start workers in an equal environment.") from None
 
 
-async def remove_plugins_of(client: str, dask_scheduler: Any) -> None:
-    """Remove the plugins that a client's run has registered from the scheduler and from all workers.
+async def remove_run(client: str, dask_scheduler: Any) -> None:
+    """Remove a client's run: its plugins, from the scheduler and all workers, and failed tasks that nobody wants.
 
     client   its id
     """
@@ -69,6 +69,7 @@ async def remove_plugins_of(client: str, dask_scheduler: Any) -> None:
     own = [name for name in names if name.startswith(PREFIX) and name.endswith(f"-{client}")]
     with suppress(Exception):  # a worker has just gone, or the scheduler is closing
         await remove_plugins(dask_scheduler, own)
+    forget_failures(dask_scheduler)
 
 
 class RemovePlugins(SchedulerPlugin):
@@ -81,11 +82,7 @@ class RemovePlugins(SchedulerPlugin):
     def remove_client(self, scheduler: Any, client: str) -> None:
         # This is called when the client disconnects, and when its connection ends.
         if client == self.client and self.removing is None:
-            self.removing = asyncio.create_task(self._remove(scheduler))
-
-    async def _remove(self, scheduler: Any) -> None:
-        await remove_plugins_of(self.client, scheduler)
-        forget_failures(scheduler)
+            self.removing = asyncio.create_task(remove_run(client, scheduler))
 
 
 def members(client: Any) -> dict[str, dict[str, Any]]:

@@ -214,14 +214,14 @@ def touch_patch(unit, patch, step):
 
 @helper
 def open_unit(unit):
-    """To be called once in a kernel, before its first product."""
+    """Open the unit before the first product of a kernel."""
     if unit == AMX:
         _load_configuration()
 
 
 @helper
 def close_unit(unit):
-    """To be called once in a kernel, after its last product: a thread that keeps its tiles is slower to switch."""
+    """Close the unit after the last product of a kernel: a thread that keeps its tiles is slower to switch."""
     if unit == AMX:
         release_tiles()
 
