@@ -108,7 +108,7 @@ def test_chunks_are_cut_where_a_group_ends():
 
 
 def test_groups_follow_from_the_shape():
-    batches = {(12, 64): 2, (4, 16): 1, (8, 256): 4, (12, 128): 4, (7, 4096): 7, (9, 130): 3, (7, 20): 1}
+    batches = {(12, 64): 2, (4, 16): 1, (8, 256): 4, (12, 128): 6, (7, 4096): 7, (9, 130): 3, (7, 20): 1, (24, 64): 6}
     assert {batch: groups_of_batch(*batch) for batch in batches} == batches
     assert {groups_of_batch(*batch, 2) for batch in batches} == {2}
 
