@@ -128,7 +128,7 @@ def held_by(dask_scheduler):
 @engines
 def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, tmp_path):
     cluster.have(2)
-    with Client(cluster.address) as client:
+    with Client(cluster.address) as client, Client(cluster.address):  # a newer client must not matter
         kept = client.submit(sum, [1, 2])
 
         def left():

@@ -217,7 +217,8 @@ async def _soon(handles: list[Any], which: str = "ALL_COMPLETED") -> bool:
     if isinstance(handles[0], asyncio.Future):
         return bool((await asyncio.wait(handles, timeout=LOOKING))[0])
     try:
-        await wait(handles, timeout=LOOKING, return_when=which)
+        with handles[0].client.as_current():  # `wait` would use the newest client of this process
+            await wait(handles, timeout=LOOKING, return_when=which)
     except TimeoutError:
         return False
     return True

@@ -109,12 +109,9 @@ async def connection(worker: Any, address: str) -> Any:
     return await connect(address, **worker.connection_args)
 
 
-def handle_messages(worker: Any, name: str, handler: Callable[..., Any] | None) -> None:
-    """Let a worker call `handler` with each message of this name; None = no longer."""
-    if handler is None:
-        worker.handlers.pop(name, None)
-    else:
-        worker.handlers[name] = handler
+def handle_messages(worker: Any, name: str, handler: Callable[..., Any]) -> None:
+    """Let a worker call `handler` with each message of this name."""
+    worker.handlers[name] = handler
 
 
 async def send_heartbeat(worker: Any) -> None:

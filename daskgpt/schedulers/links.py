@@ -41,6 +41,13 @@ class WorkerRanks:
     links: dict[str, WorkerLink] = field(default_factory=dict)
     done: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
+    def take(self, epoch: str, parts: Sequence[np.ndarray]) -> None:
+        """Take a message for any rank of this worker; those of epochs that are over are dropped."""
+        self.done["received"] += sum(part.nbytes for part in parts)
+        if (link := self.links.get(epoch)) is not None:
+            rank, channel, value = pickle.loads(parts[0].data, buffers=[part.data for part in parts[1:]])
+            link.take(rank, channel, value)
+
 
 _RANKS: WeakKeyDictionary[Any, WorkerRanks] = WeakKeyDictionary()
 
@@ -89,7 +96,7 @@ class WorkerLink:
         self.outgoing: dict[int, asyncio.Queue[Any]] = {}
         self.pumps: list[asyncio.Task[None]] = []
         self.ranks.links[epoch] = self
-        handle_messages(worker, OP, self._handle)
+        handle_messages(worker, OP, self.ranks.take)  # for good: messages may come after the last link is closed
         logging.getLogger("distributed.worker").addFilter(_is_not_reported)
         asyncio.run_coroutine_threadsafe(self._open(addresses), self.loop).result()
 
@@ -136,17 +143,14 @@ class WorkerLink:
                 self.changed.wait()
             return queue.popleft()
 
-    def _handle(self, epoch: str, parts: Sequence[np.ndarray]) -> None:
-        """Take a message for any rank of this worker; those of earlier epochs are dropped."""
-        self.ranks.done["received"] += sum(part.nbytes for part in parts)
-        if (link := self.ranks.links.get(epoch)) is not None:
-            rank, channel, value = pickle.loads(parts[0].data, buffers=[part.data for part in parts[1:]])
-            with link.changed:
-                link.arrived[rank, channel].append(value)
-                if channel == LEFT:
-                    link.left.add(rank)
-                    link.send(rank, RECEIVED, None)
-                link.changed.notify_all()
+    def take(self, rank: int, channel: Hashable, value: Any) -> None:
+        """Take a value that a rank has sent."""
+        with self.changed:
+            self.arrived[rank, channel].append(value)
+            if channel == LEFT:
+                self.left.add(rank)
+                self.send(rank, RECEIVED, None)
+            self.changed.notify_all()
 
     @property
     def leaving(self) -> set[int]:
@@ -182,8 +186,6 @@ class WorkerLink:
     def close(self) -> None:
         """End the connections."""
         self.ranks.links.pop(self.epoch, None)
-        if not self.ranks.links:
-            handle_messages(self.worker, OP, None)
         self.fail("the epoch is over")
         with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(lambda: [pump.cancel() for pump in self.pumps])
