@@ -98,8 +98,14 @@ class RankProgram:
                     held[name][rows] = value[rows]
         return state
 
-    def window(self, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool) -> Window:
-        """Make some steps, one a batch; kept: whether to keep their kernel calls for a timeline."""
+    def window(self, first: int, length: int, ids: Sequence[np.ndarray], limits: Limits, kept: bool) -> Window:
+        """Make some steps, one a batch.
+
+        ids    tokens and targets of the batches, (steps, sequences, T) of unsigned integers
+        kept   whether to keep the kernel calls for a timeline
+        """
+        tokens, targets = (part.astype(np.int32) for part in ids)
+        batches = list(zip(tokens, targets))
         with self.busy:
             self.last = self._window(first, length, batches, limits, kept)
             return self.last

@@ -148,10 +148,12 @@ class RankSteps(Steps):
         if state is not self.live or self.heirs or changed:
             self._begin(state)
         first, length = state.step, self.job.horizon.at(state.step)
+        # Dask's scheduler remembers its last thousand messages to each worker: two small arrays are not many objects.
+        ids = np.min_scalar_type(self.job.config.padded_vocabulary)
+        parts = [np.stack(part).astype(ids) for part in zip(*batches)]
         arguments = []
         for rank in range(len(self.addresses)):
-            rows = self._sequences(rank)
-            mine = [tuple(np.ascontiguousarray(part[rows]) for part in batch) for batch in batches]
+            mine = [np.ascontiguousarray(part[:, self._sequences(rank)]) for part in parts]
             arguments.append((first, length, mine, limits, self.kept))
         ended = self._windows(arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
