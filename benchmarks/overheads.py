@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> None:
     told = {part: Spread.of(own) for part, own in shares.items()}
     print("\npart                 share of the run")
     for part, spread in told.items():
-        ends = f" ({spread.least:.2%} .. {spread.largest:.2%})" if spread.n > 1 else ""
+        ends = f" ({min(spread.values):.2%} .. {max(spread.values):.2%})" if spread.n > 1 else ""
         print(f"{part:<20} {spread.median:.2%}{ends}")
     print(f"{'what is left / bare':<20} {Spread.of(ratios).text('', 3)}")
     figures = {part: Figure.of(spread, "%", 100) for part, spread in told.items()}

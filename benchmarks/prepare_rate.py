@@ -193,7 +193,7 @@ def main(arguments: list[str]) -> None:
                 flush=True,
             )
         ratios = Spread.of(a / b for a, b in zip(ours, theirs))
-        ends = f"({ratios.least:.2f} .. {ratios.largest:.2f})"
+        ends = f"({min(ratios.values):.2f} .. {max(ratios.values):.2f})"
         print(f"{size:,.0f} MB: median ratio {ratios.median:.2f} {ends}", flush=True)
         if values.check:
             for line in check(values.text, values.encoding, folder / "out", folder):

@@ -11,15 +11,30 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from daskgpt.profiling.study import BARRIERS
-from daskgpt.profiling.timeline import Event, TaskGraph, Timeline, Window, svg_one_under_the_other
+from daskgpt.profiling.timeline import (
+    COLUMNS,
+    GAP,
+    LANE,
+    LETTERS,
+    Event,
+    TaskGraph,
+    Timeline,
+    Window,
+    color_of,
+    layers_of,
+    svg_strips,
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEPT, PICTURE = DOCS / "measurements" / "fork_join_timelines.json", DOCS / "fork_join.svg"
-NOTHING = TaskGraph((), {}, {}, frozenset(), {})
+LINE = 24  # pixels
+NOTHING = TaskGraph({}, {}, frozenset(), {})
 
 
 def kept(trace: Path) -> dict[str, Any]:
@@ -38,12 +53,33 @@ def kept(trace: Path) -> dict[str, Any]:
 def timeline(found: dict[str, Any]) -> Timeline:
     """What was kept, as far as a picture shows it: one window from the beginning to the end of the last call."""
     events = tuple(
-        Event(step, layer, phase, "", "", None, None, lane, start / 1e6, end / 1e6, 0, (step, ""), "", "")
+        Event(layer, phase, "", step=step, lane=lane, start=start / 1e6, end=end / 1e6)
         for step, lane, layer, phase, start, end in found["calls"]
     )
     steps = tuple(sorted({event.step for event in events}))
     window = Window(steps, 0.0, max(event.end for event in events))
     return Timeline(found["title"], tuple(found["lanes"]), events, (window,), NOTHING)
+
+
+def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
+    """Several timelines by name as one picture on one time scale, with a legend: what is longer looks longer."""
+    end = max(window.end for timeline in timelines.values() for window in timeline.windows)
+    parts, top = ['<rect width="100%" height="100%" fill="white"/>'], LINE
+    for name, timeline in timelines.items():
+        seconds = sum(window.end - window.start for window in timeline.windows) / len(timeline.steps)
+        text = escape(f"{name}: {seconds * 1e3:,.1f} ms a step")
+        parts.append(f'<text x="0" y="{top}" font-size="14" font-weight="bold">{text}</text>')
+        parts.append(f'<g transform="translate(0, {top + 2 * GAP})">{svg_strips(timeline, end=end)}</g>')
+        top += len(timeline.lanes) * (LANE + GAP) + 3 * GAP + LINE
+    x = 0
+    for layer in layers_of(*timelines.values()):
+        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{color_of(layer, False)}"/>')
+        parts.append(f'<text x="{x + 15}" y="{top}" font-size="12">{escape(layer)}</text>')
+        x += 30 + 7 * len(layer)
+    parts.append(f'<text x="{x}" y="{top}" font-size="12">dark: backward</text>')
+    width, height = LETTERS + COLUMNS, top + 2 * GAP
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
 
 
 def picture() -> str:

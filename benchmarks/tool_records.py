@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from daskgpt.profiling.records import Figure, append_records, check_records, command_line, measured
+from daskgpt.profiling.records import Figure, Spread, append_records, check_records, measured
 
 
 def add_record_flag(parser: ArgumentParser) -> None:
@@ -38,6 +37,10 @@ def record(
     settings  the same for a table
     """
     if path:
-        words = shlex.split(command_line(tool, arguments))[3:]
-        found = measured(tool, arguments, figures, {"what": what, **settings}, against)
-        append_records(path, [replace(found, command=shlex.join(["python", tool, *words]))])
+        found = measured(f"python {tool}", arguments, figures, {"what": what, **settings})
+        append_records(path, [replace(found, against=against)])
+
+
+def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> dict[str, Figure]:
+    """Return the figures of several quantities in one unit."""
+    return {name: Figure.of(spread, unit, factor) for name, spread in spreads.items()}

@@ -25,20 +25,10 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext, redirect_stdout
 
-from daskgpt.config.errors import require
-from daskgpt.config.flags import (
-    Parser,
-    add_flags,
-    add_model_flags,
-    add_plan_flags,
-    from_flags,
-    given_flags,
-    run_command,
-)
+from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
-from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.records import append_records, check_records, measured
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
@@ -51,7 +41,6 @@ def parser() -> Parser:
     add_model_flags(flags)
     flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
     flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")
-    add_plan_flags(flags)
     add_flags(flags, BenchConfig)
     add_flags(flags, DataflowConfig)
     return flags
@@ -62,12 +51,6 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(GPT2Config, values))
     job = job_of(config, options, from_flags(DataflowConfig, values))
-    rule, got = "--record must come without --plan", {"plan": values.plan, "record": values.record}
-    require(not (values.plan and values.record), "bench", rule, got, "A plan measures nothing: leave out one of them.")
-    check_workers(values.workers, plan=values.plan)
-    if values.plan:
-        print(predict(job, values.workers or 0))
-        return 0
     if values.record:
         check_records(values.record)
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
@@ -79,7 +62,7 @@ def main(arguments: list[str]) -> int:
             steps = Steps(job, scheduler, options.seed)
             found = measure_steps(steps, options.warmup, options.steps, options.recorded)
     facts = {"preset": values.preset, "others_cores": others, **found.settings}
-    record = measured("daskgpt.bench", arguments, found.figures, facts)
+    record = measured("python -m daskgpt.bench", arguments, found.figures, facts)
     if values.record:
         append_records(values.record, [record])
     print(record.line().decode().rstrip() if values.json else found.describe())

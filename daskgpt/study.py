@@ -1,14 +1,25 @@
-"""Compare ways to run a step: `python -m daskgpt.study --help`."""
+"""Run training steps on random tokens under many settings of the dataflow, and compare them.
+
+Each run is a fresh process on as many cores as it has threads. A study is a folder: results.csv (a row a run), figures,
+and report.md, which says what came of it.
+
+Without any of the lists below, a study goes out from one point (all cores, barrier step, grain block, half of the
+sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
+combination of their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
+A study that was stopped goes on with --out FOLDER; what is in its table is not run again.
+--record FILE adds what was measured to a file when the study is done: a line of JSON a point, with command, date,
+machine, versions, and the time of every run.
+"""
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags, run_command
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.profiling.records import append_records, check_records
 from daskgpt.profiling.study import (
@@ -27,30 +38,19 @@ from daskgpt.profiling.study import (
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.training.job import compile_kernels
 
-DESCRIPTION = """\
-Run training steps on random tokens under many settings of the dataflow, each run in a fresh process on as many cores as
-it has threads, and write a folder: results.csv (a row a run), figures, and report.md, which says what came of it.
-
-Without any of the lists below, a study goes out from one point (all cores, barrier step, grain block, half of the
-sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
-combination of their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
-A study that was stopped goes on with --out FOLDER; what is in its table is not run again.
---record FILE adds what was measured to a file when the study is done: a line of JSON a point, with command, date,
-machine, versions, and the time of every run.
-"""
-QUICK_MODEL = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
-QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0}
+QUICK_MODEL: dict[str, Any] = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
+QUICK_STUDY: dict[str, Any] = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "repetitions": 1}
 
 
 def parser() -> Parser:
     """Return all flags."""
-    flags = Parser(prog="daskgpt.study", description=DESCRIPTION)
+    flags = Parser(prog="daskgpt.study", description=__doc__)
     flags.add_argument("--quick", action="store_true", help="a very small model, few points, one repetition")
     flags.add_argument(
         "--timelines",
         action="store_true",
-        help="write a timeline of each barrier instead, and pages and a picture of them all, in chunks of a quarter "
-        "of the sequences; of --repetitions recordings of each barrier the shortest is kept",
+        help="write a timeline of each barrier instead, and a page of them all, in chunks of a quarter of the "
+        "sequences; of --repetitions recordings of each barrier the shortest is kept",
     )
     flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
     lists = flags.add_argument_group("Values to combine, with commas between them")
@@ -83,14 +83,9 @@ def main(arguments: list[str]) -> int:
     from daskgpt.profiling.report import write_report  # refuses to be imported without matplotlib
 
     table = Table(folder / "results.csv", model, study)
-
-    def report() -> None:
-        if table.rows:
-            write_report(folder, table.rows, values.quick)
-
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failed = run_all(model, study, grid, table, report)
+    failed = run_all(model, study, grid, table, lambda: write_report(folder, table.rows, values.quick))
     if values.record:
         append_records(values.record, Rows(table.rows).records(arguments))
     print(f"study written to {folder / 'report.md'}")
@@ -99,13 +94,10 @@ def main(arguments: list[str]) -> int:
 
 def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
     """Return the model and what all runs share; --quick makes both small, but for what is given."""
-    given, study = given_flags(GPT2Config, values), from_flags(StudyConfig, values)
-    if not values.quick:
-        return preset(values.preset, **given), study
-    defaults = StudyConfig()
-    small = {name: value for name, value in QUICK_STUDY.items() if getattr(study, name) == getattr(defaults, name)}
-    repetitions = 1 if study.repetitions == defaults.repetitions else study.repetitions
-    return preset("tiny", **QUICK_MODEL | given), replace(study, **small, repetitions=repetitions)
+    model, study = given_flags(GPT2Config, values), given_flags(StudyConfig, values)
+    if values.quick:
+        return preset("tiny", **QUICK_MODEL | model), StudyConfig(**QUICK_STUDY | study)
+    return preset(values.preset, **model), StudyConfig(**study)
 
 
 def _words(text: str) -> list[str]:

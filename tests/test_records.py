@@ -101,8 +101,8 @@ def test_several_add_whole_lines(path):
 
 def test_recorded_command_repeats_the_measurement():
     words = ["--preset", "gpt2", "--record", "all.jsonl", "--json", "--log", "my file"]
-    assert command_line("daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --log 'my file'"
-    assert command_line("daskgpt.bench", ["--record=x", "--steps", "2"]) == "python -m daskgpt.bench --steps 2"
+    assert command_line("python -m daskgpt.bench", words) == "python -m daskgpt.bench --preset gpt2 --log 'my file'"
+    assert command_line("python x.py", ["--record=x", "--steps", "2", "y", "--z"]) == "python x.py --steps 2 y --z"
 
 
 def test_bench_records_what_it_prints(path, capsys):

@@ -6,10 +6,12 @@ from collections import Counter
 from contextlib import nullcontext
 from html import unescape
 from itertools import pairwise
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
+from timeline_picture import svg_one_under_the_other
 
 import daskgpt
 from daskgpt import train
@@ -28,7 +30,6 @@ from daskgpt.profiling.timeline import (
     layers_at_once,
     live_bytes,
     summarise,
-    svg_one_under_the_other,
     svg_strips,
 )
 from daskgpt.schedulers.opening import open_scheduler
@@ -67,12 +68,12 @@ def test_every_kernel_call_is_an_event():
     assert all(re.search(r"attention|crossentropy", key[0]) and key[0][-2] == "." for key in missing), "picks only"
     assert timeline.steps == [7, 8]
     assert {event.step for event in timeline.events} == {7, 8}
-    found = {(event.layer, event.phase, event.where, event.block, event.chunk) for event in timeline.events}
+    found = {(event.layer, event.phase, event.place, event.block, event.chunk) for event in timeline.events}
     assert ("linear", "forward", "h.1.attn.c_attn", 1, (1, 0)) in found
     assert ("attention", "backward", "h.0.attn.qkv", 0, (1, None)) in found
     assert ("adamw", "update", "wte.weight", None, None) in found
     assert ("embedding", "forward", "wte+wpe", None, (0, 1)) in found
-    size = {event.where: event.bytes for event in timeline.events if event.layer == "linear"}
+    size = {event.place: event.bytes for event in timeline.events if event.layer == "linear"}
     assert size["h.0.mlp.c_fc"] == 2 * 6 * 4 * 16 * 4  # float32 (b, t, 4C)
     assert {event.bytes for event in timeline.events if event.layer == "adamw"} == {0}
     assert timeline.lanes == ("thread 1",)
@@ -159,12 +160,12 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc"):
     events = []
     for step, zero in enumerate(starts):
         for name, key, lane, start, end, size in calls:
-            own = name, "forward", name, name, None, None, lane, zero + start, zero + end, size, (step, key), name, key
-            events.append(Event(step, *own))
+            when = {"step": step, "lane": lane, "start": zero + start, "end": zero + end}
+            events.append(Event(name, "forward", name, **when, bytes=size, task=(step, key), task_name=name, key=key))
     named = dict(zip("abc", keys))
     before = {named[key]: {named[need] for need in own} for key, own in dict(earlier).items()}
     done = frozenset(named[name] for name in awaited)
-    tasks = TaskGraph(keys, {a: set(), b: {a}, c: {a}}, before, done, {a: [b, c]})
+    tasks = TaskGraph({a: set(), b: {a}, c: {a}}, before, done, {a: [b, c]})
     lanes = ("thread 1", "thread 2")
     return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks)
 
@@ -236,7 +237,11 @@ def test_strips_of_colour():
     grey, *strips = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', text)
     assert grey == ("110", "0", "350"), "half of the time that the width stands for"
     assert strips == [("145", "0", "70"), ("250", "0", "140"), ("110", "26", "350"), ("215", "26", "70")]
-    assert "by hand: 10,000.0 ms a step" in svg_one_under_the_other({"by hand": hand_made()})
+    picture = ElementTree.fromstring(svg_one_under_the_other({"by hand": hand_made(), "again": hand_made()}))
+    texts = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    assert [text for text in texts if " ms a step" in text] == [
+        f"{n}: 10,000.0 ms a step" for n in ("by hand", "again")
+    ]
 
 
 # Files.
@@ -246,7 +251,7 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
         assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
     with pytest.raises(ValueError, match="events=0"):
-        summarise(Timeline("", ("thread 1",), (), (), TaskGraph((), {}, {}, frozenset(), {})))
+        summarise(Timeline("", ("thread 1",), (), (), TaskGraph({}, {}, frozenset(), {})))
     with pytest.raises(ValueError, match="timeline_steps=0"):
         TimelineConfig(timeline_steps=0)
     (tmp_path / "file").write_text("")

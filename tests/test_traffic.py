@@ -9,6 +9,7 @@ from conftest import SMALL, random_batch, random_parameters
 from rank_threads import train
 
 from daskgpt import bench
+from daskgpt import train as train_command
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.precision import precision_of
 from daskgpt.profiling.plan import KINDS, SHOWN, describe_loads, loads, predict
@@ -59,8 +60,12 @@ def test_memory_of_a_worker():
     assert len(shared.loads) == 4
 
 
-def test_plan_table_for_workers(capsys):
-    assert bench.main(["--plan", "--workers", "2", "--groups", "2"]) == 0
+def test_plan_table_for_workers(capsys, small_text):
+    flags = ["--data", str(small_text), "--groups", "2"]
+    assert train_command.main([*flags, "--plan", "--workers", "2"]) == 0
+    for wrong, keyword in ((["--workers", "2"], "--plan"), (["--plan", "--workers", "0"], "workers=0")):
+        with pytest.raises(ValueError, match=keyword):
+            train_command.main([*flags, *wrong])
     lines = capsys.readouterr().out.splitlines()
     (head,) = [number for number, line in enumerate(lines) if line.startswith("worker ")]
     assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["0", "1", "together"]

@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tool_records import figures_of
+
 from compare.processes import require_layernorm
 from compare.turns import Turn, disturbed
 from daskgpt.config.errors import refusal, require
 from daskgpt.profiling.measure import Steps
-from daskgpt.profiling.records import Figure, Spread, figures_of
+from daskgpt.profiling.records import Figure, Spread
 from daskgpt.profiling.timeline import is_message
 from daskgpt.schedulers import machine
 from daskgpt.training.job import Job
@@ -79,7 +81,7 @@ class Programs:
         """The longest step over the median of all."""
         own = self.names.index(name)
         steps = Spread.of(seconds for turn in self.turns for seconds in turn.seconds[own])
-        return steps.largest / steps.median
+        return max(steps.values) / steps.median
 
     @property
     def counts(self) -> dict[str, int]:

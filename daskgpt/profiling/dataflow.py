@@ -13,11 +13,9 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.graph.calls import Origin
-from daskgpt.graph.nodes import Key
 from daskgpt.graph.program import calls_of
-from daskgpt.graph.recording import CompiledStep
 from daskgpt.profiling.plan import assumed_step, job_from, predict
-from daskgpt.profiling.timeline import EventMaker, TaskGraph, color_of
+from daskgpt.profiling.timeline import TaskGraph, chunks_of, color_of
 from daskgpt.training.autotune import Trial
 
 DRAWN = 300  # tasks that a picture has at most
@@ -113,23 +111,25 @@ class Dataflow:
 
     def depths(self) -> dict[str, int]:
         """Return how many tasks must run one after the other before each."""
-        return _depths(self.needs)
+        found: dict[str, int] = {}
+        for name in TopologicalSorter(self.needs).static_order():
+            found[name] = max((found[earlier] + 1 for earlier in self.needs[name]), default=0)
+        return found
 
     def of(self, block: int, phase: str = "forward") -> Dataflow:
         """Return the tasks, and of them the kernels, of one transformer block in one pass; names have neither.
 
         Errors   ValueError where there are none
         """
-        own = {
-            name: kernels
+        calls = {
+            name: tuple(call for call in task.calls if (call.block, call.phase) == (block, phase))
             for name, task in self.tasks.items()
-            if (kernels := tuple(call for call in task.calls if (call.block, call.phase) == (block, phase)))
         }
+        short = _distinct({name: _short(name, block, phase) for name, own in calls.items() if own})
         got = {"block": block, "phase": phase}
-        require(bool(own), "Dataflow.of", "some task must run a kernel of it", got, "Ask for a block of the model.")
-        short = _distinct({name: _short(name, block, phase) for name in own})
-        tasks = {new: replace(self.tasks[name], name=new, calls=own[name]) for name, new in short.items()}
-        needs = {new: frozenset(short[each] for each in self.needs[name] & own.keys()) for name, new in short.items()}
+        require(bool(short), "Dataflow.of", "some task must run a kernel of it", got, "Ask for a block of the model.")
+        tasks = {new: replace(self.tasks[name], name=new, calls=calls[name]) for name, new in short.items()}
+        needs = {new: frozenset(short[each] for each in self.needs[name] & short.keys()) for name, new in short.items()}
         return Dataflow(f"block {block}, {phase}: {self.title}", tasks, needs, self.peak)
 
     def without(self, edge: tuple[str, str]) -> Dataflow:
@@ -273,33 +273,20 @@ def dataflow(
     """
     job = job_from(config, data=data, dataflow=dataflow)
     step = assumed_step(job)
-    tasks, needs = tasks_of(step.runnable, Trial(step).results)
-    size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
-    return Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, predict(job).peak)
-
-
-def tasks_of(
-    runnable: CompiledStep, results: Mapping[Key, int]
-) -> tuple[dict[str, DataflowTask], dict[str, frozenset[str]]]:
-    """Return tasks by name, every one after those that it needs, and their needs; results: bytes that each returns."""
-    inside, known = TaskGraph.of(runnable).needs, EventMaker(runnable).chunks
-    calls = {key: [c.key for c in calls_of(runnable.graph[key]) if c.key in known] for key in inside}
+    runnable, results = step.runnable, Trial(step).results
+    inside, known = TaskGraph.of(runnable).needs, chunks_of(runnable)
+    calls = {key: [call.key for call in calls_of(runnable.graph[key]) if call.key in known] for key in inside}
     chunks = {key: next(filter(None, (known[each] for each in own)), None) for key, own in calls.items()}
     names = _distinct({key: _name(runnable.title(key), chunk) for key, chunk in chunks.items()})
     needs = {names[key]: frozenset(names[each] for each in own) for key, own in inside.items()}
-    depths, tasks = _depths(needs), {}
-    for key, name in sorted(names.items(), key=lambda item: (depths[item[1]], item[1])):
+    tasks = {}
+    for key, name in names.items():
         origins = tuple(map(runnable.recorded.origin, calls[key]))
         tasks[name] = DataflowTask(name, chunks[key], origins, results.get(key, 0))
-    return tasks, needs
-
-
-def _depths(needs: Mapping[str, frozenset[str]]) -> dict[str, int]:
-    """Return how many tasks must run one after the other before each."""
-    found: dict[str, int] = {}
-    for name in TopologicalSorter(needs).static_order():
-        found[name] = max((found[earlier] + 1 for earlier in needs[name]), default=0)
-    return found
+    size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
+    found = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, predict(job).peak)
+    depths = found.depths()
+    return replace(found, tasks={name: tasks[name] for name in sorted(tasks, key=lambda name: (depths[name], name))})
 
 
 def _name(title: str, chunk: tuple[int | None, ...] | None) -> str:

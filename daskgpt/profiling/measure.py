@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from math import prod
+from statistics import fmean
 from time import perf_counter
 from typing import Any, cast
 
@@ -83,16 +84,10 @@ class Steps:
     @property
     def settings(self) -> dict[str, Any]:
         """Return what runs, for a record of measurements."""
-        (batch_size, length), (batch_chunk, sequence_chunk) = self.job.batch_shape, self.steps.chunk
-        return {
-            "batch_size": batch_size,
-            "sequence_length": length,
-            "groups": self.job.groups,
-            "batch_chunk": batch_chunk,
-            "sequence_chunk": sequence_chunk,
-            "scheduler": self.job.scheduler,
-            "precision": self.job.precision.name,
-        }
+        names = ("batch_size", "sequence_length", "groups", "batch_chunk", "sequence_chunk", "scheduler", "precision")
+        job = self.job
+        values = (*job.batch_shape, job.groups, *self.steps.chunk, job.scheduler, job.precision.name)
+        return dict(zip(names, values))
 
     def run(self, count: int) -> list[float]:
         """Return the seconds of each of some further steps, from a batch to its loss.
@@ -102,25 +97,19 @@ class Steps:
         pass, so a step is timed from loss to loss; what it still does when the last loss is there counts to the first
         step, whose time has no such part.
         """
-        window = self.window
         end, seconds = len(self.losses) + count, []
         while (done := len(self.losses)) < end:
-            size = min(window, end - done) if self.ranks else window
+            size = min(self.window, end - done) if self.ranks else self.window
             batches = [random_batch(self.job, self.seed, done + number) for number in range(size)]
             start = perf_counter()
             outcomes, self.state = self.steps.run(self.state, batches)
             seconds.append((perf_counter() - start) / len(outcomes))
             self.losses += [outcome.loss for outcome in outcomes]
-        start = perf_counter()
-        self.settle()
         if seconds and not self.scheduler.in_place and not self.ranks:
-            seconds[0] += (perf_counter() - start) / window
-        return seconds
-
-    def settle(self) -> None:
-        """Wait until a cluster has done what it goes on doing after a step's loss is there: the updates."""
-        if not self.ranks:
+            start = perf_counter()
             self.scheduler.settle(self.state.packs)
+            seconds[0] += (perf_counter() - start) / self.window
+        return seconds
 
     def timeline(self, count: int) -> Timeline:
         """Return the timeline of so many further steps, or some more where the last window has more."""
@@ -169,25 +158,24 @@ def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measu
     job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
     steps.run(warmup)
     steps.reset_peak()
-    step = Figure.of(Spread.of(steps.run(timed)), "ms", 1e3)
+    seconds = Spread.of(steps.run(timed))
     peak = steps.peak() / 1e9
     found = summarise(steps.timeline(recorded))
     busy = dict.fromkeys(PHASES, 0.0)
-    for (layer, phase), (seconds, _) in found.kernels.items():
-        busy[phase] += 0.0 if is_message(layer) else seconds
+    for (layer, phase), (own, _) in found.kernels.items():
+        busy[phase] += 0.0 if is_message(layer) else own
     idle = 1 - sum(busy.values()) / (threads * found.wall)
-    passes = {name: Figure.single(1e3 * seconds / (threads * found.steps), "ms") for name, seconds in busy.items()}
-    assert step.median is not None, "it was measured"
-    tokens = 1e3 * prod(job.batch_shape) / step.median
-    rate = step_operations(job.config, *job.batch_shape) / step.median / 1e6
+    tokens = prod(job.batch_shape) / seconds.median
+    rate = step_operations(job.config, *job.batch_shape) / seconds.median / 1e9
     products = sum(scheduler.everywhere(matmul_rate, threads)) / 1e9
-    settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
-    who = f"{job.scheduler}, {threads} thread{'s' * (threads != 1)}, {job.precision.name}"
+    step = Figure.of(seconds, "ms", 1e3)
+    passes = {name: Figure.single(1e3 * own / (threads * found.steps), "ms") for name, own in busy.items()}
     facts = {
         "model": f"{parameter_count(job.config):,} parameters",
         "batch": job_facts(job)["batch"],
         "chunks": steps.steps.described_chunks,
-        "tasks": f"{steps.tasks:,} a step (grain {steps.grain}), {who}",
+        "tasks": f"{steps.tasks:,} a step (grain {steps.grain}), {job.scheduler}, "
+        f"{threads} thread{'s' * (threads != 1)}, {job.precision.name}",
         "machine": machine.processor(),
         "step": step.text(),
         **{f"  {name}": figure.text() for name, figure in passes.items()},
@@ -196,15 +184,10 @@ def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measu
         "arithmetic": f"{rate:,.1f} GFLOP/s, {rate / products:.0%} of the float32 matrix product's {products:,.1f}",
         "memory": f"{peak:.3f} GB at most",
     }
-    figures = {
-        "step": step,
-        **passes,
-        "overhead": Figure.single(idle, ""),
-        "tokens": Figure.single(tokens, "tokens/s"),
-        "rate": Figure.single(rate, "GFLOP/s"),
-        "matmul_rate": Figure.single(products, "GFLOP/s"),
-        "peak": Figure.single(peak, "GB"),
-    }
+    others = {"overhead": (idle, ""), "tokens": (tokens, "tokens/s"), "rate": (rate, "GFLOP/s")}
+    others |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak, "GB")}
+    figures = {"step": step, **passes, **{name: Figure.single(*own) for name, own in others.items()}}
+    settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
     return Measurement(facts, settings, figures)
 
 
@@ -241,11 +224,6 @@ class Execution:
         """Share of the time in which two or more different layers ran at once."""
         return self.summary.overlap
 
-    @property
-    def idle(self) -> float:
-        """Share of the threads' time in which no kernel ran."""
-        return 1 - self.summary.kernel_share
-
 
 class Executions(dict[str, Execution]):
     """Name -> execution. The first one is what the others' speedup is measured by.
@@ -257,28 +235,21 @@ class Executions(dict[str, Execution]):
         super().__init__(found)
         self.others = others
 
-    @property
-    def first(self) -> Execution:
-        return next(iter(self.values()))
-
     def speedup(self, name: str) -> float:
         """Return how many times as fast as the first, by medians."""
-        return self.first.seconds.median / self[name].seconds.median
+        return next(iter(self.values())).seconds.median / self[name].seconds.median
 
     def efficiency(self, name: str) -> float:
         """Return the speedup by how many times as many threads it has."""
-        return self.speedup(name) * self.first.threads / self[name].threads
+        return self.speedup(name) * next(iter(self.values())).threads / self[name].threads
 
     def rows(self) -> list[list[str]]:
         """Return a table of text, whose columns are those of HEAD."""
         return [
             [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
-            + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, run.idle)]
+            + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, 1 - run.summary.kernel_share)]
             for name, run in self.items()
         ]
-
-    def __repr__(self) -> str:
-        return "\n".join(filter(None, (text_table([HEAD, *self.rows()]), self.note)))
 
     @property
     def note(self) -> str:
@@ -287,19 +258,22 @@ class Executions(dict[str, Execution]):
             return ""
         return f"note: other programs kept {self.others:.1f} cores busy; these are times of a share of the machine"
 
+    def __repr__(self) -> str:
+        return f"{text_table([HEAD, *self.rows()])}\n{self.note}".rstrip()
+
     def _repr_html_(self) -> str:
         """Return the table, and the timelines one below the other on one time scale: a strip a thread."""
-        runs = list(self.values())
-        title = f"Turns: {runs[0].seconds.n}; medians a step (and middle halves), speedup over {next(iter(self))}"
-        end = max(window.end for run in runs for window in run.timeline.windows)
+        rows = [[name, times.partition(" ")[0], *others] for name, times, *others in self.rows()]
+        turns, first = next(iter(self.values())).seconds.n, next(iter(self))
+        title = f"Turns: {turns}; medians a step (and middle halves), speedup over {first}"
+        timelines = [run.timeline for run in self.values()]
+        end = max(window.end for timeline in timelines for window in timeline.windows)
         lanes = "".join(
             f'<div style="margin-top: 8px">{escape(name)}: {run.seconds.text("", 1, 1e3)} ms a step</div>'
             f"{svg_strips(run.timeline, end=end, named=False)}"
             for name, run in self.items()
         )
-        longest = max(runs, key=lambda run: len({event.layer for event in run.timeline.events}))
-        legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(longest.timeline)}</div>'
-        rows = [[row[0], row[1].partition(" ")[0], *row[2:]] for row in self.rows()]
+        legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(*timelines)}</div>'
         return html_table(title, rows, head=HEAD, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
 
 
@@ -346,8 +320,7 @@ def measure(
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(turns):
             for name, own in runs.items():
-                taken = own.run(steps)
-                seconds[name].append(sum(taken) / len(taken))
+                seconds[name].append(fmean(own.run(steps)))
         found = {
             name: Execution(run.scheduler.threads, Spread.of(seconds[name]), tuple(run.losses), run.timeline(steps))
             for name, run in runs.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from daskgpt.profiling.timeline import (
     color_of,
     describe_summary,
     layers_at_once,
+    layers_of,
     live_bytes,
     summarise,
-    svg_one_under_the_other,
 )
 
 STEP_COLORS = ("#c3ccd5", "#4f5a65")
@@ -63,11 +63,6 @@ def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str
     return _write(page, page_of_several(timelines, title))
 
 
-def write_picture(timelines: Mapping[str, Timeline], path: Path) -> Path:
-    """Write several timelines, by name, as one SVG, on one time scale; return its path."""
-    return _write(path, svg_one_under_the_other(timelines))
-
-
 def _write(path: Path, text: str) -> Path:
     with replacing(path, "timeline") as file:
         file.write(text.encode())
@@ -79,27 +74,24 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
 
     Source   the Trace Event Format: ph X is an event with a duration, C a counter, M a name
     """
+
+    def microseconds(seconds: float) -> float:
+        return round(seconds * 1e6, 3)
+
     names = [("process_name", 0, timeline.title), *(("thread_name", *lane) for lane in enumerate(timeline.lanes))]
-    curves = {
-        ("memory of activations and gradients", "bytes"): live_bytes(timeline),
-        ("layers at once", "layers"): layers_at_once(timeline),
-    }
     entries: list[dict[str, Any]] = [{"ph": "M", "tid": t, "name": kind, "args": {"name": n}} for kind, t, n in names]
     for event in timeline.events:
-        shown = {name: getattr(event, name) for name in ("layer", "where", "block", "chunk", "step", "bytes")}
+        shown = {name: getattr(event, name) for name in ("layer", "block", "chunk", "step", "bytes")}
         entry = {"ph": "X", "tid": event.lane, "name": event.kind, "cat": f"{event.phase},step {event.step}"}
-        times = {"ts": _microseconds(event.start), "dur": _microseconds(event.seconds)}
-        entries.append({**entry, **times, "args": {**shown, "pass": event.phase, "task": event.task_name}})
-    entries += [
-        {"ph": "C", "name": name, "ts": _microseconds(at), "args": {unit: value}}
-        for (name, unit), curve in curves.items()
-        for at, value in curve
-    ]
+        times = {"ts": microseconds(event.start), "dur": microseconds(event.seconds)}
+        more = {"where": event.place, "pass": event.phase, "task": event.task_name}
+        entries.append({**entry, **times, "args": {**shown, **more}})
+    for name, unit, curve in (
+        ("memory of activations and gradients", "bytes", live_bytes(timeline)),
+        ("layers at once", "layers", layers_at_once(timeline)),
+    ):
+        entries += [{"ph": "C", "name": name, "ts": microseconds(at), "args": {unit: value}} for at, value in curve]
     return {"traceEvents": [{"pid": 0} | entry for entry in entries], "displayTimeUnit": "ms"}
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def page_of(timeline: Timeline) -> str:
@@ -158,15 +150,8 @@ def time_axis(timelines: Sequence[Timeline]) -> Range1d:
 
 
 def _figure(x_range: Range1d, tools: str, **look: Any) -> Any:
-    plot = figure(
-        sizing_mode="stretch_width",
-        x_range=x_range,
-        min_border_left=LEFT,
-        tools=f"xwheel_zoom,xpan,{tools}",
-        active_scroll="xwheel_zoom",
-        active_drag="xpan",
-        **look,
-    )
+    look |= {"sizing_mode": "stretch_width", "min_border_left": LEFT, "tools": f"xwheel_zoom,xpan,{tools}"}
+    plot = figure(x_range=x_range, active_scroll="xwheel_zoom", active_drag="xpan", **look)
     plot.toolbar.logo = None
     return plot
 
@@ -181,59 +166,59 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
     plot.yaxis.ticker = FixedTicker(ticks=list(range(count)))
     plot.yaxis.major_label_overrides = {count - 1 - lane: name for lane, name in enumerate(timeline.lanes)}
     plot.ygrid.grid_line_color = None
-    items, layers = [], {event.layer for event in timeline.events}
     # As they come in the model, the update last.
-    for layer in sorted(layers, key=lambda name: (known.index(name) if name in known else len(known), name)):
-        own = []
-        for backward in (True, False):
-            events = [e for e in timeline.events if e.layer == layer and (e.phase == "backward") == backward]
-            if events:
-                # The line keeps a call visible that is narrower than a pixel.
-                look = dict.fromkeys(("fill_color", "line_color"), color_of(layer, backward)) | {"line_width": 0.4}
-                source = ColumnDataSource(_bars(timeline, events))
-                sides = {side: side for side in ("left", "right", "bottom", "top")}
-                own.append(plot.quad(source=source, hover_line_color="black", name=layer, **sides, **look))
-        items.append(LegendItem(label=layer, renderers=own))
-    bars = [bar for item in items for bar in item.renderers]
+    layers = sorted(layers_of(timeline), key=lambda name: known.index(name) if name in known else len(known))
+    sides = {side: side for side in ("left", "right", "bottom", "top")}
+    for layer, backward in product(layers, (True, False)):
+        events = [e for e in timeline.events if e.layer == layer and (e.phase == "backward") == backward]
+        if events:
+            # The line keeps a call visible that is narrower than a pixel.
+            look = dict.fromkeys(("fill_color", "line_color"), color_of(layer, backward)) | {"line_width": 0.4}
+            plot.quad(source=_bars(timeline, events), hover_line_color="black", name=layer, **sides, **look)
+    plot.add_tools(HoverTool(renderers=list(plot.renderers), tooltips=TOOLTIPS, point_policy="follow_mouse"))
     _steps(plot, timeline)
-    plot.add_tools(HoverTool(renderers=bars, tooltips=TOOLTIPS, point_policy="follow_mouse"))
     if legend:
+        items = [
+            LegendItem(label=name, renderers=[bar for bar in plot.renderers if bar.name == name]) for name in layers
+        ]
         names = Legend(items=items, orientation="horizontal", click_policy="hide", spacing=14, ncols=LEGEND_COLUMNS)
         names.border_line_color, names.location, names.padding = None, "top_left", 2
         plot.add_layout(names, "above")
     return plot
 
 
-def _bars(timeline: Timeline, events: Sequence[Event]) -> dict[str, list[Any]]:
+def _bars(timeline: Timeline, events: Sequence[Event]) -> ColumnDataSource:
     """Return the columns of bars: their sides, and what a tooltip shows."""
-    top = len(timeline.lanes) - 1
-    return {
-        "left": [event.start * 1e3 for event in events],
-        "right": [event.end * 1e3 for event in events],
-        "bottom": [top - event.lane - 0.26 for event in events],
-        "top": [top - event.lane + 0.42 for event in events],
-        **{name: [getattr(event, name) for event in events] for name in ("kind", "where", "step")},
-        "chunk": [_chunk(event) for event in events],
-        **{
-            name: [f"{getattr(event, of) * 1e3:,.3f}" for event in events]
-            for name, of in {"from": "start", "to": "end", "ms": "seconds"}.items()
-        },
-        "bytes": [tqdm.format_sizeof(event.bytes, "B") for event in events],
-        "task": [event.task_name for event in events],
-        "lane": [timeline.lanes[event.lane] for event in events],
-    }
+
+    def row(event: Event) -> dict[str, Any]:
+        middle = len(timeline.lanes) - 1 - event.lane
+        chunk = zip("bt", event.chunk) if event.chunk is not None else ()
+        return {
+            **{"left": event.start * 1e3, "right": event.end * 1e3, "bottom": middle - 0.26, "top": middle + 0.42},
+            **{"kind": event.kind, "where": event.place, "step": event.step},
+            **{
+                "from": f"{event.start * 1e3:,.3f}",
+                "to": f"{event.end * 1e3:,.3f}",
+                "ms": f"{event.seconds * 1e3:,.3f}",
+            },
+            "chunk": " ".join(f"{axis}={'all' if index is None else index}" for axis, index in chunk) or "all",
+            "bytes": tqdm.format_sizeof(event.bytes, "B"),
+            "task": event.task_name,
+            "lane": timeline.lanes[event.lane],
+        }
+
+    rows = [row(event) for event in events]
+    return ColumnDataSource({name: [own[name] for own in rows] for name in rows[0]})
 
 
 def _steps(plot: Any, timeline: Timeline) -> None:
     """Show under each lane which step it works on: one bar for events of a step that follow one another."""
     top = len(timeline.lanes) - 1
-    for lane in range(len(timeline.lanes)):
-        events = [event for event in timeline.events if event.lane == lane]
-        for step, group in groupby(events, key=lambda event: event.step):
-            own = list(group)
-            left, right = own[0].start * 1e3, own[-1].end * 1e3
-            color = STEP_COLORS[timeline.steps.index(step) % 2]
-            plot.quad(left=left, right=right, bottom=top - lane - 0.4, top=top - lane - 0.29, color=color)
+    by_lane = sorted(timeline.events, key=lambda event: event.lane)
+    for (lane, step), group in groupby(by_lane, key=lambda event: (event.lane, event.step)):
+        own, color = list(group), STEP_COLORS[timeline.steps.index(step) % 2]
+        left, right = own[0].start * 1e3, own[-1].end * 1e3
+        plot.quad(left=left, right=right, bottom=top - lane - 0.4, top=top - lane - 0.29, color=color)
     for step in timeline.steps:
         first = min((event.start for event in timeline.events if event.step == step), default=0.0) * 1e3
         plot.text(x=[first], y=[top + 0.48], text=[str(step)], text_font_size="12px", text_baseline="bottom")
@@ -256,9 +241,3 @@ def _means(curve: Curve) -> tuple[list[float], list[float]]:
     edges = np.linspace(times[0], times[-1], MEANS + 1)
     means = np.diff(np.interp(edges, times, integral)) / np.diff(edges)
     return list((edges[:-1] + edges[1:]) / 2 * 1e3), list(means)
-
-
-def _chunk(event: Event) -> str:
-    if event.chunk is None:
-        return "all"
-    return " ".join(f"{axis}={'all' if index is None else index}" for axis, index in zip("bt", event.chunk))

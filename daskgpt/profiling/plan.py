@@ -13,7 +13,7 @@ from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.config.rich import html_table, html_text, text_table
+from daskgpt.config.rich import html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.graph.distribute import Rank
 from daskgpt.model.parameters import tensors, value_count
@@ -27,7 +27,6 @@ from daskgpt.training.step import JobSteps, TrainingStep, training_step
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = ("totals", "weights", "rows")
 SHOWN = 8  # workers
-MEMORY = ("held or made", "at the peak")
 
 
 @dataclass
@@ -67,42 +66,35 @@ class Plan:
         """Bytes of all arrays when there are most of them."""
         return sum(self.at_peak.values())
 
-    def _rows(self) -> list[list[str]]:
-        """Return the table of memory."""
-        rows = [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
-        return [*rows, ["all, without scratch of kernels", "", _mb(self.peak)]]
-
     def __repr__(self) -> str:
-        above, below = self._text()
-        return "\n".join([*above, text_table([["", *MEMORY], *self._rows()]), *below])
+        job, known, data, local = self.job, facts(self.job), self.job.dataset, self.job.local.local_steps
+        whose = f" of each of {len(self.loads)} workers" if self.loads else ""
+        meetings = f"{SOME_STEPS}, with 3 small ones; {self.tasks:,} where they meet, after {local} steps"
+        above = {
+            "model": known["model"],
+            "batch": known["batch"],
+            "replicas": known.get("replicas"),
+            "chunks": known_chunks(job)[1],
+            "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else None,
+            "precision": known["precision"],
+            "grain": None if local else known_grain(job)[1],
+            "tasks": meetings if local else f"{self.tasks:,} a step{whose}",
+        }
+        memory = [["", "held or made", "at the peak"]]
+        memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
+        memory.append(["all, without scratch of kernels", "", _mb(self.peak)])
+        lines = [
+            *(_line(name, text) for name, text in above.items() if text),
+            text_table(memory),
+            _line("largest task", f"{_mb(self.largest_bytes)} of results, {self.largest_task}"),
+            _line("memory", fits(job, self.peak * max(len(self.loads), 1))),
+            *([describe_loads(self.loads)] if self.loads else []),
+            "nothing was run",
+        ]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        above, below = self._text()
-        title = f"A step of {self.tasks:,} tasks, grain {self.grain}"
-        table = html_table(title, self._rows(), head=["", *MEMORY], numbers=True)
-        return table + html_text("\n".join([*above, *below]))
-
-    def _text(self) -> tuple[list[str], list[str]]:
-        """Return the lines above the table of memory and below it."""
-        job, known, data = self.job, facts(self.job), self.job.dataset
-        above = {"model": known["model"], "batch": known["batch"]}
-        above |= {"replicas": known["replicas"]} if job.local.local_steps else {}
-        above |= {"chunks": known_chunks(job)[1]}
-        above |= {"encoding": f"{data.encoding_name}, {data.vocabulary:,} ids"} if data else {}
-        above |= {"precision": known["precision"]}
-        if job.local.local_steps:
-            meetings = f"{self.tasks:,} where they meet, after {job.local.local_steps} steps"
-            above |= {"tasks": f"{SOME_STEPS}, with 3 small ones; {meetings}"}
-        else:
-            whose = f" of each of {len(self.loads)} workers" if self.loads else ""
-            above |= {"grain": known_grain(job)[1], "tasks": f"{self.tasks:,} a step{whose}"}
-        below = {
-            "largest task": f"{_mb(self.largest_bytes)} of results, {self.largest_task}",
-            "memory": fits(job, self.peak * max(len(self.loads), 1)),
-        }
-        loads = [describe_loads(self.loads)] if self.loads else []
-        above_lines, below_lines = ([_line(*own) for own in part.items()] for part in (above, below))
-        return above_lines, [*below_lines, *loads, "nothing was run"]
+        return html_text(repr(self))
 
 
 def job_from(config: GPT2Config, **given: Any) -> Job:
@@ -248,16 +240,13 @@ def threads_of(job: Job) -> int:
 
 def known_grain(job: Job) -> tuple[str, str]:
     """Return the grain that a plan counts with, and a description: only a measured step can settle auto."""
-    grain, barrier = job.dataflow.grain, job.dataflow.barrier
-    choice = GrainChoice(grain, barrier, in_place_of(job))
-    if grain != "auto":
-        return grain, grain
+    barrier, choice = job.dataflow.barrier, GrainChoice(job.dataflow.grain, job.dataflow.barrier, in_place_of(job))
     if choice.open:
         return ASSUMED, f"{ASSUMED} is assumed (auto: a run settles it in its first step, from measured kernel times)"
-    if barrier == "layer":
-        why = "with barrier layer a task is one kernel"
-    else:
-        why = "Dask's scheduler takes some milliseconds for each task"
+    if job.dataflow.grain != "auto":
+        return choice.first, choice.first
+    scheduled = "Dask's scheduler takes some milliseconds for each task"
+    why = "with barrier layer a task is one kernel" if barrier == "layer" else scheduled
     return choice.first, f"{choice.first} (auto: {why})"
 
 
@@ -272,8 +261,7 @@ def fits(job: Job, peak: int) -> str:
     processes = 1 + threads if scheduler == "local" else 1
     libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
     needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
-    if processes > 1:
-        needed += f" of {processes} processes"
+    needed += f" of {processes} processes" if processes > 1 else ""
     if peak + libraries <= limit:
         return f"fits: {needed}, of the {rounded(limit)} that {whose} has."
     return (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.profiling.timeline import Event, EventMaker, TaskGraph, Timeline, Window, describe_summary, summarise
+from daskgpt.profiling.timeline import Event, TaskGraph, Timeline, Window, describe_summary, events_of, summarise
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
@@ -53,17 +53,17 @@ class StepRecorder:
     def finish(self) -> Timeline:
         """Return the timeline. On a cluster, call it when the last step's updates are done."""
         self._recording.close()
-        maker, start, parts = EventMaker(self.step.runnable), self.windows[0].start, []
+        runnable, start, parts = self.step.runnable, self.windows[0].start, []
         for process in self._processes:
             spans = [(self.steps[span.run], span) for span in process.spans if span.run in self.steps]
-            parts.append(Part(process.name, process.threads, maker.events(spans, start - process.offset)))
+            parts.append(Part(process.name, process.threads, events_of(runnable, spans, start - process.offset)))
         tokens = self.step.recorded.inputs["tokens"]
         size, chunk = (" x ".join(map(str, shape)) for shape in (tokens.shape, tokens.chunksize))
         title = (
             f"barrier {self.step.barrier}, grain {self.step.grain}, {size} tokens in chunks of {chunk}, "
             f"{self.scheduler.description}"
         )
-        return joined(title, self.windows, parts, TaskGraph.of(self.step.runnable))
+        return joined(title, self.windows, parts, TaskGraph.of(runnable))
 
 
 class RankRecorder:
@@ -85,20 +85,15 @@ class RankRecorder:
 
     def finish(self) -> Timeline:
         """Return the timeline. It has not what the tasks of a rank wait for of those of another one."""
-        from daskgpt.schedulers.membership import members
-
-        job, scheduler = self.steps.job, self.steps.scheduler
-        client, start = scheduler.client, self.windows[0].start
-        found = client.run(rank_events, self.steps.run_name, start, workers=self.steps.addresses)
-        names = {address: f"worker {worker['name']}" for address, worker in members(client).items()}
-        answers = {address: answer for address, answer in found.items() if answer is not None}
-        parts = [part._replace(name=names.get(address, address)) for address, (part, _) in answers.items()]
+        job, scheduler, addresses = self.steps.job, self.steps.scheduler, self.steps.addresses
+        answers = scheduler.client.run(rank_events, self.steps.run_name, self.windows[0].start, workers=addresses)
+        found = [answer for answer in answers.values() if answer is not None]
         size = " x ".join(map(str, job.batch_shape))
         title = (
-            f"barrier {job.dataflow.barrier}, {size} tokens shared by {len(self.steps.addresses)} workers, "
-            f"{scheduler.description}"
+            f"barrier {job.dataflow.barrier}, {size} tokens shared by {len(addresses)} workers, {scheduler.description}"
         )
-        return joined(title, self.windows, parts, TaskGraph.of_ranks([graph for _, graph in answers.values()]))
+        tasks = TaskGraph.of_ranks([graph for _, graph in found])
+        return joined(title, self.windows, [part for part, _ in found], tasks)
 
 
 def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph] | None:
@@ -108,10 +103,9 @@ def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGra
     program = ranks_of(dask_worker).programs.get(run)
     if program is None:
         return None
-    runnable = program.steps.step.runnable
-    maker, spans, program.kept = EventMaker(runnable), program.kept, []
-    events = maker.events([(program.first + span.run, span) for span in spans], start - clock_offset())
-    return Part("", dask_worker.state.nthreads, events), TaskGraph.of(runnable)
+    runnable, spans, program.kept = program.steps.step.runnable, program.kept, []
+    events = events_of(runnable, [(program.first + span.run, span) for span in spans], start - clock_offset())
+    return Part(f"worker {dask_worker.name}", dask_worker.state.nthreads, events), TaskGraph.of(runnable)
 
 
 def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph) -> Timeline:
@@ -131,8 +125,7 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: 
     *own, last = (Window(window.steps, window.start - start, window.end - start) for window in windows)
     last = replace(last, end=max([last.end, *(event.end for event in events)]))
     ordered = tuple(sorted(events, key=lambda event: event.start))
-    title = f"Steps {shown[0]} to {shown[-1]}: {title}"
-    return Timeline(title, tuple(lanes), ordered, (*own, last), tasks)
+    return Timeline(f"Steps {shown[0]} to {shown[-1]}: {title}", tuple(lanes), ordered, (*own, last), tasks)
 
 
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:
@@ -215,9 +208,8 @@ class TimelineCallback:
 
     def end(self) -> None:
         if not self.recorder.windows:
-            print(
-                "timeline   no step was recorded: the run ended before, or had none after the one that chose the grain"
-            )
+            why = "the run ended before, or had none after the one that chose the grain"
+            print(f"timeline   no step was recorded: {why}")
             return
         self.timeline = self.recorder.finish()
         if self.config.timeline:

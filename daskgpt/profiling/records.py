@@ -7,12 +7,14 @@ import json
 import math
 import os
 import shlex
+from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
+
+import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import not_written
@@ -31,7 +33,7 @@ WHERE = "records"
 
 @dataclass(frozen=True)
 class Spread:
-    """Some values of one quantity: how many, median, quartiles and ends.
+    """Some values of one quantity: how many, median and quartiles.
 
     Errors   ValueError where there is no value
     """
@@ -54,60 +56,23 @@ class Spread:
     def quartiles(self) -> tuple[float, float, float]:
         """A quarter, half and three quarters of the way through the values, in between linearly.
 
-        Source   Hyndman and Fan 1996, definition 7: what NumPy's and Python's inclusive methods compute
+        Source   Hyndman and Fan 1996, definition 7
         """
-        if self.n == 1:
-            return self.values[0], self.values[0], self.values[0]
-        low, middle, high = quantiles(self.values, n=4, method="inclusive")
+        low, middle, high = np.percentile(self.values, (25, 50, 75)).tolist()
         return low, middle, high
 
     @property
     def median(self) -> float:
         return self.quartiles[1]
 
-    @property
-    def least(self) -> float:
-        return min(self.values)
-
-    @property
-    def largest(self) -> float:
-        return max(self.values)
+    def below(self, other: Spread) -> bool:
+        """Return whether the middle half of these values lies below that of others; never of a single value."""
+        return min(self.n, other.n) > 1 and self.quartiles[2] < other.quartiles[0]
 
     def text(self, unit: str = "ms", digits: int | None = None, factor: float = 1) -> str:
         """Return `30.1 ms (29.8 .. 30.5)`, the quartiles where there are several values; factor: units of a value."""
         low, middle, high = (rounded(factor * value, digits) for value in self.quartiles)
         return " ".join(filter(None, (middle, unit, f"({low} .. {high})" if self.n > 1 else "")))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two settings by the time that they take, `times` in the same order: the faster one first."""
-
-    faster: str
-    slower: str
-    times: tuple[Spread, Spread]
-
-    @classmethod
-    def of(cls, name: str, times: Spread, other_name: str, other_times: Spread) -> Comparison:
-        """The faster one of two settings."""
-        if times.median <= other_times.median:
-            return cls(name, other_name, (times, other_times))
-        return cls(other_name, name, (other_times, times))
-
-    @property
-    def ratio(self) -> float:
-        """Time of the slower one divided by that of the faster one: at least 1."""
-        return self.times[1].median / self.times[0].median
-
-    @property
-    def single(self) -> bool:
-        """True if one of them was run once, from which nothing follows."""
-        return min(times.n for times in self.times) == 1
-
-    @property
-    def clear(self) -> bool:
-        """True if the middle halves of the two lie apart; never of a single run."""
-        return not self.single and self.times[0].quartiles[2] < self.times[1].quartiles[0]
 
 
 def rounded(value: float, digits: int | None = None) -> str:
@@ -145,7 +110,7 @@ class Figure:
         pairs = (self.least is None) == (self.largest is None) and (self.q1 is None) == (self.q3 is None)
         if fine and self.turns:
             spread = Spread(self.turns)
-            same = [(self.median, spread.median), (self.least, spread.least), (self.largest, spread.largest)]
+            same = [(self.median, spread.median), (self.least, min(self.turns)), (self.largest, max(self.turns))]
             fine = all(a is None or math.isclose(a, b, rel_tol=AGREE, abs_tol=AGREE) for a, b in same)
             fine &= self.n in (None, spread.n)
         rule = "a figure must have finite numbers, least <= q1 <= median <= q3 <= largest, and be that of its turns"
@@ -252,43 +217,31 @@ class Measurement:
 
 
 def measured(
-    command: str,
-    arguments: Sequence[str],
-    figures: Mapping[str, Figure],
-    settings: Mapping[str, Any],
-    against: str = "",
+    program: str, arguments: Sequence[str], figures: Mapping[str, Figure], settings: Mapping[str, Any]
 ) -> Record:
     """Return the record of what was measured just now in this process.
 
-    command     the module, as `python -m` names it
+    program     as it is called: `python -m daskgpt.bench`
     arguments   its command line; what says where to record is left out
     """
+    known = [name for name in TELLING if name in features()]
     return Record(
-        command=command_line(command, arguments),
+        command=command_line(program, arguments),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=this_machine(),
+        machine={"processor": machine.processor(), "cores": usable_cores(), "features": known},
         figures=figures,
         versions=machine.versions(*PACKAGES),
         settings={name: value for name, value in settings.items() if value is not None},
-        against=against,
     )
 
 
-def this_machine() -> dict[str, Any]:
-    """Return processor, cores, and the instruction sets that decide how fast products are."""
-    known = [name for name in TELLING if name in features()]
-    return {"processor": machine.processor(), "cores": usable_cores(), "features": known}
-
-
-def command_line(command: str, arguments: Sequence[str]) -> str:
+def command_line(program: str, arguments: Sequence[str]) -> str:
     """Return the command that measures the same, without recording it."""
-    left, words = iter(arguments), list[str]()
-    for word in left:
-        if word == "--record":
-            next(left, None)
-        elif word != "--json" and not word.startswith("--record="):
-            words.append(word)
-    return shlex.join(["python", "-m", command, *words])
+    recording = ArgumentParser(add_help=False, allow_abbrev=False)
+    recording.add_argument("--record")
+    recording.add_argument("--json", action="store_true")
+    _, others = recording.parse_known_args(arguments)
+    return shlex.join([*program.split(), *others])
 
 
 def check_records(path: str | Path) -> None:
@@ -330,10 +283,8 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
     try:
         with open(path, "ab+", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            before = Path(path).read_bytes()
-            end = len(_whole(before))
-            for line in before[:end].splitlines():
-                Record.of_line(line)
+            read_records(path)
+            end = len(_whole(Path(path).read_bytes()))
             file.truncate(end)
             try:
                 while text:
@@ -344,11 +295,6 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
                 raise
     except OSError as error:
         raise not_written(error, WHERE, path) from error
-
-
-def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> dict[str, Figure]:
-    """Return the figures of several quantities in one unit."""
-    return {name: Figure.of(spread, unit, factor) for name, spread in spreads.items()}
 
 
 def significant(value: float) -> float:

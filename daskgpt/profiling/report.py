@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from daskgpt.profiling.plots import Figure, save, style
-from daskgpt.profiling.records import Comparison, Spread, rounded
-from daskgpt.profiling.study import BARRIERS, Row, Rows, count, median, model_name, speedups, spread, spreads
+from daskgpt.profiling.records import Spread, rounded
+from daskgpt.profiling.study import BARRIERS, ORDER, Row, Rows, count, median, model_name, speedups, spread, spreads
 from daskgpt.schedulers import machine
 
 RECORDING = 0.03  # of a step, above which a report says what recording costs
@@ -31,188 +35,174 @@ METHOD = """
 ## Runs
 
 [results.csv](results.csv) has a row for each run ({runs}), which was a process of its own on as many cores as it had
-threads. After {warmup} steps of warmup, a run recorded every kernel call of the steps whose time it reports; other
-steps, which were not recorded, show what recording costs. Figures show medians over runs, quartiles and every run. Two
-settings are called different (in bold) where the quartiles of their runs do not overlap.
-
-Speedup is the time of the sequential run (one thread, a barrier between phases) divided by the time in question, and
-efficiency is speedup divided by threads. Phases have times of their own only where a barrier stands between them; the
-update contains the sums of a weight gradient where it is in place. docs/metrics.md of daskgpt defines the rest.
+threads. After {warmup} steps of warmup, a run recorded every kernel call of the steps whose time it reports. Figures
+show medians over runs, quartiles and every run; bold are differences of which the quartiles do not overlap. Phases have
+times of their own only where a barrier stands between them. docs/metrics.md of daskgpt defines all numbers.
 """
 Times = Mapping[Any, Spread]
-Series = dict[str, tuple[Times, str, Spread | None]]  # name -> times by threads, color, base of the speedup
+Series = dict[str, tuple[Times, str, Spread | None]]  # name -> times by number, color, base of the speedup
 
 
 @dataclass(frozen=True)
 class Section:
-    """One question of a study: its figure's name, conclusions, lines of tables, and what draws the figure."""
+    """The answer to one question of a study: conclusions, lines of tables, and what draws its figure."""
 
-    title: str
-    name: str = ""
     conclusions: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=lambda: ["Nothing was run for this question."])
     draw: Callable[[], Figure] | None = None
 
 
-def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> Path:
-    """Draw the figures and write report.md beside them; return its path.
+def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> None:
+    """Draw the figures and write report.md beside them.
 
     quick   whether it is a study of --quick, which the report says on top
     """
     view = Rows(rows)
-    found = sections(view)
-    parts = [*_heading(view, quick), "## Conclusions\n"]
+    found = {name: answer(view) for name, (_, answer) in SECTIONS.items()}
     # A quick study says nothing of speed.
-    parts += [f"- {conclusion}" for section in found[-1 if quick else 0 :] for conclusion in section.conclusions]
-    for section in found:
-        parts.append(f"\n## {section.title}\n")
+    told = found["results"].conclusions if quick else [each for own in found.values() for each in own.conclusions]
+    parts = [*_heading(view, quick), "## Conclusions\n", *(f"- {conclusion}" for conclusion in told)]
+    for name, section in found.items():
+        title, _ = SECTIONS[name]
+        parts.append(f"\n## {title}\n")
         if section.draw:
-            _save(section.draw, folder / section.name)
-            parts.append(f"![{section.title}]({section.name}.png)\n")
+            _save(section.draw, f"{title}\n{_described(view)}", folder / name)
+            parts.append(f"![{title}]({name}.png)\n")
         parts += section.lines
     parts.append(METHOD.format(runs=len(view.all), warmup=view.all[0]["warmup"]))
-    path = folder / "report.md"
-    path.write_text("\n".join(parts))
-    return path
+    (folder / "report.md").write_text("\n".join(parts))
 
 
-def sections(view: Rows) -> list[Section]:
-    """Return the sections of a report, in their order."""
-    answered = (threads_section, barriers_section, slicing_section, grain_section, overlap_section, scheduler_section)
-    return [section(view) for section in (*answered, results_section)]
-
-
-def _save(draw: Callable[[], Figure], path: Path) -> None:
+def _save(draw: Callable[[], Figure], title: str, path: Path) -> None:
+    """Draw a figure under a title that says of which model it is: it may stand without its report."""
     with style():
         figure = draw()
+        figure.suptitle(title, fontsize=11)
         for kind in ("png", "svg"):
             save(figure, path.with_suffix(f".{kind}"), kind)
 
 
+def _described(view: Rows) -> str:
+    row, least, most = view.all[0], min(view.runs.values()), max(view.runs.values())
+    runs = count(most, "run") if least == most else f"{least} to {most} runs"
+    return f"{model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step; {runs} a point"
+
+
 def threads_section(view: Rows) -> Section:
     """Report runtime, speedup and efficiency of forward, backward, update and total."""
-    title, conclusions, lines = "Threads: forward, backward, update", [], []
-    kinds = {barrier: times for barrier in ("layer", "phase") if (times := view.phase_times(barrier))}
-    for barrier, times in kinds.items():
-        total, base = times["step_ms"], view.sequential()
-        table = [["threads", *(PHASES[column][0] for column in times), "speedup (total)", "efficiency (total)"]]
-        table += [[str(n), *(_cell(own.get(n)) for own in times.values()), *_ratios(total, n, base)] for n in total]
-        lines += [f"Barrier {BARRIERS[barrier]}, in ms (medians and quartiles of the runs):", "", *_table(table), ""]
+    conclusions, panels = [], dict[str, Series]()
+    for barrier in ("layer", "phase"):
+        found, name = view.along("threads", barrier=barrier), f"barrier {BARRIERS[barrier]}"
+        series: Series = {
+            phase: (spreads(found, column), color, view.sequential(column)) for column, (phase, color) in PHASES.items()
+        }
+        if not all(times for times, _, _ in series.values()):  # phases were not apart
+            continue
+        panels[name], (total, _, _) = series, series["total"]
         least, most = min(total), max(total)
         if most > least:
-            found = Comparison.of(count(most, "thread"), total[most], count(least, "thread"), total[least])
-            conclusions.append(f"With barrier {BARRIERS[barrier]}, {sentence(found)}")
-    kinds = {barrier: times for barrier, times in kinds.items() if len(times["step_ms"]) > 1} or kinds
-    panels: dict[str, Series] = {
-        f"barrier {BARRIERS[barrier]}": {
-            PHASES[column][0]: (own, PHASES[column][1], view.sequential(column)) for column, own in times.items()
-        }
-        for barrier, times in kinds.items()
-    }
-
-    def draw() -> Figure:
-        return _against_threads(panels, "Phases of a step against threads", view)
-
-    return Section(title, "phases", conclusions, lines, draw) if kinds else Section(title)
+            told = sentence(count(most, "thread"), total[most], count(least, "thread"), total[least])
+            conclusions.append(f"With {name}, {told}")
+    return _numbered(panels, "thread", conclusions) if panels else Section()
 
 
 def barriers_section(view: Rows) -> Section:
     """Compare fork-join, tasks and barrier-free steps, each with all numbers of threads."""
-    title = "Fork-join, tasks, barrier-free"
     found = {barrier: spreads(view.along("threads", barrier=barrier)) for barrier in BARRIERS}
     found = {barrier: times for barrier, times in found.items() if times}
     counts = sorted({threads for times in found.values() for threads in times})
     if len(found) < 2 and len(counts) < 2:
-        return Section(title)
-    base, most = view.sequential(), counts[-1]
-    table = [["step (ms)", *(count(n, "thread") for n in counts), "speedup", "efficiency"]]
-    for barrier, times in found.items():
-        table.append([barrier, *(_cell(times.get(n)) for n in counts), *_ratios(times, max(times), base)])
+        return Section()
+    most, base = counts[-1], view.sequential()
     names = {f"barrier {label}": view.at(barrier=barrier, threads=most) for barrier, label in BARRIERS.items()}
     layer, phase, step, none = names
     names["tasks of one kernel (barrier step, grain kernel)"] = view.at(barrier="step", grain="kernel", threads=most)
     pairs = [(step, layer), (none, step), (none, layer), (step, phase), ([*names][-1], layer)]
-    series: Series = {BARRIERS[name]: (own, BARRIER_COLORS[name], base) for name, own in found.items()}
-
-    def draw() -> Figure:
-        return _against_threads({"a step": series}, "Where all threads wait", view)
-
-    return Section(title, "barriers", compare(names, pairs, f"On {count(most, 'thread')}, "), _table(table), draw)
+    conclusions = compare(names, pairs, f"On {count(most, 'thread')}, ")
+    series: Series = {BARRIERS[name]: (times, BARRIER_COLORS[name], base) for name, times in found.items()}
+    return _numbered({"a step": series}, "thread", conclusions)
 
 
 def slicing_section(view: Rows) -> Section:
     """Compare slicing by tokens only with slicing by sequences too, by the number of chunks."""
-    title, series, size = "Slicing: tokens only, or tokens and sequences", view.slicings(), view.all[0]["batch_size"]
-    if sum(map(len, series.values())) < 2:
-        return Section(title)
-    counts = sorted({n for times in series.values() for n in times})
-    table = [["sequences in a chunk: step (ms)", *(count(n, "chunk") for n in counts)]]
-    table += [[f"{b} of {size}", *(_cell(times.get(n)) for n in counts)] for b, times in series.items()]
-    conclusions = []
-    for n in counts:
-        others = {times[n].median: (b, times[n]) for b, times in series.items() if b != size and n in times}
-        if others and n in series.get(size, {}):
-            best, times = others[min(others)]
-            by_tokens, by_both = (
-                f"slicing by tokens only ({size} sequences a chunk)",
-                f"slicing by sequences too ({best} a chunk)",
-            )
-            found = Comparison.of(by_tokens, series[size][n], by_both, times)
-            conclusions.append(f"With {count(n, 'chunk')}, {sentence(found)}")
-    least, sequences, n = min((own.median, b, n) for b, times in series.items() for n, own in times.items())
+    size, length = view.all[0]["batch_size"], view.all[0]["sequence_length"]
+    times_of = dict[int, dict[int, Spread]]()  # sequences in a chunk -> number of chunks -> times of a step
+    for sequences in filter(None, reversed(view.values("batch_chunk"))):  # 0 is auto
+        times = spreads(view.along("sequence_chunk", batch_chunk=sequences))
+        counted = {size // sequences * (length // tokens): times[tokens] for tokens in reversed(times) if tokens}
+        times_of |= {sequences: counted} if counted else {}
+    if sum(map(len, times_of.values())) < 2:
+        return Section()
+    conclusions, by_tokens = [], f"slicing by tokens only ({size} sequences a chunk)"
+    for n, alone in sorted(times_of.get(size, {}).items()):
+        if others := [(times[n].median, b) for b, times in times_of.items() if b != size and n in times]:
+            _, best = min(others)
+            told = sentence(by_tokens, alone, f"slicing by sequences too ({best} a chunk)", times_of[best][n])
+            conclusions.append(f"With {count(n, 'chunk')}, {told}")
+    least, sequences, n = min((own.median, b, n) for b, times in times_of.items() for n, own in times.items())
     conclusions.append(
         f"Of all slicings, {count(n, 'chunk')} of {sequences} of the {size} sequences had the least median: "
         f"{rounded(least)} ms a step."
     )
-
-    def draw() -> Figure:
-        figure = Figure(figsize=(8.5, 4.8))
-        axes = figure.subplots()
-        for (b, times), (_, color), marker in zip(series.items(), PHASES.values(), MARKERS):
-            label = f"{b} of {size} sequences a chunk" + (": by tokens only" if b == size else "")
-            _line(axes, times, color, label, marker)
-        axes.margins(y=0.08)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(number) for number in counts])
-        axes.set(xlabel="chunks of a batch", ylabel="step (ms)", ylim=(0, None))
-        figure.legend(frameon=False, loc="outside lower center")
-        return _titled(figure, "Slicing a batch", view)
-
-    return Section(title, "slicing", conclusions, _table(table), draw)
+    series: Series = {
+        f"{b} of {size} sequences a chunk" + ": by tokens only" * (b == size): (times, color, None)
+        for (b, times), (_, color) in zip(times_of.items(), PHASES.values())
+    }
+    return _numbered({"a step": series}, "chunk", conclusions)
 
 
-def overlap_section(view: Rows) -> Section:
-    """Report the overlap of layers and steps, and the critical path, for each barrier."""
-    title, found = "Overlap and critical path", {b: rows for b in BARRIERS if (rows := view.at(barrier=b))}
-    if not found:
-        return Section(title)
-    shares = ", ".join(f"{_share(rows, 'overlap')} (barrier {barrier})" for barrier, rows in found.items())
-    conclusion = f"Two or more layers run at the same time {shares} of the time."
-    return _compared(view, title, "overlap", found, [conclusion])
+def _numbered(panels: Mapping[str, Series], what: str, conclusions: list[str]) -> Section:
+    """Show times by the number of something, with speedup and efficiency of the largest number where there is a base.
+
+    panels   each a table, and a row of the figure
+    """
+    lines = []
+    for name, series in panels.items():
+        numbers, rows = sorted({n for times, _, _ in series.values() for n in times}), []
+        for label, (times, _, base) in series.items():
+            rows.append([label, *(_cell(times.get(n)) for n in numbers)])
+            if base:
+                most, speedup = max(speedups(times, base).items())
+                rows[-1] += [rounded(speedup, 2), f"{speedup / most:.0%}"]
+        head = [f"{name} (ms)", *(count(n, what) for n in numbers), "speedup", "efficiency"]
+        lines += [*_table([head[: max(map(len, rows))], *rows]), ""]
+    return Section(conclusions, lines, partial(_against, panels, f"{what}s"))
 
 
 def grain_section(view: Rows) -> Section:
     """Compare sizes of a task."""
-    title, found = "Size of a task", view.along("grain")
+    found = view.along("grain")
     if len(found) < 2:
-        return Section(title)
+        return Section()
     fast, *_, slow = sorted(found, key=lambda grain: median(found[grain], "step_ms"))
     names = {f"grain {grain}": found[grain] for grain in (fast, slow)}
-    conclusions = compare(names, [tuple(names)], "Of the grains, fastest and slowest: ")
-    return _compared(view, title, "grains", found, conclusions)
+    return _compared(found, compare(names, [tuple(names)], "Of the grains, fastest and slowest: "))
+
+
+def overlap_section(view: Rows) -> Section:
+    """Report the overlap of layers and steps, and the critical path, for each barrier."""
+    found = {barrier: rows for barrier in BARRIERS if (rows := view.at(barrier=barrier))}
+    if not found:
+        return Section()
+    shares = ", ".join(f"{_share(rows, 'overlap')} (barrier {barrier})" for barrier, rows in found.items())
+    return _compared(found, [f"Two or more layers run at the same time {shares} of the time."])
 
 
 def scheduler_section(view: Rows) -> Section:
     """Compare the synchronous scheduler, threads, and a cluster of processes with both engines."""
-    title, found = "Schedulers", view.schedulers()
+    found = dict[str, list[Row]]()
+    for scheduler, engine in product(view.values("scheduler"), ORDER["engine"]):
+        for threads, rows in view.along("threads", scheduler=scheduler, engine=engine).items():
+            own = count(threads, "thread" if scheduler in ("sync", "threads") else "worker")
+            found[f"{scheduler}{', engine tasks' * (engine == 'tasks')} ({own})"] = rows
     if len(found) < 2:
-        return Section(title)
+        return Section()
     best = min(found, key=lambda name: median(found[name], "step_ms"))
     pairs = [(best, name) for name in found if name.split(" (")[0] != best.split(" (")[0]]
-    return _compared(view, title, "schedulers", found, compare(found, pairs, "Of the schedulers, "))
+    return _compared(found, compare(found, pairs, "Of the schedulers, "))
 
 
-def _compared(view: Rows, title: str, name: str, found: Mapping[str, list[Row]], conclusions: list[str]) -> Section:
+def _compared(found: Mapping[str, list[Row]], conclusions: list[str]) -> Section:
     """Compare settings by time, critical path, overlap, memory, and where the threads' time goes."""
     at_once = {"overlap": "layers at once", "steps_overlap": "steps at once"}
     times = ["tasks", "step (ms)", "critical path (ms)"]
@@ -222,24 +212,7 @@ def _compared(view: Rows, title: str, name: str, found: Mapping[str, list[Row]],
         cells = [f"{median(rows, 'tasks'):,.0f}", _cell(spread(rows)), _cell(spread(rows, "critical_path_ms"))]
         cells += [_share(rows, column) for column in (*at_once, *SHARES)]
         table.append([label, *cells, f"{median(rows, 'peak_gb'):,.2f}"])
-
-    def draw() -> Figure:
-        figure = Figure(figsize=(max(13, 2.2 * len(found)), 4.4))
-        left, middle, right = figure.subplots(1, 3)
-        labels = [label.replace(" (", "\n(").replace(", ", "\n") for label in found]
-        _bars(left, found)
-        paths = [median(rows, "critical_path_ms") for rows in found.values()]
-        left.plot(range(len(found)), paths, "_", color="#d1495b", ms=22, mew=2.5, label="critical path")
-        left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=8)
-        left.set(title="A step", ylabel="ms a step")
-        highest = _bars(middle, found, "overlap", 100)
-        middle.set(title="Two or more layers at once", ylabel="share of the time (%)", ylim=(0, 1.1 * highest or 10))
-        _stacked_shares(right, found)
-        for axes in (left, middle, right):
-            axes.set_xticks(range(len(found)), labels, fontsize=8)
-        return _titled(figure, title, view)
-
-    return Section(title, name, conclusions, _table(table), draw)
+    return Section(conclusions, _table(table), partial(_beside, found))
 
 
 def results_section(view: Rows) -> Section:
@@ -257,27 +230,39 @@ def results_section(view: Rows) -> Section:
         else f"Runs with the same chunks gave the same loss, bit for bit, whatever the other settings "
         f"({count(len(view.all), 'run')}, {count(len(losses), 'way')} to cut a batch)."
     )
-    return Section("Same results", "", [conclusion], _table(table))
+    return Section([conclusion], _table(table))
+
+
+# Name of its figure -> title, and what answers the question.
+SECTIONS: dict[str, tuple[str, Callable[[Rows], Section]]] = {
+    "phases": ("Threads: forward, backward, update", threads_section),
+    "barriers": ("Fork-join, tasks, barrier-free", barriers_section),
+    "slicing": ("Slicing: tokens only, or tokens and sequences", slicing_section),
+    "grains": ("Size of a task", grain_section),
+    "overlap": ("Overlap and critical path", overlap_section),
+    "schedulers": ("Schedulers", scheduler_section),
+    "results": ("Same results", results_section),
+}
 
 
 def compare(named: Mapping[str, Sequence[Row]], pairs: Iterable[tuple[str, ...]], begin: str) -> list[str]:
     """Return a sentence on the times of a step for each pair of names of which both were run."""
-    times = {name: spread(rows) for name, rows in named.items()}
-    found = [(one, times[one], other, times[other]) for one, other in pairs]
-    return [begin + sentence(Comparison.of(a, x, b, y)) for a, x, b, y in found if x and y]
+    times = spreads(named)
+    return [begin + sentence(a, times[a], b, times[b]) for a, b in pairs if a in times and b in times]
 
 
-def sentence(found: Comparison) -> str:
+def sentence(name: str, times: Spread, other: str, other_times: Spread) -> str:
     """Say which takes longer and by how much, or that no runs show it; bold only what several runs of both show."""
-    fast, slow = (rounded(times.median) for times in found.times)
-    ratio, against = rounded(found.ratio, 2), f"{slow} against {fast} ms"
-    text = f"a step takes {ratio} times as long with {found.slower} as with {found.faster}"
-    if found.clear:
+    by_time = sorted([(name, times), (other, other_times)], key=lambda own: own[1].median)
+    (faster, fast), (slower, slow) = by_time
+    ratio, against = rounded(slow.median / fast.median, 2), f"{rounded(slow.median)} against {rounded(fast.median)} ms"
+    text = f"a step takes {ratio} times as long with {slower} as with {faster}"
+    if fast.below(slow):
         return f"**{text}** ({against})."
-    if found.single:
+    if min(fast.n, slow.n) == 1:
         return f"in single runs {text} ({against})."
     return (
-        f"the times of a step with {found.slower} and with {found.faster} differ by less than the runs of each do "
+        f"the times of a step with {slower} and with {faster} differ by less than the runs of each do "
         f"({against}, a ratio of {ratio})."
     )
 
@@ -285,28 +270,27 @@ def sentence(found: Comparison) -> str:
 def _heading(view: Rows, quick: bool) -> list[str]:
     """Return title, warnings (a quick study, a busy machine, costly recording, single runs), and what was run."""
     row, warnings, runs = view.all[0], [], count(len(view.all), "run")
+    others, cost = (Spread.of(own[column] for own in view.all) for column in ("others_cores", "recording_cost"))
     if quick:
         warnings.append(
             "**A quick study:** a very small model and short runs. It shows what a report looks like and that "
             "everything works here, and says nothing of speed."
         )
-    others = spread(view.all, "others_cores")
-    if others and others.largest > machine.BUSY:
+    if max(others.values) > machine.BUSY:
         warnings.append(
             f"**The machine was busy:** before {sum(value > machine.BUSY for value in others.values)} of {runs} other "
-            f"programs kept more than {machine.BUSY:g} cores busy, {rounded(others.largest, 2)} at most. The times are "
-            "of a share of the machine. Run the study again while nothing else runs."
+            f"programs kept more than {machine.BUSY:g} cores busy, {rounded(max(others.values), 2)} at most. The times "
+            "are of a share of the machine. Run the study again while nothing else runs."
         )
-    cost = spread(view.all, "recording_cost")
-    if cost and cost.median > RECORDING:
+    if cost.median > RECORDING:
         warnings.append(
-            f"**Recording slows the steps:** by {cost.median:.1%} in the median of the runs, {cost.largest:.1%} at "
+            f"**Recording slows the steps:** by {cost.median:.1%} in the median of the runs, {max(cost.values):.1%} at "
             "most (compared with steps that were not recorded)."
         )
     if min(view.runs.values()) == 1:
         which = "every point was" if max(view.runs.values()) == 1 else "some points were"
         warnings.append(f"**Single runs:** {which} run once. Differences between single runs show nothing.")
-    cpus, dates = sorted({str(own["cpu"]) for own in view.all}), sorted(str(own["date"]) for own in view.all)
+    cpus, dates = sorted({own["cpu"] for own in view.all}), sorted(own["date"] for own in view.all)
     versions = ", ".join(f"{package} {row[package]}" for package in ("daskgpt", "python", "numpy", "numba", "dask"))
     shared = ", ".join(f"{name.replace('_', ' ')} {value or 'auto'}" for name, value in view.reference.items())
     return [
@@ -320,12 +304,6 @@ def _heading(view: Rows, quick: bool) -> list[str]:
 
 
 # Cells of tables.
-
-
-def _ratios(times: Mapping[int, Spread], threads: int, base: Spread | None) -> list[str]:
-    """Return speedup and efficiency over the sequential run; "" without it."""
-    found = speedups(times, base).get(threads)
-    return ["", ""] if found is None else [rounded(found, 2), f"{found / threads:.0%}"]
 
 
 def _cell(found: Spread | None) -> str:
@@ -344,11 +322,13 @@ def _table(lines: Iterable[Sequence[Any]]) -> list[str]:
 # Parts of figures.
 
 
-def _against_threads(panels: Mapping[str, Series], title: str, view: Rows) -> Figure:
-    """Draw a row of panels for each of some series: runtime, and, where they have a base, speedup and efficiency."""
-    threads = sorted({n for series in panels.values() for times, _, _ in series.values() for n in times})
-    places = {n: place for place, n in enumerate(threads)}  # equally far apart: 1, 2 and 64 threads are all legible
-    based = len(threads) > 1 and any(base for series in panels.values() for _, _, base in series.values())
+def _against(panels: Mapping[str, Series], what: str) -> Figure:
+    """Draw a row of panels for each of some series against a number: runtime, and, where they have a base, speedup
+    and efficiency.
+    """
+    numbers = sorted({n for series in panels.values() for times, _, _ in series.values() for n in times})
+    places = {n: place for place, n in enumerate(numbers)}  # equally far apart: 1, 2 and 64 threads are all legible
+    based = len(numbers) > 1 and any(base for series in panels.values() for _, _, base in series.values())
     figure = Figure(figsize=(11 if based else 8.5, 1.2 + 3.2 * len(panels)))
     for axes, (name, series) in zip(figure.subplots(len(panels), 3 if based else 1, squeeze=False), panels.items()):
         for number, (label, (times, color, base)) in enumerate(series.items()):
@@ -360,17 +340,17 @@ def _against_threads(panels: Mapping[str, Series], title: str, view: Rows) -> Fi
                 own.plot([*found], values, MARKERS[number] + "-", color=color)
         axes[0].set(title=name, ylabel="time (ms)")
         if based:
-            axes[1].plot([*places.values()], [*places], ":", color="#888888")
+            axes[1].plot([*places.values()], numbers, ":", color="#888888")
             axes[2].axhline(100, ls=":", color="#888888")
-            axes[1].set_ylabel("speedup (dotted: ideal)")
+            axes[1].set(title="over the sequential run", ylabel="speedup (dotted: ideal)")
             axes[2].set_ylabel("efficiency (%)")
         for own in axes:
             own.margins(x=0.12, y=0.08)
-            own.set(xlabel="threads", ylim=(0, None))
-            own.set_xticks([*places.values()], [*map(str, places)])
+            own.set(xlabel=what, ylim=(0, None))
+            own.set_xticks([*places.values()], [*map(str, numbers)])
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, loc="outside lower center", ncols=5, fontsize=9)
-    return _titled(figure, title, view, "speedup over the sequential run: 1 thread, no barrier that costs" * based)
+    return figure
 
 
 def _line(axes: Any, times: Times, color: str, label: str, marker: str) -> None:
@@ -382,36 +362,38 @@ def _line(axes: Any, times: Times, color: str, label: str, marker: str) -> None:
         axes.plot([place] * own.n, own.values, ".", color=color, ms=4, alpha=0.6)
 
 
-def _bars(axes: Any, found: Mapping[str, list[Row]], column: str = "step_ms", scale: float = 1) -> float:
-    """Draw a bar to the median with its quartiles, and a dot for every run; return the largest value."""
-    highest = 0.0
-    for place, (name, own) in enumerate(found.items()):
-        times, color = Spread.of(scale * row[column] for row in own), BARRIER_COLORS.get(name, "#30638e")
-        low, middle, high = times.quartiles
-        axes.bar(place, middle, 0.6, color=color, alpha=0.45)
-        axes.errorbar(place, middle, ([middle - low], [high - middle]), color="black", capsize=5, lw=1)
-        shift = [place + 0.12 * (number - (times.n - 1) / 2) for number in range(times.n)]
-        axes.plot(shift, times.values, "o", color=color, mec="black", mew=0.4, ms=5)
-        highest = max(highest, times.largest)
-    axes.set_ylim(0, None)
-    return highest
-
-
-def _stacked_shares(axes: Any, found: Mapping[str, list[Row]]) -> None:
-    """Draw stacked shares of the threads' time."""
+def _beside(found: Mapping[str, list[Row]]) -> Figure:
+    """Draw bars of settings: the time of a step, the overlap of layers, and where the threads' time goes."""
+    figure = Figure(figsize=(max(13, 2.2 * len(found)), 4.4))
+    left, middle, right = figure.subplots(1, 3)
+    below_axes = {"frameon": False, "loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "fontsize": 8}
+    _bars(left, found)
+    paths = [median(rows, "critical_path_ms") for rows in found.values()]
+    left.plot(range(len(found)), paths, "_", color="#d1495b", ms=22, mew=2.5, label="critical path")
+    left.legend(**below_axes)
+    left.set(title="A step", ylabel="ms a step", ylim=(0, None))
+    highest = _bars(middle, found, "overlap", 100)
+    middle.set(title="Two or more layers at once", ylabel="share of the time (%)", ylim=(0, 1.1 * highest or 10))
     below = [0.0] * len(found)
     for column, (_, label, color) in SHARES.items():
         heights = [100 * median(own, column) for own in found.values()]
-        axes.bar(range(len(found)), heights, 0.6, bottom=below, color=color, label=label)
+        right.bar(range(len(found)), heights, 0.6, bottom=below, color=color, label=label)
         below = [low + height for low, height in zip(below, heights)]
-    axes.set(title="Threads' time", ylabel="share (%)", ylim=(0, 100))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False, fontsize=8)
-
-
-def _titled(figure: Figure, title: str, view: Rows, note: str = "") -> Figure:
-    """Write above a figure what it shows, and of which model: it may stand without its report."""
-    row, least, most = view.all[0], min(view.runs.values()), max(view.runs.values())
-    runs = count(most, "run") if least == most else f"{least} to {most} runs"
-    model = f"{model_name(row)}, {row['batch_size']} x {row['sequence_length']} tokens a step; {runs} a point"
-    figure.suptitle("\n".join(filter(None, (title, model, note))), fontsize=11)
+    right.set(title="Threads' time", ylabel="share (%)", ylim=(0, 100))
+    right.legend(ncols=2, **below_axes)
+    labels = [label.replace(" (", "\n(").replace(", ", "\n") for label in found]
+    for axes in (left, middle, right):
+        axes.set_xticks(range(len(found)), labels, fontsize=8)
     return figure
+
+
+def _bars(axes: Any, found: Mapping[str, list[Row]], column: str = "step_ms", scale: float = 1) -> float:
+    """Draw a bar to the median with its quartiles, and a dot for every run; return the largest value."""
+    times = [Spread.of(scale * row[column] for row in rows) for rows in found.values()]
+    colors = [BARRIER_COLORS.get(name, "#30638e") for name in found]
+    low, middle, high = np.array([own.quartiles for own in times]).T
+    axes.bar(range(len(times)), middle, 0.6, yerr=(middle - low, high - middle), color=colors, alpha=0.45, capsize=5)
+    for place, (own, color) in enumerate(zip(times, colors)):
+        shift = [place + 0.12 * (number - (own.n - 1) / 2) for number in range(own.n)]
+        axes.plot(shift, own.values, "o", color=color, mec="black", mew=0.4, ms=5)
+    return max(max(own.values) for own in times)

@@ -70,48 +70,43 @@ class StudyConfig(BatchConfig):
     out: str = setting("", "folder of the study, an earlier one to continue; empty = studies/DATE-TIME")
 
 
-@dataclass(frozen=True, order=True)
-class Point:
-    """One setting of the dataflow; a chunk of 0 is auto."""
-
-    threads: int
-    scheduler: str
-    barrier: str
-    batch_chunk: int
-    sequence_chunk: int
-    grain: str
-    engine: str = "ranks"
-
-    def runnable(self) -> Point:
-        """Return the point without contradictions: one thread with the synchronous scheduler, an engine on clusters
-        only, and with fork-join, which waits after each layer, tasks of one kernel.
-        """
-        point = replace(self, threads=1) if self.scheduler == "sync" else self
-        point = point if self.scheduler == "local" else replace(point, engine="ranks")
-        return replace(point, grain="kernel") if self.barrier == "layer" else point
-
-    def __str__(self) -> str:
-        chunks = f"chunks of {self.batch_chunk or 'auto'} x {self.sequence_chunk or 'auto'}"
-        engine = ", engine tasks" * (self.engine == "tasks")
-        return f"{self.threads} x {self.scheduler}, barrier {self.barrier}, {chunks}, grain {self.grain}{engine}"
+# Settings of the dataflow that a study varies; those of a point, which is a DataflowConfig.
+DIALS = ("threads", "scheduler", "barrier", "batch_chunk", "sequence_chunk", "grain", "engine")
 
 
-DIALS = tuple(field.name for field in fields(Point))
+def runnable(point: DataflowConfig) -> DataflowConfig:
+    """Return the point without contradictions: one thread with the synchronous scheduler, an engine on clusters
+    only, and with fork-join, which waits after each layer, tasks of one kernel.
+    """
+    return replace(
+        point,
+        threads=1 if point.scheduler == "sync" else point.threads,
+        engine=point.engine if point.scheduler == "local" else "ranks",
+        grain="kernel" if point.barrier == "layer" else point.grain,
+    )
 
 
-def sort_key(dial: str, value: Any) -> tuple[int, Any]:
-    """Return a key that sorts words as ORDER has them, and numbers by size."""
-    known = ORDER.get(dial, ())
-    return known.index(value) if value in known else len(known), value
+def described(point: DataflowConfig) -> str:
+    """Return a point in one line, for people."""
+    chunks = f"chunks of {point.batch_chunk or 'auto'} x {point.sequence_chunk or 'auto'}"
+    engine = ", engine tasks" * (point.engine == "tasks")
+    return f"{point.threads} x {point.scheduler}, barrier {point.barrier}, {chunks}, grain {point.grain}{engine}"
 
 
-def base_point(study: StudyConfig, cores: int) -> Point:
+def base_point(study: StudyConfig, cores: int) -> DataflowConfig:
     """Return the point that the others differ from in one setting: all cores, barrier step, grain block."""
-    batch_chunk = study.batch_size // 2 if study.batch_size % 2 == 0 else study.batch_size
-    return Point(cores, "threads", "step", batch_chunk, study.sequence_length, "block")
+    return DataflowConfig(
+        batch_chunk=study.batch_size // 2 if study.batch_size % 2 == 0 else study.batch_size,
+        sequence_chunk=study.sequence_length,
+        scheduler="threads",
+        grain="block",
+        threads=cores,
+        window=study.window,
+        precision=study.precision,
+    )
 
 
-def default_grid(study: StudyConfig, cores: int) -> list[Point]:
+def default_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
     """Return the points of a study's five questions: threads and barriers, slicing, grain, and schedulers."""
     base = base_point(study, cores)
     points = [replace(base, threads=n, barrier=barrier) for n in thread_counts(cores) for barrier in BARRIERS]
@@ -122,7 +117,7 @@ def default_grid(study: StudyConfig, cores: int) -> list[Point]:
     return distinct(points)
 
 
-def quick_grid(study: StudyConfig, cores: int) -> list[Point]:
+def quick_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
     """Return a few points, with which every section of the report has something to say."""
     base = base_point(study, min(cores, 2))
     points = [replace(base, threads=n, barrier=barrier) for n in (1, base.threads) for barrier in BARRIERS]
@@ -131,16 +126,15 @@ def quick_grid(study: StudyConfig, cores: int) -> list[Point]:
     return distinct(points)
 
 
-def chosen_grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[Point]:
+def chosen_grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[DataflowConfig]:
     """Return every combination of the chosen values, with those of the base point for the other settings."""
-    base = asdict(base_point(study, cores))
-    values = [chosen.get(dial) or [base[dial]] for dial in DIALS]
-    return distinct(Point(*combination) for combination in product(*values))
+    base = base_point(study, cores)
+    return distinct(replace(base, **dict(zip(chosen, values))) for values in product(*chosen.values()))
 
 
-def distinct(points: Iterable[Point]) -> list[Point]:
+def distinct(points: Iterable[DataflowConfig]) -> list[DataflowConfig]:
     """Return each runnable point once."""
-    return list(dict.fromkeys(point.runnable() for point in points))
+    return list(dict.fromkeys(map(runnable, points)))
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -162,13 +156,13 @@ def slicings(study: StudyConfig) -> list[tuple[int, int]]:
     ]
 
 
-def job_of_point(config: GPT2Config, study: StudyConfig, point: Point) -> Job:
+def job_of_point(config: GPT2Config, study: StudyConfig, point: DataflowConfig) -> Job:
     """Return the checked job of a point's runs.
 
     Errors   ValueError where the point does not fit the model or the batch
     """
     check_address(point.scheduler)
-    return job_of(config, study, DataflowConfig(**asdict(point), precision=study.precision, window=study.window))
+    return job_of(config, study, point)
 
 
 MODEL = tuple(f.name for f in fields(GPT2Config))
@@ -217,12 +211,12 @@ class Table:
                         raise ValueError(f"study: a folder must hold one study; got {got}. Give another --out.")
                 yield row
 
-    def __contains__(self, run: tuple[Point, int]) -> bool:
+    def __contains__(self, run: tuple[DataflowConfig, int]) -> bool:
         point, repetition = run
         wanted = asdict(point) | {"repetition": repetition}
         return any(wanted.items() <= row.items() for row in self.rows)
 
-    def add(self, point: Point, repetition: int, found: Mapping[str, Any]) -> None:
+    def add(self, point: DataflowConfig, repetition: int, found: Mapping[str, Any]) -> None:
         """Append a run's row."""
         new = not self.path.exists()
         row = self.shared | asdict(point) | {"repetition": repetition} | dict(found)
@@ -236,12 +230,10 @@ class Table:
 
 def _value(text: str) -> Any:
     """Return the number that was written, the word, or None."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text or None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text or None
 
 
 class Rows:
@@ -255,7 +247,8 @@ class Rows:
         def commonness(point: tuple[Any, ...]) -> tuple[int, bool, tuple[Any, ...]]:
             return sum(own[value] for own, value in zip(counts, point)), "step" in point, point
 
-        self.reference: dict[str, Any] = dict(zip(DIALS, sorted(self.runs, key=commonness)[-1]))
+        most_common = max(self.runs, key=commonness)
+        self.reference: dict[str, Any] = dict(zip(DIALS, most_common))
 
     def at(self, **values: Any) -> list[Row]:
         """Return the rows with these values, and those of the reference for the other settings; fork-join has grain
@@ -266,11 +259,15 @@ class Rows:
             wanted["grain"] = "kernel"
         return [row for row in self.all if wanted.items() <= row.items()]
 
+    def values(self, dial: str) -> list[Any]:
+        """Return the values of a setting that were run: words as ORDER has them, numbers by size."""
+        order = ORDER.get(dial, ())
+        own = {row[dial] for row in self.all}
+        return sorted(own, key=lambda value: (order.index(value) if value in order else len(order), value))
+
     def along(self, dial: str, **values: Any) -> dict[Any, list[Row]]:
         """Return value of a setting -> its rows, for those values that were run."""
-        known = sorted({row[dial] for row in self.all}, key=lambda value: sort_key(dial, value))
-        found = {value: self.at(**{dial: value}, **values) for value in known}
-        return {value: rows for value, rows in found.items() if rows}
+        return {value: rows for value in self.values(dial) if (rows := self.at(**{dial: value}, **values))}
 
     def sequential(self, column: str = "step_ms") -> Spread | None:
         """Return the times of the sequential run, the base of every speedup: one thread, and no barrier that costs.
@@ -279,32 +276,6 @@ class Rows:
         """
         found = (spread(self.at(threads=1, barrier=barrier), column) for barrier in ("phase", "step", "none"))
         return next((times for times in found if times), None)
-
-    def phase_times(self, barrier: str) -> dict[str, dict[int, Spread]]:
-        """Return column of a phase, and of the step -> threads -> its times; empty where phases were not apart."""
-        found = self.along("threads", barrier=barrier)
-        times = {column: spreads(found, column) for column in (*PHASES_MS, "step_ms")}
-        return times if all(times.values()) else {}
-
-    def slicings(self) -> dict[int, dict[int, Spread]]:
-        """Return sequences in a chunk -> number of chunks -> times of a step, most sequences first."""
-        size, length = self.all[0]["batch_size"], self.all[0]["sequence_length"]
-        series = {}
-        for sequences in sorted({row["batch_chunk"] for row in self.all} - {0}, reverse=True):
-            times = spreads(self.along("sequence_chunk", batch_chunk=sequences))
-            times.pop(0, None)  # auto
-            series[sequences] = {size // sequences * (length // tokens): times[tokens] for tokens in reversed(times)}
-        return {sequences: times for sequences, times in series.items() if times}
-
-    def schedulers(self) -> dict[str, list[Row]]:
-        """Return `threads (2 threads)` -> its rows; on a cluster by both engines."""
-        found = {}
-        for scheduler in sorted({row["scheduler"] for row in self.all}, key=lambda own: sort_key("scheduler", own)):
-            for engine in ORDER["engine"]:
-                for threads, rows in self.along("threads", scheduler=scheduler, engine=engine).items():
-                    own = count(threads, "thread" if scheduler in ("sync", "threads") else "worker")
-                    found[f"{scheduler}{', engine tasks' * (engine == 'tasks')} ({own})"] = rows
-        return found
 
     def records(self, arguments: Sequence[str]) -> list[Record]:
         """Return a record for each point, whose turns are its runs; arguments: the command line of the study."""
@@ -315,7 +286,7 @@ class Rows:
             first, spreads = rows[0], {column: spread(rows, column) for column in FIGURES}
             settings = {"model": model_name(first)} | {name: first[name] for name in (*DIALS, *shared)}
             figures = {FIGURES[name][0]: Figure.of(own, FIGURES[name][1]) for name, own in spreads.items() if own}
-            record = measured("daskgpt.study", arguments, figures, settings)
+            record = measured("python -m daskgpt.study", arguments, figures, settings)
             where = {**record.machine, "processor": first["cpu"], "cores": first["cores"]}
             versions = {name: first[name] for name in record.versions}
             found.append(replace(record, date=str(rows[-1]["date"]), machine=where, versions=versions))
@@ -362,30 +333,32 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUM
 
 
 def run_all(
-    model: GPT2Config, study: StudyConfig, points: Sequence[Point], table: Table, after: Callable[[], None]
+    model: GPT2Config, study: StudyConfig, points: Sequence[DataflowConfig], table: Table, after: Callable[[], None]
 ) -> list[str]:
     """Run every point that the table lacks, repetition by repetition; return what failed, a line each.
 
-    after   called after each repetition; once, where nothing was left to run
+    after   called after each repetition, once there is a row; once, where nothing was left to run
     """
     failed: list[str] = []
-    todo = {n: [p for p in shuffled(points, study, n) if (p, n) not in table] for n in range(study.repetitions)}
+    # Each repetition has another order, so that no point always follows the same one.
+    orders = [Random(f"{study.seed} {n}").sample(points, len(points)) for n in range(study.repetitions)]
+    todo = [[point for point in order if (point, n) not in table] for n, order in enumerate(orders)]
     start, took = time.monotonic(), 0.0
-    bar = tqdm(total=sum(map(len, todo.values())), unit="run", dynamic_ncols=True)
-    for repetition, own in todo.items():
+    bar = tqdm(total=sum(map(len, todo)), unit="run", dynamic_ncols=True)
+    for repetition, own in enumerate(todo):
         elapsed = time.monotonic() - start
         if took and elapsed + took * len(own) > study.minutes * 60:
             bar.write(f"stopped after {repetition} of {study.repetitions} repetitions: --minutes {study.minutes:g}")
             break
         for point in own:
-            bar.set_postfix_str(f"repetition {repetition + 1}: {point}")
+            bar.set_postfix_str(f"repetition {repetition + 1}: {described(point)}")
             try:
                 table.add(point, repetition, run_one(model, study, point))
             except RuntimeError as error:
-                failed.append(f"{point}: {error}")
+                failed.append(f"{described(point)}: {error}")
                 bar.write(failed[-1])
             bar.update()
-        if own:
+        if own and table.rows:
             took = (time.monotonic() - start - elapsed) / len(own)
             after()
     bar.close()
@@ -394,18 +367,13 @@ def run_all(
     return failed
 
 
-def shuffled(points: Sequence[Point], study: StudyConfig, repetition: int) -> list[Point]:
-    """Return the points in another order for each repetition, so that no point always follows the same one."""
-    return Random(f"{study.seed} {repetition}").sample(points, len(points))
-
-
-def run_one(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
+def run_one(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
     """Return the columns of one run, made by a process of its own.
 
     Errors   RuntimeError with the last line that the process wrote, where it failed
     """
-    described = json.dumps([asdict(model), asdict(study), asdict(point)])
-    command = [sys.executable, "-m", "daskgpt.profiling.study", described]
+    settings = json.dumps([asdict(model), asdict(study), asdict(point)])
+    command = [sys.executable, "-m", "daskgpt.profiling.study", settings]
     environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode:
@@ -414,7 +382,7 @@ def run_one(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, An
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
-def run(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
+def run(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
     """Time and record some steps; return the columns of its row in the table.
 
     The time of a step and those of its phases come from the same steps, in which every kernel call is recorded. Others
@@ -432,8 +400,7 @@ def run(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
         timeline = steps.timeline(number)
         bare += steps.run(-(-number // 2))
         peak = steps.peak()
-        found = summarise(timeline)
-        tasks, grain, chunk = steps.tasks, steps.grain, steps.steps.chunk
+    found, chunk = summarise(timeline), steps.steps.chunk
     seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
     low, middle, high = (1e3 * value for value in seconds.quartiles)
     part = middle / (sum(found.phases.values()) or 1.0)
@@ -441,8 +408,8 @@ def run(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "batch_chunk_used": chunk[0],
         "sequence_chunk_used": chunk[1],
-        "grain_used": grain,
-        "tasks": tasks,
+        "grain_used": steps.grain,
+        "tasks": steps.tasks,
         "steps": seconds.n,
         "step_ms": middle,
         "step_ms_q1": low,
@@ -464,33 +431,30 @@ def run(model: GPT2Config, study: StudyConfig, point: Point) -> dict[str, Any]:
 
 
 def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None:
-    """Write FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has, FOLDER/barriers.html
-    with all of them on one time scale, and FOLDER/fork_join.svg with the first and the last.
+    """Write FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has, and all of them
+    on one time scale in FOLDER/barriers.html.
 
     A chunk holds a quarter of the sequences, so that there is something to overlap. A task is what one chunk does
     between two gathers, for fork-join one kernel. Of --repetitions recordings the shortest is kept: other programs can
     only make one longer.
     """
-    from daskgpt.profiling.pages import write_picture, write_side_by_side, write_timeline  # loads Bokeh
+    from daskgpt.profiling.pages import write_side_by_side, write_timeline  # loads Bokeh
 
-    chunk = max(study.batch_size // 4, 1)
+    base = replace(base_point(study, usable_cores()), batch_chunk=max(study.batch_size // 4, 1), grain="segment")
     timelines: dict[str, Timeline] = {}
     for barrier, label in BARRIERS.items():
-        point = Point(usable_cores(), "threads", barrier, chunk, study.sequence_length, "segment").runnable()
-        job = job_of_point(model, study, point)
-        with open_scheduler("threads", point.threads) as scheduler:
+        job = job_of_point(model, study, runnable(replace(base, barrier=barrier)))
+        with open_scheduler("threads", base.threads) as scheduler:
             steps = Steps(job, scheduler, study.seed)
             steps.run(max(study.warmup, study.window))
             found = [steps.timeline(study.window) for _ in range(study.repetitions)]
         shortest = timelines[f"barrier {label}"] = min(found, key=lambda own: summarise(own).wall)
         _, page = write_timeline(shortest, folder / barrier)
         print(f"\nbarrier {barrier}: {page}\n{describe_summary(summarise(shortest))}")
-    name = model_name(asdict(model))
-    title = f"{study.window} steps of {name}, {study.batch_size} x {study.sequence_length} tokens a step"
-    first, *_, last = timelines
-    picture = write_picture({name: timelines[name] for name in (first, last)}, folder / "fork_join.svg")
-    print(f"\nfork-join beside barrier-free, a picture: {picture}")
-    print(f"all barriers on one time scale: {write_side_by_side(timelines, folder / 'barriers.html', title)}")
+    size = f"{study.batch_size} x {study.sequence_length} tokens a step"
+    title = f"{study.window} steps of {model_name(asdict(model))}, {size}"
+    page = write_side_by_side(timelines, folder / "barriers.html", title)
+    print(f"\nall barriers on one time scale: {page}")
 
 
 def main() -> None:
@@ -499,7 +463,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(point["threads"], 1)])
     with contextlib.redirect_stdout(sys.stderr):
-        row = run(GPT2Config(**model), StudyConfig(**study), Point(**point))
+        row = run(GPT2Config(**model), StudyConfig(**study), DataflowConfig(**point))
     print(json.dumps(row))
 
 

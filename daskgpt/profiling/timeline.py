@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from graphlib import TopologicalSorter
 from html import escape
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
+from operator import itemgetter
 from textwrap import fill
+from typing import TypeVar
 
 from daskgpt.config.rich import html_text, text_table
-from daskgpt.graph.calls import PHASES, is_pick
+from daskgpt.graph.calls import PHASES, Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.recording import CompiledStep
 
+K = TypeVar("K")
 Task = tuple[int, Key]
 Curve = list[tuple[float, int]]  # times, and the value from then on
 
@@ -38,7 +41,7 @@ MESSAGES = {"receive": "#d62728", "send": "#f4a3a3"}  # red, as on Dask's pages
 OTHER_COLOR = "#d0a842"
 DARKER = 0.62  # of a forward kernel's color: its backward kernels
 
-COLUMNS, LANE, GAP, LETTERS, LINE = 700, 22, 4, 110, 24  # pixels
+COLUMNS, LANE, GAP, LETTERS = 700, 22, 4, 110  # pixels
 
 
 def is_message(layer: str) -> bool:
@@ -56,12 +59,9 @@ def color_of(layer: str, backward: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Event:
-    """One kernel call.
+class Event(Origin):
+    """One kernel call: what it belongs to in the model, and when it ran.
 
-    phase   forward, backward or update
-    where   in the model: `h.0.attn.c_attn`; of a backward call with the argument whose gradient it is
-    stage   its layer of the network and pass, which distinguish layers; all updates are one
     chunk   (b, t), None in it for an axis that is whole; None for what belongs to no chunk
     lane    number of the thread or worker
     start   and end, in seconds since the timeline began
@@ -70,29 +70,19 @@ class Event:
     task_name  what that task is called
     """
 
-    step: int
-    layer: str
-    phase: str
-    where: str
-    stage: str
-    block: int | None
-    chunk: tuple[int | None, int | None] | None
-    lane: int
-    start: float
-    end: float
-    bytes: int
-    task: Task
-    task_name: str
-    key: Key
+    step: int = 0
+    chunk: tuple[int | None, int | None] | None = None
+    lane: int = 0
+    start: float = 0.0
+    end: float = 0.0
+    bytes: int = 0
+    task: Task = (0, ())
+    task_name: str = ""
+    key: Key = ()
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
-
-    @property
-    def kind(self) -> str:
-        """Layer and pass, as keys begin."""
-        return self.layer if self.phase == "update" else f"{self.layer}.{self.phase}"
 
     @property
     def color(self) -> str:
@@ -112,14 +102,12 @@ class Window:
 class TaskGraph:
     """The tasks of a step and what they wait for.
 
-    order     every task after those that it needs
-    needs     task -> tasks of the same step
+    needs     every task -> tasks of the same step
     earlier   task -> tasks of the step before, where steps overlap
     awaited   the tasks of a window that must be done before the next one starts
     readers   of each kernel call's result, in the same step; through a pick, which takes one of several results
     """
 
-    order: tuple[Key, ...]
     needs: dict[Key, set[Key]]
     earlier: dict[Key, set[Key]]
     awaited: frozenset[Key]
@@ -130,26 +118,22 @@ class TaskGraph:
         """Return the tasks of a step; a cluster goes on with the updates while the next step starts."""
         tasks = {key: node for key, node in runnable.graph.items() if not is_leaf(node)}
         needs = {key: set(node.dependencies) & tasks.keys() for key, node in tasks.items()}
-        order = tuple(TopologicalSorter(needs).static_order())
         awaited = tasks.keys() if runnable.recorded.in_place else runnable.output_keys
         graph, readers = runnable.recorded.unmerged, defaultdict[Key, list[Key]](list)
         picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
         for key, node in graph.items():
-            if key not in picked and not is_leaf(node):
-                for dependency in node.dependencies:
-                    readers[picked.get(dependency, dependency)].append(key)
-        return cls(order, needs, runnable.needs_of_last_run(), frozenset(awaited), dict(readers))
+            for dependency in node.dependencies if key not in picked else ():
+                readers[picked.get(dependency, dependency)].append(key)
+        return cls(needs, runnable.needs_of_last_run(), frozenset(awaited), dict(readers))
 
     @classmethod
     def of_ranks(cls, graphs: Sequence[TaskGraph]) -> TaskGraph:
         """Return the tasks of all ranks; it has not what they wait for of each other."""
-        return cls(
-            tuple(chain.from_iterable(graph.order for graph in graphs)),
-            dict(ChainMap(*(graph.needs for graph in graphs))),
-            dict(ChainMap(*(graph.earlier for graph in graphs))),
-            frozenset(chain.from_iterable(graph.awaited for graph in graphs)),
-            dict(ChainMap(*(graph.readers for graph in graphs))),
+        needs, earlier, readers = (
+            dict(ChainMap(*(getattr(graph, name) for graph in graphs))) for name in ("needs", "earlier", "readers")
         )
+        awaited = frozenset[Key]().union(*(graph.awaited for graph in graphs))
+        return cls(needs, earlier, awaited, readers)
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,30 +162,30 @@ class Timeline:
         return lanes + html_text(repr(self))
 
 
-class EventMaker:
-    """Turns the spans of a step's kernel calls into events."""
+def chunks_of(runnable: CompiledStep) -> dict[Key, tuple[int | None, int | None] | None]:
+    """Return the chunk of each kernel call of a step, None for what belongs to no chunk.
 
-    def __init__(self, runnable: CompiledStep) -> None:
-        self.runnable, graph = runnable, runnable.recorded.unmerged
-        self.home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
-        # A pick takes one of a kernel's results out of a tuple: no work of its own.
-        self.chunks = {key: chunk_of(graph, key, whole=False) for key in self.home if not is_pick(graph[key])}
+    A pick, which takes one of a kernel's results out of a tuple, has no work of its own, and is left out.
+    """
+    graph = runnable.recorded.unmerged
+    keys = (call.key for node in runnable.graph.values() for call in calls_of(node))
+    return {key: chunk_of(graph, key, whole=False) for key in keys if not is_pick(graph[key])}
 
-    def events(self, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
-        """Return the events of the kernel calls among (step, span) of one process, whose lanes are numbers of its
-        threads, from the first one that ran something; `start` is the timeline's, on the clock of the spans.
-        """
-        lanes: dict[int, int] = {}
-        found = []
-        for step, span in sorted(spans, key=lambda own: own[1].start):
-            lane = lanes.setdefault(span.thread, len(lanes))
-            if span.key not in self.chunks:
-                continue
-            origin, home = self.runnable.recorded.origin(span.key), self.home[span.key]
-            what = origin.layer, origin.phase, origin.place, origin.stage, origin.block, self.chunks[span.key]
-            when = lane, span.start - start, span.end - start
-            found.append(Event(step, *what, *when, span.bytes, (step, home), self.runnable.title(home), span.key))
-        return found
+
+def events_of(runnable: CompiledStep, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
+    """Return the events of the kernel calls among (step, span) of one process, whose lanes are numbers of its
+    threads, from the first one that ran something; `start` is the timeline's, on the clock of the spans.
+    """
+    home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
+    chunks, lanes, found = chunks_of(runnable), dict[int, int](), []
+    for step, span in sorted(spans, key=lambda own: own[1].start):
+        lane = lanes.setdefault(span.thread, len(lanes))
+        if span.key in chunks:
+            origin, task = astuple(runnable.recorded.origin(span.key)), home[span.key]
+            when = step, chunks[span.key], lane, span.start - start, span.end - start
+            own = [*origin, *when, span.bytes, (step, task), runnable.title(task), span.key]
+            found.append(Event(*own))
+    return found
 
 
 def different_at_once(spans: Iterable[tuple[float, float, object]]) -> Curve:
@@ -266,21 +250,21 @@ def summarise(timeline: Timeline) -> Summary:
     if not events:
         raise ValueError("summarise: a timeline must have events; got events=0. Record at least one step.")
     wall = sum(window.end - window.start for window in timeline.windows)
+    spans = _spans(events, lambda event: event.task)
+    path = critical_path(timeline, spans)
+    on_path, critical = set(path), defaultdict[tuple[str, str], float](float)
     kernels: dict[tuple[str, str], tuple[float, int]] = {}
     busy = [0.0] * len(timeline.lanes)
     for event in events:
-        seconds, calls = kernels.get((event.layer, event.phase), (0.0, 0))
-        kernels[event.layer, event.phase] = seconds + event.seconds, calls + 1
+        kind = event.layer, event.phase
+        seconds, calls = kernels.get(kind, (0.0, 0))
+        kernels[kind] = seconds + event.seconds, calls + 1
         busy[event.lane] += event.seconds
-    spans = task_spans(events)
+        if event.task in on_path:
+            critical[kind] += event.seconds
     all_time = wall * len(timeline.lanes)
     in_tasks = sum(end - start for start, end in spans.values())
     scheduling = _scheduling(timeline, spans)
-    path = critical_path(timeline, spans)
-    on_path, critical = set(path), defaultdict[tuple[str, str], float](float)
-    for event in events:
-        if event.task in on_path:
-            critical[event.layer, event.phase] += event.seconds
     return Summary(
         steps=len(timeline.steps),
         wall=wall,
@@ -298,23 +282,23 @@ def summarise(timeline: Timeline) -> Summary:
     )
 
 
-def task_spans(events: Iterable[Event]) -> dict[Task, tuple[float, float]]:
-    """Return from the first kernel's start to the last one's end of each task."""
-    spans: dict[Task, tuple[float, float]] = {}
+def _spans(events: Iterable[Event], of: Callable[[Event], K]) -> dict[K, tuple[float, float]]:
+    """Return from the first kernel's start to the last one's end of the events that belong together."""
+    spans: dict[K, tuple[float, float]] = {}
     for event in events:
-        start, end = spans.get(event.task, (event.start, event.end))
-        spans[event.task] = min(start, event.start), max(end, event.end)
+        start, end = spans.get(of(event), (event.start, event.end))
+        spans[of(event)] = min(start, event.start), max(end, event.end)
     return spans
 
 
 def _needs(timeline: Timeline) -> Iterator[tuple[Window, Task, list[Task]]]:
     """Yield each task of each step, after those that it waits for, with its window and the tasks that it waits for."""
     tasks = timeline.tasks
+    order = tuple(TopologicalSorter(tasks.needs).static_order())
     for window in timeline.windows:
-        for step in window.steps:
-            for key in tasks.order:
-                earlier = [(step - 1, other) for other in tasks.earlier.get(key, ())]
-                yield window, (step, key), [(step, other) for other in tasks.needs[key]] + earlier
+        for step, key in product(window.steps, order):
+            earlier = [(step - 1, other) for other in tasks.earlier.get(key, ())]
+            yield window, (step, key), [(step, other) for other in tasks.needs[key]] + earlier
 
 
 def critical_path(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> list[Task]:
@@ -323,44 +307,34 @@ def critical_path(timeline: Timeline, spans: Mapping[Task, tuple[float, float]])
     A task waits for what it reads, for barriers, for tasks of the step before (a weight's update and its readers), and
     for what had to be done before its window was handed to the scheduler.
     """
-    length, before = dict[Task, float](), dict[Task, Task | None]()
-    current, gate = timeline.windows[0], list[Task]()
+    length, before = dict[Task | None, float]({None: 0.0}), dict[Task | None, Task | None]()
+    current, gate = timeline.windows[0], None
     for window, task, needed in _needs(timeline):
         if window is not current:
-            done = [(step, key) for step in current.steps for key in timeline.tasks.awaited]
-            current, gate = window, [max(done, key=length.__getitem__)] if done else gate
-        known = [*(need for need in needed if need in length), *gate]
-        longest = max(known, key=length.__getitem__, default=None)
+            done = product(current.steps, timeline.tasks.awaited)
+            current, gate = window, max(done, key=length.__getitem__, default=gate)
+        before[task] = max([gate, *(need for need in needed if need in length)], key=length.__getitem__)
         start, end = spans.get(task, (0.0, 0.0))
-        length[task] = end - start + (0.0 if longest is None else length[longest])
-        before[task] = longest
-    path, at = list[Task](), max(length, key=length.__getitem__, default=None)
+        length[task] = length[before[task]] + end - start
+    path, at = list[Task](), max(length, key=length.__getitem__)
     while at is not None:
         path.append(at)
         at = before[at]
     return path[::-1]
 
 
-def ready_times(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> dict[Task, float]:
-    """Return when all was done that each task waits for; no later than the task began.
+def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> float:
+    """Return seconds, of all lanes, in which a lane had no task although one was ready: what it waits for was done.
 
     A barrier and a task without a kernel are ready as soon as what they wait for is done, and take no time.
     """
-    done, found = dict[Task, float](), dict[Task, float]()
+    done = dict[Task, float]()
+    changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
     for window, task, needed in _needs(timeline):
         ready = max([window.start, *(done[need] for need in needed if need in done)])
-        done[task] = spans[task][1] if task in spans else ready
-        if task in spans:
-            found[task] = min(ready, spans[task][0])
-    return found
-
-
-def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> float:
-    """Return seconds, of all lanes, in which a lane had no task although one was ready."""
-    changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
-    for task, ready in ready_times(timeline, spans).items():
-        start, end = spans[task]
-        changes += [(ready, 1, 0), (start, -1, 1), (end, 0, -1)]
+        start, end = spans.get(task, (ready, ready))
+        done[task] = end
+        changes += [(min(ready, start), 1, 0), (start, -1, 1), (end, 0, -1)]
     seconds, ready_tasks, running = 0.0, 0, 0
     changes.sort()
     for (time, more_ready, more_running), (following, _, _) in pairwise(changes):
@@ -399,20 +373,15 @@ def seconds_of(counts: Curve, least: int) -> float:
 
 def _phases(timeline: Timeline) -> dict[str, float]:
     """Return seconds from the end of a phase (the first: from the window's start) to the end of the next."""
-    times: dict[int, dict[str, list[float]]] = defaultdict(dict)
-    for event in timeline.events:
-        span = times[event.step].setdefault(event.phase, [event.start, event.end])
-        span[:] = min(span[0], event.start), max(span[1], event.end)
-    found = dict.fromkeys(PHASES, 0.0)
+    spans, found = _spans(timeline.events, lambda event: (event.step, event.phase)), dict.fromkeys(PHASES, 0.0)
     for window in timeline.windows:
         last = window.start
-        for step in window.steps:
-            for phase in PHASES:
-                start, end = times[step].get(phase, (last, last))
-                if start < last:
-                    return {}
-                found[phase] += end - last
-                last = end
+        for step, phase in product(window.steps, PHASES):
+            start, end = spans.get((step, phase), (last, last))
+            if start < last:
+                return {}
+            found[phase] += end - last
+            last = end
     return found
 
 
@@ -472,42 +441,24 @@ def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> s
         parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(name)}</text>' if named else "")
         width = COLUMNS * own / end
         parts.append(f'<rect x="{left}" y="{top}" width="{width:.0f}" height="{LANE}" fill="#eef0f3"/>')
-        for color, first, count in _runs(_columns(timeline, number, end)):
-            place = f'x="{left + first}" y="{top}" width="{count}" height="{LANE}"'
-            parts.append(f'<rect {place} fill="{color}"/>')
+        for color, group in groupby(enumerate(_columns(timeline, number, end)), key=itemgetter(1)):
+            first, *others = (column for column, _ in group)
+            place = f'x="{left + first}" y="{top}" width="{1 + len(others)}" height="{LANE}"'
+            parts.append(f'<rect {place} fill="{color}"/>' if color else "")
     size = f'viewBox="0 0 {left + COLUMNS} {height}" width="{left + COLUMNS}" height="{height}"'
     style = 'style="max-width: 100%; height: auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
 
 
-def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
-    """Return several timelines by name as one picture on one time scale, with a legend: what is longer looks
-    longer.
-    """
-    end = max(window.end for timeline in timelines.values() for window in timeline.windows)
-    parts, top = ['<rect width="100%" height="100%" fill="white"/>'], LINE
-    for name, timeline in timelines.items():
-        seconds = sum(window.end - window.start for window in timeline.windows) / len(timeline.steps)
-        text = escape(f"{name}: {seconds * 1e3:,.1f} ms a step")
-        parts.append(f'<text x="0" y="{top}" font-size="14" font-weight="bold">{text}</text>')
-        parts.append(f'<g transform="translate(0, {top + 2 * GAP})">{svg_strips(timeline, end=end)}</g>')
-        top += len(timeline.lanes) * (LANE + GAP) + 3 * GAP + LINE
-    x = 0
-    for layer in sorted({event.layer for timeline in timelines.values() for event in timeline.events}):
-        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{color_of(layer, False)}"/>')
-        parts.append(f'<text x="{x + 15}" y="{top}" font-size="12">{escape(layer)}</text>')
-        x += 30 + 7 * len(layer)
-    parts.append(f'<text x="{x}" y="{top}" font-size="12">dark: backward</text>')
-    width, height = LETTERS + COLUMNS, top + 2 * GAP
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
-
-
-def svg_legend(timeline: Timeline) -> str:
-    """Return the colors of the layers, as HTML."""
-    layers = sorted({event.layer for event in timeline.events})
+def svg_legend(*timelines: Timeline) -> str:
+    """Return the colors of the layers of all timelines, as HTML."""
     square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
-    return " &nbsp; ".join(square.format(color_of(layer, False), escape(layer)) for layer in layers)
+    return " &nbsp; ".join(square.format(color_of(layer, False), escape(layer)) for layer in layers_of(*timelines))
+
+
+def layers_of(*timelines: Timeline) -> list[str]:
+    """Return the names of the layers of all timelines."""
+    return sorted({event.layer for timeline in timelines for event in timeline.events})
 
 
 def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
@@ -520,13 +471,3 @@ def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
         for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
             taken[column][event.color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
     return [max(own, key=own.__getitem__) if sum(own.values()) > wide / 2 else "" for own in taken]
-
-
-def _runs(colors: list[str]) -> list[tuple[str, int, int]]:
-    """Return color, first column and how many, of columns that follow one another."""
-    found, at = [], 0
-    for color, group in groupby(colors):
-        count = len(list(group))
-        found += [(color, at, count)] if color else []
-        at += count
-    return found
