@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from daskgpt.training.step import State
 TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 3e-2}
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """One tensor against its reference."""
 
     name: str
@@ -43,8 +42,14 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, DataflowConfig)
     values = flags.parse_args(arguments)
     dataflow: DataflowConfig = from_flags(DataflowConfig, values)
-    comparisons = compare(values.model, values.debug_state, dataflow)
-    return print_table(comparisons, TOLERANCE[dataflow.precision])
+    comparisons, tolerance = compare(values.model, values.debug_state, dataflow), TOLERANCE[dataflow.precision]
+    print(f"{'tensor':28} {'largest':>10} {'difference':>11}   of the largest, at most {tolerance:g}")
+    for c in comparisons:
+        verdict = "ok" if c.difference <= tolerance else "DIFFERS"
+        print(f"{c.name:28} {c.magnitude:10.3e} {c.difference:11.1e}   {verdict}")
+    failed = sum(not c.difference <= tolerance for c in comparisons)
+    print("all agree" if not failed else f"{failed} of {len(comparisons)} tensors differ")
+    return int(bool(failed))
 
 
 def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig) -> list[Comparison]:
@@ -76,17 +81,6 @@ def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig
         own = Comparison(name, magnitude, difference / magnitude if np.isfinite(difference) else np.inf)
         worst[name] = max(worst.get(name, own), own, key=lambda c: c.difference)
     return list(worst.values())
-
-
-def print_table(comparisons: list[Comparison], tolerance: float) -> int:
-    """Print the table; return the exit code."""
-    print(f"{'tensor':28} {'largest':>10} {'difference':>11}   of the largest, at most {tolerance:g}")
-    failed = [c for c in comparisons if not c.difference <= tolerance]
-    for c in comparisons:
-        verdict = "DIFFERS" if c in failed else "ok"
-        print(f"{c.name:28} {c.magnitude:10.3e} {c.difference:11.1e}   {verdict}")
-    print("all agree" if not failed else f"{len(failed)} of {len(comparisons)} tensors differ")
-    return int(bool(failed))
 
 
 if __name__ == "__main__":

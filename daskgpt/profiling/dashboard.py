@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ PAGE = TOPIC  # the path of the page behind the dashboard's address
 CALLS, STEPS = 4000, 5000  # the latest that are kept
 WINDOW = 5.0  # seconds of lanes
 EVERY = 1000  # milliseconds between two updates
+MEAN = 20  # steps of a mean
 KERNELS = 12  # bars at most
 # Tasks of several kernels, by what `training.grouping.title` calls them.
 TASKS = {"tokens.forward": "#4269d0", "tokens.backward": "#2a4380", "tokens.head": "#ff8ab7", "update": "#7f8c99"}
@@ -95,13 +95,12 @@ class Collected(SchedulerPlugin):
         end = max((call.end for call in self.calls), default=0.0)
         return [call for call in self.calls if call.end > end - WINDOW]
 
-    def bytes_a_step(self, over: int = 20) -> float:
+    def bytes_a_step(self) -> float:
         """Return the bytes that workers receive from each other, in the mean of the last steps."""
-        own = list(self.steps)[-over:]
-        if len(own) < 2:
+        if len(self.steps) < 2:
             return 0.0
-        received = float(own[-1]["received_bytes"] - own[0]["received_bytes"])
-        return received / int(own[-1]["step"] - own[0]["step"])
+        first, last = self.steps[-min(len(self.steps), MEAN)], self.steps[-1]
+        return float((last["received_bytes"] - first["received_bytes"]) / (last["step"] - first["step"]))
 
     def kernel_seconds(self) -> Counter[str]:
         """Return seconds of every kernel, by layer and pass, in all tasks since the scheduler began, as Dask's fine
@@ -116,11 +115,9 @@ class Collected(SchedulerPlugin):
 
 def idle_share(calls: Sequence[Call], threads: int) -> float:
     """Return the share of the threads' time, from the first start to the last end, in which no task ran."""
-    if not calls or not threads:
-        return 0.0
-    length = max(call.end for call in calls) - min(call.start for call in calls)
+    length = max((call.end for call in calls), default=0.0) - min((call.start for call in calls), default=0.0)
     busy = sum(call.end - call.start for call in calls)
-    return max(0.0, 1 - busy / (threads * length)) if length else 0.0
+    return max(0.0, 1 - busy / (threads * length)) if threads * length else 0.0
 
 
 def overlap_share(calls: Iterable[Call]) -> float:
@@ -204,14 +201,13 @@ class Page:
 
     def _show_steps(self, found: Collected) -> None:
         """Send the steps that are new: all of them, several times a second, would cost more than anything else here."""
-        run, latest = self.shown
-        if run != found.runs:
-            latest = -1
-        new = list(takewhile(lambda record: record["step"] > latest, reversed(found.steps)))[::-1]
+        new_run = self.shown[0] != found.runs
+        latest = -1 if new_run else self.shown[1]
+        new = [record for record in found.steps if record["step"] > latest]
         for source, name in ((self.loss, "loss"), (self.validation, "validation_loss"), (self.speed, "tokens_per_s")):
             x, y = column(new, name)
             points = {"x": np.array(x, np.int32), "y": np.array(y, np.float32)}
-            if run != found.runs:
+            if new_run:
                 source.data = points
             elif x:
                 source.stream(points, rollover=STEPS)

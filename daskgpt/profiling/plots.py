@@ -106,8 +106,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         records.append(record)
     if not records:
         raise ValueError(f"plot: the metrics must have a step; got metrics={file}. Wait for the run's first one.")
-    numbers = {name: [record.get(name) for record in records] for name in VALUES}
-    values = {name: np.array([np.nan if v is None else v for v in own], float) for name, own in numbers.items()}
+    values = {name: np.array([record.get(name) for record in records], float) for name in VALUES}  # None is nan
     return values | {"step": values["step"] + 1}
 
 
