@@ -84,14 +84,12 @@ def test_picture_has_the_panels_of_its_runs(two, tmp_path):
     assert len(panels(drawn)) == 6
     assert drawn == picture(read_runs(odd), "svg"), "no date, no random names"
     with (tmp_path / "one" / "metrics.jsonl").open("a") as more:
-        more.write('{"step": 3, "lo')
-    assert drawn == picture(read_runs(odd), "svg"), "a line that is being written is left out"
+        more.write('no record\n{"step": 3, "lo')
+    assert drawn == picture(read_runs(odd), "svg"), "damaged lines, and one that is being written, are left out"
 
 
 NO_RUNS = [(None, "metrics.jsonl"), (b"", "must have a step"), (b'{"step": 0, "loss"', "must have a step")]
-NO_RUNS += [(bytes(range(256)) + b"\n", "line=1")]
-NO_RUNS += [(b'{"step": 0, "loss": 1.0}\n{"step": 1, "lo\n{"step": 2, "loss": 1.0}\n', "line=2")]
-NO_RUNS += [(b'{"step": 0, "loss": 1.0}\n{"step": 0, "loss": 1.0}\n', "line=2"), (b'{"step": "0"}\n', "line=1")]
+NO_RUNS += [(bytes(range(256)) + b"\n", "must have a step"), (b'{"step": "0"}\n', "must have a step")]
 
 
 @pytest.mark.parametrize(("content", "keyword"), NO_RUNS)

@@ -5,8 +5,8 @@ Errors   RuntimeError where matplotlib, which an extra brings, is not installed
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.training.logs import METRICS
+from daskgpt.config.errors import require
+from daskgpt.training.logs import METRICS, metrics_lines
 
 try:
     import matplotlib as mpl
@@ -74,9 +75,11 @@ class Curves:
 def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
     """Return the curves of run folders, or of files of metrics.
 
+    Lines that are no records are left out, as a resumed run leaves them out.
+
     smooth   steps of a running mean; 0 = a hundredth of the longest run, at least ten
 
-    Errors   FileNotFoundError where there are no metrics; ValueError where a line is damaged, or there is no step
+    Errors   FileNotFoundError where there are no metrics; ValueError where there is no step
     """
     found = [_read(Path(path)) for path in paths]
     length = smooth or max(10, *(len(values["step"]) // 100 for values in found))
@@ -90,22 +93,10 @@ def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     file = path / METRICS if path.is_dir() else path
-    if not file.is_file():
-        raise FileNotFoundError(f"plot: a run must have its {METRICS}; got run={path}. Name a run's folder.")
-    records: list[dict[str, Any]] = []
-    # What follows the last line break is a line that the run is still writing, or was when it was killed.
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            good = isinstance(record["step"], int) and (not records or record["step"] > records[-1]["step"])
-        except (ValueError, TypeError, KeyError):
-            good = False
-        if not good:
-            rule = "each line of the metrics must be a step after the one before"
-            raise ValueError(f"plot: {rule}; got metrics={file}, line={number}. The file is damaged, or another one.")
-        records.append(record)
-    if not records:
-        raise ValueError(f"plot: the metrics must have a step; got metrics={file}. Wait for the run's first one.")
+    rule, advice = f"a run must have its {METRICS}", "Name a run's folder."
+    require(file.is_file(), "plot", rule, {"run": path}, advice, FileNotFoundError)
+    records = [record for record, _ in metrics_lines(file, sys.maxsize)]
+    require(bool(records), "plot", "the metrics must have a step", {"metrics": file}, "Wait for the run's first one.")
     values = {name: np.array([record.get(name) for record in records], float) for name in VALUES}  # None is nan
     return values | {"step": values["step"] + 1}
 

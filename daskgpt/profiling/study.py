@@ -26,6 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from daskgpt.config.errors import require
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import PRESETS, GPT2Config
 from daskgpt.config.run import DataflowConfig
@@ -200,15 +201,13 @@ class Table:
     def _read(self) -> Iterator[Row]:
         with self.path.open(newline="") as file:
             reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                rule = "the table must have the columns of this version"
-                raise ValueError(f"study: {rule}; got file={self.path}. Give another --out.")
+            rule, advice = "the table must have the columns of this version", "Give another --out."
+            require(tuple(reader.fieldnames or ()) == COLUMNS, "study", rule, {"file": self.path}, advice)
             for texts in reader:
                 row = {name: text if name in TEXT else _value(text) for name, text in texts.items()}
                 for name, value in self.shared.items():
-                    if row[name] != value:
-                        got = f"{name}={value}, and {name}={row[name]} in {self.path}"
-                        raise ValueError(f"study: a folder must hold one study; got {got}. Give another --out.")
+                    got = f"{name}={value}, and {name}={row[name]} in {self.path}"
+                    require(row[name] == value, "study", "a folder must hold one study", got, advice)
                 yield row
 
     def __contains__(self, run: tuple[DataflowConfig, int]) -> bool:

@@ -12,6 +12,7 @@ from operator import itemgetter
 from textwrap import fill
 from typing import TypeVar
 
+from daskgpt.config.errors import require
 from daskgpt.config.rich import html_text, text_table
 from daskgpt.graph.calls import PHASES, Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
@@ -247,8 +248,8 @@ def summarise(timeline: Timeline) -> Summary:
     Errors   ValueError where it has no events
     """
     events = timeline.events
-    if not events:
-        raise ValueError("summarise: a timeline must have events; got events=0. Record at least one step.")
+    rule, advice = "a timeline must have events", "Record at least one step."
+    require(bool(events), "summarise", rule, {"events": len(events)}, advice)
     wall = sum(window.end - window.start for window in timeline.windows)
     spans = _spans(events, lambda event: event.task)
     path = critical_path(timeline, spans)
