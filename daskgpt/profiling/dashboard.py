@@ -31,7 +31,7 @@ WINDOW = 5.0  # seconds of lanes
 EVERY = 1000  # milliseconds between two updates
 MEAN = 20  # steps of a mean
 KERNELS = 12  # bars at most
-# Tasks of several kernels, by what `training.grouping.title` calls them.
+# Tasks of several kernels, by what `graph.fuse.title` calls them.
 TASKS = {"tokens.forward": "#4269d0", "tokens.backward": "#2a4380", "tokens.head": "#ff8ab7", "update": "#7f8c99"}
 WAITING = "No run has sent a step yet: <code>python -m daskgpt.train --scheduler ...</code>"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from html import escape
+from itertools import accumulate
 from typing import Any
 
 from daskgpt.config.errors import nearest, require
@@ -185,13 +186,9 @@ class _Drawing:
         kinds = sorted({(depths[name], task.title) for name, task in flow.tasks.items()})
         number = {kind: row for row, kind in enumerate(kinds)}
         self.row = {name: number[depths[name], task.title] for name, task in flow.tasks.items()}
-        self.rows: list[list[DataflowTask]] = [[] for _ in kinds]
-        for name, task in flow.tasks.items():
-            self.rows[self.row[name]].append(task)
-        self.tops, self.bottom = list[int](), TOP
-        for row in self.rows:
-            self.tops.append(self.bottom)
-            self.bottom += max(task.height for task in row) + GAP
+        self.rows = [[flow.tasks[name] for name, own in self.row.items() if own == row] for row in range(len(kinds))]
+        heights = (max(task.height for task in row) + GAP for row in self.rows)
+        *self.tops, self.bottom = accumulate(heights, initial=TOP)
 
     def box(self, name: str) -> tuple[float, float, float, float]:
         """Return left, top, right and bottom of a task: in its column, those of all its tokens, or all."""

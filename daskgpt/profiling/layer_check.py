@@ -27,7 +27,7 @@ GRADIENT_ERROR = 1e-6
 CHUNK_ERROR = 2e-5
 
 Arrays = dict[str, np.ndarray]
-Run = Callable[..., tuple[np.ndarray, Arrays]]  # from arguments and a chunk to the output and gradients
+Run = Callable[..., Arrays]  # from arguments and a chunk to "output" and "gradient of ..." of each argument
 
 
 class Finding(NamedTuple):
@@ -80,12 +80,13 @@ def check_layer(
     backward = {name: _watched(row, changed) if row else row for name, row in layer.backward.items()}
     watched = replace(layer, forward=_watched(layer.forward, changed), backward=backward)
 
-    def run(values: Arrays, chunk: tuple[int, int] = (2, 3)) -> tuple[np.ndarray, Arrays]:
+    def run(values: Arrays, chunk: tuple[int, int] = (2, 3)) -> Arrays:
         y, gradients = run_layer(watched, values, chunk, given)
+        found = {"output": y} | {f"gradient of {name}": own for name, own in gradients.items()}
         floats = {value.dtype.name for value in values.values() if value.dtype.kind == "f"}
-        made = {np.asarray(each).dtype.name for each in (y, *gradients.values())}
+        made = {np.asarray(each).dtype.name for each in found.values()}
         dtypes.update(f"{', '.join(floats)} in, {name} out" for name in made - floats)
-        return y, gradients
+        return found
 
     random = np.random.default_rng(20)
     double, single = (random_arguments(layer, random, kind, SIZES | dict(sizes or {})) for kind in ("f8", "f4"))
@@ -148,11 +149,12 @@ def direction_of(y: da.Array) -> np.ndarray:
 
 def _gradients(run: Run, values: Arrays, random: np.random.Generator) -> Iterator[Finding]:
     """Compare each gradient with a central difference along a random direction."""
-    _, gradients = run(values)
+    gradients = run(values)
     for name, value in values.items():
         if value.dtype.kind != "f":
             continue
-        what, gradient = f"gradient of {name}", gradients.get(name)
+        what = f"gradient of {name}"
+        gradient = gradients.get(what)
         if gradient is None:
             yield Finding(what, False, "there is none")
         elif gradient.shape != value.shape:
@@ -160,7 +162,7 @@ def _gradients(run: Run, values: Arrays, random: np.random.Generator) -> Iterato
         else:
             direction, ends = random.normal(size=value.shape), []
             for sign in (1, -1):
-                y, _ = run(values | {name: value + sign * STEP * direction})
+                y = run(values | {name: value + sign * STEP * direction})["output"]
                 ends.append(float((y * direction_of(y)).sum()))
             numeric, exact = (ends[0] - ends[1]) / (2 * STEP), float((gradient * direction).sum())
             error = abs(exact - numeric) / max(abs(numeric), 0.1)
@@ -169,12 +171,9 @@ def _gradients(run: Run, values: Arrays, random: np.random.Generator) -> Iterato
 
 def _chunkings(run: Run, values: Arrays) -> Iterator[Finding]:
     """Compare the results in several chunkings with those of the batch as a whole."""
-    results = []
-    for chunk in CHUNKS:
-        y, gradients = run(values, chunk)
-        results.append({"output": y} | {f"gradient of {name}": own for name, own in gradients.items()})
-    for what, whole in results[0].items():
-        others = [other[what] for other in results[1:]]
+    together, *chunkings = (run(values, chunk) for chunk in CHUNKS)
+    for what, whole in together.items():
+        others = [results[what] for results in chunkings]
         if any(np.shape(other) != np.shape(whole) for other in others):
             yield Finding(f"{what} in chunks", False, "of another shape")
             continue

@@ -255,10 +255,10 @@ def fits(job: Job, peak: int) -> str:
     limit, whose = machine.memory_limit()
     if not limit:
         return f"{rounded(peak)} are needed; this system does not say how much there is."
-    scheduler, threads = job.scheduler, job.dataflow.threads or usable_cores()
+    scheduler = job.scheduler
     if scheduler not in ("sync", "threads", "local"):
         return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
-    processes = 1 + threads if scheduler == "local" else 1
+    processes = 1 + threads_of(job) if scheduler == "local" else 1
     libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
     needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
     needed += f" of {processes} processes" if processes > 1 else ""
@@ -321,7 +321,6 @@ def describe_loads(found: Sequence[Load]) -> str:
         return [f"{size / 1e6:,.1f}" for size in (*(sent[kind] for kind in KINDS), sent.total())]
 
     table = [["worker", *KINDS, "sent", "received"]]
-    for number, own in enumerate(found[:SHOWN]):
-        table.append([str(number), *cells(own.sent), f"{own.received.total() / 1e6:,.1f}"])
+    table += [[str(n), *cells(own.sent), f"{own.received.total() / 1e6:,.1f}"] for n, own in enumerate(found[:SHOWN])]
     table += [[f"and {len(found) - SHOWN} more", *[""] * (len(KINDS) + 2)]] * (len(found) > SHOWN)
     return text_table([*table, ["together", *cells(sum((own.sent for own in found), Counter())), "MB a step"]])

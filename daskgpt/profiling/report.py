@@ -204,13 +204,12 @@ def scheduler_section(view: Rows) -> Section:
 
 def _compared(found: Mapping[str, list[Row]], conclusions: list[str]) -> Section:
     """Compare settings by time, critical path, overlap, memory, and where the threads' time goes."""
-    at_once = {"overlap": "layers at once", "steps_overlap": "steps at once"}
-    times = ["tasks", "step (ms)", "critical path (ms)"]
-    shares = [head for head, _, _ in SHARES.values()]
-    table = [["", *times, *at_once.values(), *shares, "most memory (GB)"]]
+    heads = {"overlap": "layers at once", "steps_overlap": "steps at once"}
+    heads |= {column: head for column, (head, _, _) in SHARES.items()}
+    table = [["", "tasks", "step (ms)", "critical path (ms)", *heads.values(), "most memory (GB)"]]
     for label, rows in found.items():
         cells = [f"{median(rows, 'tasks'):,.0f}", _cell(spread(rows)), _cell(spread(rows, "critical_path_ms"))]
-        cells += [_share(rows, column) for column in (*at_once, *SHARES)]
+        cells += [_share(rows, column) for column in heads]
         table.append([label, *cells, f"{median(rows, 'peak_gb'):,.2f}"])
     return Section(conclusions, _table(table), partial(_beside, found))
 

@@ -85,10 +85,6 @@ class Event(Origin):
     def seconds(self) -> float:
         return self.end - self.start
 
-    @property
-    def color(self) -> str:
-        return color_of(self.layer, self.phase == "backward")
-
 
 @dataclass(frozen=True)
 class Window:
@@ -469,6 +465,7 @@ def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
     for event in timeline.events:
         if event.lane != lane:
             continue
+        color = color_of(event.layer, event.phase == "backward")
         for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
-            taken[column][event.color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
+            taken[column][color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
     return [max(own, key=own.__getitem__) if sum(own.values()) > wide / 2 else "" for own in taken]
