@@ -189,13 +189,9 @@ class Page:
         calls = found.latest
         self._show_steps(found)
         self._show_calls(calls)
-        most = found.kernel_seconds().most_common(KERNELS)
-        self.names.factors = [name for name, _ in reversed(most)]
-        self.kernels.data = {
-            "name": [name for name, _ in most],
-            "seconds": [seconds for _, seconds in most],
-            "color": [_color(name) for name, _ in most],
-        }
+        most = dict(found.kernel_seconds().most_common(KERNELS))
+        self.names.factors = [*reversed(most)]
+        self.kernels.data = {"name": [*most], "seconds": [*most.values()], "color": [_color(name) for name in most]}
         if found.steps:
             self.numbers.text = self._described(found, calls)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,12 +42,11 @@ Times = Mapping[Any, Spread]
 Series = dict[str, tuple[Times, str, Spread | None]]  # name -> times by number, color, base of the speedup
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """The answer to one question of a study: conclusions, lines of tables, and what draws its figure."""
 
-    conclusions: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=lambda: ["Nothing was run for this question."])
+    conclusions: Sequence[str] = ()
+    lines: Sequence[str] = ("Nothing was run for this question.",)
     draw: Callable[[], Figure] | None = None
 
 
