@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from llmc_samples import SMALL, small_debug_state, small_parameters, write_debug_state, write_tokens
+from llmc_samples import SMALL, in_shards, small_debug_state, small_parameters, write_debug_state, write_tokens
 
 import daskgpt
-from daskgpt.formats.huggingface import write_huggingface
+from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import read_debug_state, read_tokens, write_model
-from daskgpt.formats.run_model import write_run_models
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.training.checkpoint import Checkpoint, write_checkpoint
 
@@ -63,10 +62,15 @@ def _state(folder: Path) -> dict[str, Any]:
     return {"tokens": state.tokens, "targets": state.targets, "logits": state.logits} | state.gradients
 
 
-def _write_folder(folder: Path, shard_bytes: int) -> None:
-    parameters = _parameters()
-    model = StoredModel(SMALL, parameters, "bytes", 4)
-    write_huggingface(folder / "hf", model, {}, shard_bytes=shard_bytes)
+def _write_folder(folder: Path, shard_bytes: int = 0) -> None:
+    write_huggingface(folder / "hf", StoredModel(SMALL, _parameters(), "bytes", 4), {})
+    if shard_bytes:
+        in_shards(folder / "hf" / "model.safetensors", shard_bytes)
+
+
+def _write_shards(folder: Path) -> None:
+    write_run_model(folder / "model.safetensors", StoredModel(SMALL, _parameters()))
+    in_shards(folder / "model.safetensors", 800)
 
 
 def _write_checkpoint(folder: Path) -> None:
@@ -79,7 +83,7 @@ def _write_foreign(folder: Path) -> None:
     """A folder as transformers writes it: nothing in the tensors' file says what config.json says."""
     from safetensors.numpy import load_file, save_file
 
-    _write_folder(folder, 10**9)
+    _write_folder(folder)
     path = folder / "hf" / "model.safetensors"
     save_file(load_file(path), path, {"format": "pt"})
 
@@ -91,7 +95,7 @@ FORMATS: dict[str, Format] = {
         _model("m.safetensors"),
     ),
     "daskgpt, shards": Format(
-        lambda folder: (write_run_models(folder, StoredModel(SMALL, _parameters()), shard_bytes=800), None)[1],
+        _write_shards,
         ("model.safetensors.index.json", "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"),
         _model("model.safetensors.index.json"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import DEBUG_STATE as DEBUG_STATE_MAGIC
 from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
+from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
@@ -52,6 +54,26 @@ def write_debug_state(path: str | Path, config: GPT2Config, state: DebugState) -
 def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
     """Write a token file of llm.c's."""
     Path(path).write_bytes(header_of(TOKENS, 1, tokens.size) + tokens.astype("<u2").tobytes())
+
+
+def in_shards(path: Path, most: int) -> Path:
+    """Cut a safetensors file into shards of at most so many bytes, as huggingface_hub does; return their index."""
+    files, shards = TensorFiles(path, "in_shards"), list[list[NamedTensor]]([[]])
+    for name, stored in files.items():
+        tensor = NamedTensor(name, stored.shape, stored.dtype, stored.read)
+        if shards[-1] and sum(other.nbytes for other in shards[-1]) + tensor.nbytes > most:
+            shards.append([])
+        shards[-1].append(tensor)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"{path.stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensor_file(path.with_name(file), shard, files.metadata, where="in_shards")
+        weight_map |= {tensor.name: file for tensor in shard}
+    path.unlink()
+    index = path.with_name(f"{path.name}.index.json")
+    size = sum(tensor.nbytes for shard in shards for tensor in shard)
+    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    return index
 
 
 def assert_same_bits(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:

@@ -44,9 +44,8 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, run_command
 from daskgpt.data.tokenizer import encoding_of, specials_of, vocabulary_of, vocabulary_size
 from daskgpt.formats.gguf import DTYPES, write_gguf
-from daskgpt.formats.huggingface import write_huggingface
+from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
-from daskgpt.formats.run_model import write_run_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.model.gpt2 import require_own_layers

@@ -20,6 +20,7 @@ from llmc_samples import (
     write_debug_state,
 )
 
+import daskgpt
 from daskgpt.formats.llmc import read_debug_state, write_model
 from daskgpt.formats.stored_model import held
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
@@ -180,7 +181,7 @@ WRONG_PARAMETERS = [
 def test_bad_parameters_are_not_written(tmp_path, change, error, keyword):
     parameters = {name: values for name, values in (small_parameters() | change).items() if values is not None}
     with pytest.raises(error, match=keyword):
-        write_model(tmp_path / "file.bin", SMALL, parameters)
+        daskgpt.save(tmp_path / "file.bin", SMALL, parameters)
     assert os.listdir(tmp_path) == []
 
 

@@ -10,11 +10,9 @@ from llmc_samples import CONFIG, MODEL, SMALL, assert_same_bits, small_parameter
 from safetensors import safe_open
 
 import daskgpt
-from daskgpt.data.tokenizer import vocabulary_of
+from daskgpt.formats.huggingface import _checksum, open_run_model, write_run_model
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.run_model import _checksum, open_run_model, write_run_model
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.vocabulary import written_vocabulary
 from daskgpt.model.parameters import initial_parameters, parameter_shapes, value_count
 
 RMS = replace(SMALL, norm="rmsnorm")
@@ -196,10 +194,6 @@ WRONG_CONFIGURATIONS = [
     ({"positions": 2**24}, "wpe.weight must have shape"),
     ({"padded_vocabulary": 7, "vocabulary": 6}, r"wte.weight must have shape \(6, 4\) or \(7, 4\)"),
     ({"encoding": "runes"}, "encoding must be one of"),
-    (
-        {"vocabulary": written_vocabulary(vocabulary_of("bytes").ranks), "encoding": "bytes"},
-        "must be that of the encoding",
-    ),
     *[({"blocks": value}, "must describe a GPT-2") for value in (2.5, "2", True, None, [2])],
 ]
 

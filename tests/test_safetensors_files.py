@@ -6,12 +6,13 @@ import os
 
 import numpy as np
 import pytest
-from llmc_samples import SMALL, assert_same_bits, small_parameters
+from llmc_samples import SMALL, assert_same_bits, in_shards, small_parameters
 from safetensors import safe_open
 
 from daskgpt.formats import stored_model
-from daskgpt.formats.run_model import open_run_model, write_run_models
-from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file, write_tensor_files
+from daskgpt.formats.huggingface import write_run_model
+from daskgpt.formats.models import open_model_file
+from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file
 from daskgpt.formats.stored_model import MAX_JSON_BYTES, StoredModel
 
 # Names, and values of every kind of layout.
@@ -42,14 +43,9 @@ def assert_holds(files, arrays):
         np.testing.assert_array_equal(found, array, err_msg=name, strict=True)
 
 
-def hashes(folder):
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in os.listdir(folder)}
-
-
 def test_one_file_as_the_library_reads_it(tmp_path):
-    written = write_tensor_files(tmp_path, named(ARRAYS), {"for": "me"}, where="test")
-    assert list(written) == ["model.safetensors"]
-    assert written == hashes(tmp_path)
+    digest = write_tensor_file(tmp_path / "model.safetensors", named(ARRAYS), {"for": "me"}, where="test")
+    assert digest == hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
     files = TensorFiles(tmp_path / "model.safetensors", "test")
     assert files.metadata == {"for": "me"}
     assert_holds(files, ARRAYS)
@@ -60,19 +56,9 @@ def test_one_file_as_the_library_reads_it(tmp_path):
 
 @pytest.mark.parametrize("most", [1, 47, 48, 96, 100])
 def test_shards_and_their_index(tmp_path, most):
-    written = write_tensor_files(tmp_path, named(ARRAYS), {"for": "me"}, where="test", name="m", shard_bytes=most)
-    assert written == hashes(tmp_path)
-    index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": sum(array.nbytes for array in ARRAYS.values())}
-    shard_of = index["weight_map"]
-    shards = sorted(set(shard_of.values()))
-    assert shards == [f"m-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    for shard in shards:
-        of = [name for name in ARRAYS if shard_of[name] == shard]
-        assert sum(ARRAYS[name].nbytes for name in of) <= most or sum(ARRAYS[name].nbytes > 0 for name in of) == 1
-        with safe_open(tmp_path / shard, framework="numpy") as file:
-            assert set(file.keys()) == set(of)
-    files = TensorFiles(tmp_path / "m.safetensors.index.json", "test")
+    write_tensor_file(tmp_path / "m.safetensors", named(ARRAYS), {"for": "me"}, where="test")
+    files = TensorFiles(in_shards(tmp_path / "m.safetensors", most), "test")
+    assert len(files.files) == len(list(tmp_path.glob("m-*.safetensors"))) > 1
     assert_holds(files, ARRAYS)
     assert files.metadata == {"for": "me"}
 
@@ -97,22 +83,15 @@ def test_writes_that_are_refused(tmp_path, tensors, path, error, keyword):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("first", "second"), [(64, 10**9), (10**9, 64)])
-def test_a_folder_does_not_get_both_forms(tmp_path, first, second):
-    write_tensor_files(tmp_path, named(ARRAYS), {}, where="test", shard_bytes=first)
-    before = hashes(tmp_path)
-    with pytest.raises(ValueError, match="no such tensors yet"):
-        write_tensor_files(tmp_path, named(ARRAYS), {}, where="test", shard_bytes=second)
-    assert hashes(tmp_path) == before
-
-
 def test_a_run_model_in_shards_is_the_model(tmp_path):
+    """As earlier versions wrote large models."""
     parameters = small_parameters()
-    written = write_run_models(tmp_path, StoredModel(SMALL, parameters, "bytes", 4), shard_bytes=500)
-    assert len(written) > 3
-    found = open_run_model(tmp_path / "model.safetensors.index.json")
-    assert (found.config, found.encoding, found.sequence_length) == (SMALL, "bytes", 4)
-    assert_same_bits(parameters, found.loaded().parameters)
+    write_run_model(tmp_path / "model.safetensors", StoredModel(SMALL, parameters, "bytes", 4))
+    in_shards(tmp_path / "model.safetensors", 500)
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        found = open_model_file(path)
+        assert (found.config, found.encoding, found.sequence_length) == (SMALL, "bytes", 4)
+        assert_same_bits(parameters, found.loaded().parameters)
 
 
 # What is refused
@@ -120,8 +99,8 @@ def test_a_run_model_in_shards_is_the_model(tmp_path):
 
 @pytest.fixture
 def index(tmp_path):
-    write_tensor_files(tmp_path, named(ARRAYS), {}, where="test", shard_bytes=64)
-    return tmp_path / "model.safetensors.index.json"
+    write_tensor_file(tmp_path / "model.safetensors", named(ARRAYS), {}, where="test")
+    return in_shards(tmp_path / "model.safetensors", 64)
 
 
 def refused(path, keyword, kind=ValueError):

@@ -112,6 +112,17 @@ def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSE
 
 
 @contextmanager
+def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
+    """Raise the system's errors in the common form."""
+    try:
+        yield
+    except OSError as error:
+        got = f"file={path} ({error.strerror or error})"
+        advice = "Check its permissions and its disk; workers of a cluster must find it under the same path."
+        raise refusal(type(error), where, "the file must be readable", got, advice) from error
+
+
+@contextmanager
 def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
     """Yield a folder under a temporary name; it gets the final name when its content is on the disk.
 

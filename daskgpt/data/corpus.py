@@ -13,16 +13,16 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import matching_files
+from daskgpt.config.files import matching_files, readable
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.config.settings import count as amount
-from daskgpt.data.text import files_below, readable
+from daskgpt.data.text import files_below
 from daskgpt.formats.llmc import LARGEST_COUNT
 
 WHERE = "prepare"
@@ -49,15 +49,10 @@ class PrepareConfig(Checked):
 
     out: str = setting("", "folder to write; if the same command has begun it, it is continued")
     encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
-    learn_vocabulary: int = setting(
-        0, "learn a vocabulary of this many ids from the corpus; 0 = none", unit="ids", least=0
-    )
+    learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
     shard_tokens: int = setting(100_000_000, "tokens per file, such as 100M", unit="tokens", least=1, parse=amount)
     validation_fraction: float = setting(
-        0.1,
-        "share of the documents, chosen by hash, that is held out; of a text file, whole passages",
-        above=0,
-        below=1,
+        0.1, "share of the documents that is held out, by hash; of a text file, whole passages", above=0, below=1
     )
     field: str = setting("text", "name of the text field in JSONL objects, and of the column in Parquet files")
     separator: str = setting(
@@ -111,7 +106,8 @@ Block = tuple[Piece, ...]
 def list_sources(inputs: list[str]) -> list[SourceFile]:
     """Return the files of some inputs, sorted: a file, a folder (all texts below it that are not hidden) or a glob.
 
-    Errors   FileNotFoundError if there is none; ValueError for empty inputs; OSError if one cannot be read
+    Errors   FileNotFoundError if there is none; ValueError for empty inputs, and for files that need a library that is
+             not installed; OSError if one cannot be read
     """
     found = []
     for source in inputs:
@@ -135,6 +131,9 @@ def _source(path: Path, name: str, *, text_only: bool = False) -> SourceFile | N
     with readable(path, WHERE), open(path, "rb") as file:
         if text_only and kind == TEXT and not packing and b"\0" in file.read(LOOKED_AT):
             return None
+    if kind == ROWS_OF_TEXT or packing == ".zst":
+        rule, advice = f"{path.suffix[1:]} files need pyarrow", 'Run pip install "daskgpt[prepare]".'
+        require(find_spec("pyarrow") is not None, WHERE, rule, {"file": path}, advice)
     known = path.stat()
     return SourceFile(str(path.resolve()), name, kind, packing, known.st_size, known.st_mtime_ns)
 
@@ -167,11 +166,10 @@ def _pieces(source: SourceFile, separator_text: str) -> Iterator[Piece]:
     try:
         with _opened(source) as file:
             held, start = bytearray(), 0  # data that were read and not yet yielded, and their offset
-            for number in count(1):
-                position = number * BLOCK_BYTES - start
-                if position <= 0:  # within a record that is longer than a block
+            for end in count(BLOCK_BYTES, BLOCK_BYTES):
+                if end <= start:  # within a record that is longer than a block
                     continue
-                cut = _cut(file, held, position, separator)
+                cut = _cut(file, held, end - start, separator)
                 if not held:
                     return
                 yield Piece(source.path, source.kind, start, bytes(held[:cut]))
@@ -188,20 +186,15 @@ def _pieces(source: SourceFile, separator_text: str) -> Iterator[Piece]:
 def _cut(file: Any, held: bytearray, position: int, separator: bytes) -> int:
     """Return the first place to cut content at or after a position; it begins with `held`, and more is read as
     needed."""
-
-    def fill(size: int) -> bool:
-        while len(held) < size and (more := file.read(max(size - len(held), 2**20))):
-            held.extend(more)
-        return len(held) >= size
-
-    fill(position + SEARCHED)
+    held += file.read(max(0, position + SEARCHED - len(held)))
     if not separator:
         return position + in_text(bytes(held[position : position + SEARCHED]))
     searched = position
     while (found := held.find(separator, searched)) < 0:
         searched = max(position, len(held) - len(separator) + 1)
-        if not fill(len(held) + 1):
+        if not (more := file.read(2**20)):
             return len(held)
+        held += more
     return found + len(separator)
 
 
@@ -213,22 +206,24 @@ def in_text(window: bytes) -> int:
 
 def _opened(source: SourceFile) -> Any:
     if source.packing == ".zst":
-        return _library("pyarrow", source).input_stream(source.path, compression="zstd")
+        import pyarrow
+
+        return pyarrow.input_stream(source.path, compression="zstd")
     return gzip.open(source.path, "rb") if source.packing else open(source.path, "rb")
 
 
 def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
     """Yield the texts of a Parquet file's column, some megabytes at a time."""
-    parquet, arrow = _library("pyarrow.parquet", source), _library("pyarrow", source)
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
     try:
-        with parquet.ParquetFile(source.path) as file:
+        with ParquetFile(source.path) as file:
             names, got = file.schema_arrow.names, {"file": source.path, "field": field}
-            columns = got | {"columns": ", ".join(names)[:120]}
-            require(
-                field in names, WHERE, "the file must have a column of that name", columns, "Name one with --field."
-            )
+            rule, columns = "the file must have a column of that name", got | {"columns": ", ".join(names)[:120]}
+            require(field in names, WHERE, rule, columns, "Name one with --field.")
             kind = file.schema_arrow.field(field).type
-            texts = arrow.types.is_string(kind) or arrow.types.is_large_string(kind)
+            texts = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
             require(texts, WHERE, "the column must hold texts", got | {"type": kind}, "Name another with --field.")
             held, start, held_bytes = list[str](), 0, 0
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
@@ -240,18 +235,6 @@ def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
                         held, start, held_bytes = [], start + len(held), 0
             if held:
                 yield Piece(source.path, source.kind, start, tuple(held))
-    except arrow.ArrowException as error:
+    except pyarrow.ArrowException as error:
         found = f"file={source.path} ({str(error).splitlines()[0][:100]})"
         raise refusal(ValueError, WHERE, "the file must be complete Parquet", found, "Make it again.") from error
-
-
-def _library(name: str, source: SourceFile) -> Any:
-    """Return a library that only some files need.
-
-    Errors   ValueError if it is not installed
-    """
-    try:
-        return import_module(name)
-    except ImportError:
-        rule, got = f"{source.path.rpartition('.')[2]} files need pyarrow", {"file": source.path}
-        raise refusal(ValueError, WHERE, rule, got, 'Run pip install "daskgpt[prepare]".') from None

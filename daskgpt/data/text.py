@@ -13,8 +13,6 @@ import os
 import sys
 import sysconfig
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, pairwise
@@ -23,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import matching_files
+from daskgpt.config.files import matching_files, readable
 from daskgpt.formats.stored_model import refuse_pickle
 
 STANDARD_LIBRARY = "stdlib"
@@ -47,22 +45,26 @@ def read_text(source: str) -> list[str]:
              file cannot be read
     """
     path, where = Path(source).expanduser(), "read_text"
-    if source == STANDARD_LIBRARY:
-        documents = _decoded(_standard_library(Path(sysconfig.get_path("stdlib"))))
-    elif path.is_file():
+    alone = path.is_file() and source != STANDARD_LIBRARY
+    if alone:
         refuse_pickle(path, where, "Give a text, or token files.")
-        with readable(path, where):
-            content = path.read_bytes()
-        try:
-            documents = [content.decode()]
-        except UnicodeDecodeError as error:
-            rule, got = "the file must be UTF-8 text", {"source": source, "first wrong byte": error.start}
-            raise refusal(ValueError, where, rule, got, "Convert it, for example with iconv -t UTF-8.") from error
+    if source == STANDARD_LIBRARY:
+        paths = _standard_library(Path(sysconfig.get_path("stdlib")))
     else:
         paths = files_below(path) if path.is_dir() else matching_files(source, where)
-        documents = _decoded(paths)
-        rule, got = "at least one file must be UTF-8 text", {"source": source, "files": len(paths)}
-        require(bool(documents), where, rule, got, "Name token files by a path or glob that ends in .bin.")
+    documents = []
+    for each in paths:
+        with readable(each, where):
+            content = each.read_bytes()
+        try:
+            documents += [content.decode()] if alone or b"\0" not in content else []
+        except UnicodeDecodeError as error:
+            rule, got = "the file must be UTF-8 text", {"source": source, "first wrong byte": error.start}
+            if alone:
+                advice = "Convert it, for example with iconv -t UTF-8."
+                raise refusal(ValueError, where, rule, got, advice) from error
+    rule, got = "at least one file must be UTF-8 text", {"source": source, "files": len(paths)}
+    require(bool(documents), where, rule, got, "Name token files by a path or glob that ends in .bin.")
     documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
     require(bool(documents), where, rule, {"source": source}, advice)
@@ -85,29 +87,6 @@ def _standard_library(root: Path) -> list[Path]:
     rule, advice = "the source of the standard library must be installed", "Give a text file instead."
     require(bool(found), "read_text", rule, {"folder": root}, advice, FileNotFoundError)
     return found
-
-
-def _decoded(paths: list[Path]) -> list[str]:
-    """Return the texts of files, except those that are not text."""
-    documents = []
-    for path in paths:
-        with readable(path, "read_text"):
-            content = path.read_bytes()
-        with suppress(UnicodeDecodeError):
-            if b"\0" not in content:
-                documents.append(content.decode())
-    return documents
-
-
-@contextmanager
-def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
-    """Raise the system's errors in the common form."""
-    try:
-        yield
-    except OSError as error:
-        got = f"file={path} ({error.strerror or error})"
-        advice = "Check its permissions and its disk; workers of a cluster must find it under the same path."
-        raise refusal(type(error), where, "the file must be readable", got, advice) from error
 
 
 def files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:

@@ -15,8 +15,7 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
-from daskgpt.config.model import GPT2Config
-from daskgpt.formats.stored_model import StoredModel, held, pieces, require_default_settings
+from daskgpt.formats.stored_model import StoredModel, held, pieces, require_defaults
 from daskgpt.formats.vocabulary import Vocabulary, merges_of, token_ids
 from daskgpt.model.parameters import tensors
 
@@ -49,9 +48,8 @@ def write_gguf(
     require(find_spec("gguf") is not None, WRITE, rule, {"path": path}, advice)
     import gguf
 
-    model.check(WRITE)
     config = replace(model.config, padded_vocabulary=model.config.vocabulary)
-    require_default_settings(config, SIZES, WRITE, "llama.cpp's gpt2")
+    require_defaults(config, SIZES, WRITE, "llama.cpp's gpt2")
     file_type, *names = DTYPES[dtype]
     matrices, others = (gguf.GGMLQuantizationType[name] for name in (*names, "F32"))
     block = gguf.GGML_QUANT_SIZES[matrices][0]
@@ -61,7 +59,12 @@ def write_gguf(
     kinds = {name: matrices if tensor.row.multiplied else others for name, tensor in table.items()}
     with replacing(path, WRITE) as file:
         writer = gguf.GGUFWriter(file.name, "gpt2")
-        _add_sizes(writer, config)
+        writer.add_block_count(config.blocks)
+        writer.add_context_length(config.positions)
+        writer.add_embedding_length(config.channels)
+        writer.add_feed_forward_length(4 * config.channels)
+        writer.add_head_count(config.heads)
+        writer.add_layer_norm_eps(EPSILON)
         writer.add_file_type(gguf.LlamaFileType[file_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_vocabulary(writer, vocabulary, config.vocabulary)
@@ -79,15 +82,6 @@ def write_gguf(
             for piece in pieces(held(tensor, model.parameters[name])):
                 file.write(gguf.quants.quantize(piece, kinds[name]).data)
         file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-
-
-def _add_sizes(writer: Any, config: GPT2Config) -> None:
-    writer.add_block_count(config.blocks)
-    writer.add_context_length(config.positions)
-    writer.add_embedding_length(config.channels)
-    writer.add_feed_forward_length(4 * config.channels)
-    writer.add_head_count(config.heads)
-    writer.add_layer_norm_eps(EPSILON)
 
 
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary, size: int) -> None:

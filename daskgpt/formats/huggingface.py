@@ -1,12 +1,18 @@
-"""Hugging Face's GPT-2: a folder with config.json, the tensors as safetensors, and optional files of a tokenizer."""
+"""GPT-2 in Hugging Face's names and layout of tensors, as safetensors.
+
+Hugging Face's folders have config.json, and optional files of a tokenizer. This program's own file has its
+configuration as metadata.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +22,12 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.run_model import ENTRY, metadata_of, named_tensors, open_tensors, read_metadata
-from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, SHARD_BYTES, StoredTensor, TensorFiles, write_tensor_files
-from daskgpt.formats.stored_model import READABLE, StoredModel, read_json, require_default_settings, short
-from daskgpt.formats.vocabulary import encoding_in
+from daskgpt.formats import safetensors, stored_model
+from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, StoredTensor, TensorFiles
+from daskgpt.formats.stored_model import READABLE, ReadLater, StoredModel, held, read_json, short
+from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, learned_vocabulary
+from daskgpt.model.gpt2 import replaced_rows
+from daskgpt.model.parameters import Tensor, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
@@ -47,6 +55,16 @@ MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 HEAD, PREFIX = "lm_head.weight", "transformer."
 DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
+# This program's own file.
+ENTRY = "daskgpt"  # entry of the metadata, a JSON object
+CHECK = "check"  # a part of the entry: a checksum of the others, since nothing else reveals a flipped bit there
+LAYERS = "layers"  # a part of the entry, if layers were replaced: their rows, and the replacements
+LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
+VERSION = 1
+READ_OWN, WRITE_OWN = "read_run_model", "write_run_model"
+ALONE = "Another program wrote it: a GPT-2 of Hugging Face is read as a folder with config.json."
+FOREIGN = "Another program wrote it, or it is damaged: give a file that daskgpt wrote."
+
 
 def is_huggingface(path: Path) -> bool:
     """Return whether a path is such a folder, or the model's file in one."""
@@ -69,45 +87,35 @@ def open_huggingface(path: str | os.PathLike[str]) -> StoredModel:
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     config = _config_of(folder / CONFIG)
-    files = TensorFiles(_model_in(folder), READ)
-    encoding, length = "", 0
+    rule, advice = f"the folder must hold {MODEL}, or {INDEX}", f"There is no model beside {CONFIG}: copy it again."
+    if any((folder / name).is_file() for name in PICKLED):
+        advice = "`python -m daskgpt.convert --help` shows how to convert pytorch_model.bin, which is not opened here."
+    file = safetensors.tensor_path(folder)
+    require(file.is_file(), READ, rule, {"path": folder}, advice, FileNotFoundError)
+    files, encoding, length = TensorFiles(file, READ), "", 0
     if ENTRY in files.metadata:  # this program has written the file
-        own, encoding, length = read_metadata(files.path, files.metadata)
-        # config.json has no padding.
-        said, meant = (asdict(one) | {"padded_vocabulary": 0} for one in (own, config))
-        wrong = {n: f"{said[n]} in the metadata, {meant[n]} in {CONFIG}" for n in said if said[n] != meant[n]}
-        rule, got = f"{CONFIG} and the file's own metadata must describe one model", {"path": files.path, **wrong}
-        require(not wrong, READ, rule, got, DAMAGED)
+        own, encoding, length = read_metadata(file, files.metadata)
+        own = replace(own, padded_vocabulary=0)  # config.json has none
+        rule = f"{CONFIG} and the file's own metadata must describe one model"
+        require(own == config, READ, rule, {"path": file, "metadata": own, CONFIG: config}, DAMAGED)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in files.items():
         bare = name.removeprefix(PREFIX)
         if not MASK.fullmatch(bare):
-            rule, got = "every tensor must occur once", {"path": files.path, "tensor": short(bare)}
-            require(bare not in stored, READ, rule, got, DAMAGED)
+            got = {"path": file, "tensor": short(bare)}
+            require(bare not in stored, READ, "every tensor must occur once", got, DAMAGED)
             stored[bare] = tensor
     head = stored.pop(HEAD, None)
-    parameters = open_tensors(files.path, stored, config, READ)
+    parameters = open_tensors(file, stored, config, READ)
     if head:  # this program has one table for both
         table = stored["wte.weight"]
         same = head.dtype == table.dtype and np.array_equal(head.read(), table.read())
         rule = f"{HEAD} must equal wte.weight, value for value: this program's output layer is the embedding"
-        require(same, READ, rule, {"path": files.path, HEAD: "another"}, "A model with two tables is not supported.")
+        require(same, READ, rule, {"path": file, HEAD: "another"}, "A model with two tables is not supported.")
     dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
-    listed = (folder / CONFIG, *([files.path] if files.path.name == INDEX else []), *files.files)
+    listed = dict.fromkeys((folder / CONFIG, file, *files.files))
     encoding = encoding or encoding_in(folder)
-    return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, listed)
-
-
-def _model_in(folder: Path) -> Path:
-    """Return the file of tensors, or the index of several. If both exist, the file is used, as by transformers."""
-    for name in (MODEL, INDEX):
-        if (folder / name).is_file():
-            return folder / name
-    pickled = any((folder / name).is_file() for name in PICKLED)
-    advice = "`python -m daskgpt.convert --help` shows how to convert pytorch_model.bin, which is not opened here."
-    advice = advice if pickled else f"There is no model beside {CONFIG}: copy the folder again."
-    rule = f"the folder must hold {MODEL}, or {INDEX}"
-    raise refusal(FileNotFoundError, READ, rule, {"path": folder}, advice)
+    return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, tuple(listed))
 
 
 def _config_of(path: Path) -> GPT2Config:
@@ -143,7 +151,6 @@ def write_huggingface(
     tokenizer: Mapping[str, bytes],
     *,
     end_of_text: int | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that transformers reads; it appears under its name only when it is complete.
 
@@ -157,13 +164,11 @@ def write_huggingface(
              FileNotFoundError if its parent is missing; OSError if the system refuses
     Source   transformers, GPT2Config
     """
-    model.check(WRITE)
-    require_default_settings(model.config, {*SIZES.values(), "padded_vocabulary"}, WRITE, CONFIG)
+    stored_model.require_defaults(model.config, {*SIZES.values(), "padded_vocabulary"}, WRITE, CONFIG)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
-    tensors, metadata = named_tensors(model), metadata_of(model)
     ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     with appearing(folder, WRITE) as inside:
-        write_tensor_files(inside, tensors, metadata, where=WRITE, shard_bytes=shard_bytes)
+        write_run_model(inside / MODEL, model)
         texts = {CONFIG: _text(_fields(model.config) | ids), GENERATION: _text({"_from_model_config": True} | ids)}
         for name, content in (texts | dict(tokenizer)).items():
             with replacing(inside / name, WRITE) as file:
@@ -181,3 +186,125 @@ def _fields(config: GPT2Config) -> dict[str, Any]:
 
 def _text(known: Mapping[str, Any]) -> bytes:
     return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
+
+
+# This program's own file
+
+
+def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> str:
+    """Write a model as one file, which appears under its name only when it is complete and on the disk.
+
+    Layout   formats/stored_model.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
+    Dtype    float32
+    Cost     16 MiB, and a tensor if tensors are read later
+    Returns  the SHA-256 of the file
+    Errors   TypeError for a tensor of another shape or dtype; FileNotFoundError if the folder is missing
+    """
+    return safetensors.write_tensor_file(path, named_tensors(model), metadata_of(model), where=WRITE_OWN)
+
+
+def named_tensors(model: StoredModel) -> list[NamedTensor]:
+    """Return every tensor of a model in Hugging Face's layout; each is read when it is written."""
+
+    def view(tensor: Tensor) -> np.ndarray:
+        return stored_model.to_published(model.config, tensor, held(tensor, model.parameters[tensor.name]))
+
+    found = []
+    for tensor in tensors(model.config).values():
+        shapes = stored_model.published_shapes(model.config, tensor)
+        # Only the shape of the token table depends on its values.
+        shape = shapes[0] if len(shapes) == 1 else view(tensor).shape
+        found.append(NamedTensor(tensor.name, shape, "F32", partial(view, tensor)))
+    return found
+
+
+def metadata_of(model: StoredModel) -> dict[str, str]:
+    """Return the metadata of a model's file, including a learned vocabulary."""
+    known: dict[str, Any] = {"version": VERSION, "daskgpt": __version__, "model": asdict(model.config)}
+    known |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
+    if replaced := replaced_rows():
+        known[LAYERS] = replaced
+    if is_learned(model.encoding):  # no other place has it
+        known[LEARNED] = learned_vocabulary(model.encoding).content
+    # transformers reads a file only if its metadata names a library; the layout is the same for all.
+    return {"format": "pt", ENTRY: json.dumps(known | {CHECK: _checksum(known)})}
+
+
+def _checksum(known: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(known, sort_keys=True).encode())
+
+
+def open_run_model(path: str | os.PathLike[str]) -> StoredModel:
+    """Open a model that write_run_model wrote. All headers are checked before a tensor is read.
+
+    path     the file, or the index of several: earlier versions wrote models of more than 5 GB in shards
+
+    Shapes   those of parameter_shapes; rows of padding that the file leaves out are 0
+    Dtype    float32
+    Errors   FileNotFoundError; ValueError for a file that is no safetensors, truncated, or longer than its header says,
+             for metadata without a configuration, and for tensors that are missing, unknown, or of another shape or
+             dtype
+    """
+    path = Path(path)
+    files = TensorFiles(path, READ_OWN)
+    config, encoding, length = read_metadata(path, files.metadata)
+    parameters = open_tensors(path, files, config, READ_OWN)
+    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", tuple(files.files))
+
+
+def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Config, where: str) -> ReadLater:
+    """Return the tensors of a model in Hugging Face's layout, before they are read.
+
+    stored   by names of the table
+
+    Errors   ValueError for tensors that are missing, unknown, or of another shape or dtype
+    """
+    # Compared before there is a table of tensors, whose length is what the file says.
+    got: dict[str, Any] = {"path": path, "blocks": config.blocks, "tensors": len(stored)}
+    require(config.blocks <= len(stored), where, "every block must have its tensors", got, FOREIGN)
+    table = tensors(config)
+    for kind, wrong in (("missing", table.keys() - stored.keys()), ("unknown", stored.keys() - table.keys())):
+        got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
+        require(not wrong, where, "the tensors must be those of the described GPT-2", got, FOREIGN)
+    for name, tensor in table.items():
+        found, shapes = stored[name], stored_model.published_shapes(config, tensor)
+        rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(found.dtype)}
+        require(found.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
+        rule, got = f"{name} must have shape {' or '.join(map(str, shapes))}", {"path": path, "shape": found.shape}
+        require(found.shape in shapes, where, rule, got, FOREIGN)
+
+    def read(name: str) -> np.ndarray:
+        values = stored[name].read()
+        return held(table[name], values.T if table[name].row.is_conv1d else values, stored[name].dtype)
+
+    return ReadLater(table, read)
+
+
+def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, int]:
+    """Return configuration, encoding and sequence length in the metadata of a file.
+
+    Errors   ValueError if they are missing or changed
+    """
+    rule = f"the metadata must have an entry {ENTRY} with the model's configuration"
+    got: dict[str, Any] = {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"}
+    require(ENTRY in metadata, READ_OWN, rule, got, ALONE)
+    rule = f"the metadata's {ENTRY} must match its checksum"
+    try:
+        known = json.loads(metadata[ENTRY])
+        check = known.pop(CHECK)
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
+        raise refusal(ValueError, READ_OWN, rule, f"path={path} ({type(error).__name__})", FOREIGN) from error
+    require(check == _checksum(known), READ_OWN, rule, {"path": path, CHECK: short(check)}, FOREIGN)
+    rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
+    require(known["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(known["version"])}, advice)
+    rule, own = "the layers must be those that the model was trained with", "GPT-2's own"
+    layers = f"path={path} ({short(known.get(LAYERS, own), 200)}), here {replaced_rows() or own}"
+    advice = "Put the same rows into daskgpt.model.layers."
+    require(known.get(LAYERS, "") == replaced_rows(), READ_OWN, rule, layers, advice)
+    if LEARNED in known:
+        know_vocabulary(known[LEARNED], str(path))
+    try:  # a setting that is newer than the file has its default
+        return GPT2Config(**known["model"]), known["encoding"], known["sequence_length"]
+    except (ValueError, TypeError) as error:
+        rule = "the metadata must describe a GPT-2 that is supported"
+        raise refusal(ValueError, READ_OWN, rule, {"path": path}, short(error, 200)) from error

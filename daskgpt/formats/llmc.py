@@ -18,16 +18,8 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import matching_files, replacing
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.stored_model import (
-    READABLE,
-    ReadLater,
-    StoredModel,
-    held,
-    pieces,
-    refuse_pickle,
-    require_default_settings,
-    require_file,
-)
+from daskgpt.formats import stored_model
+from daskgpt.formats.stored_model import READABLE, ReadLater, StoredModel, held, pieces, require_file
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 
@@ -125,14 +117,13 @@ def write_model(
 
     Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
     Cost     16 MiB, for version 5 a few times that
-    Errors   ValueError for an unknown version, a configuration that the header cannot hold, missing or unknown names,
-             wrong shapes; TypeError unless float32; FileNotFoundError if the folder is missing
+    Errors   ValueError for an unknown version, and a configuration that the header cannot hold; FileNotFoundError if
+             the folder is missing
     """
     where = "write_model"
-    StoredModel(config, parameters).check(where)
     rule, advice = "the version must be 3 (float32) or 5 (bfloat16)", "Use 3 for llm.c's C program."
     require(version in DTYPES, where, rule, {"version": version}, advice)
-    require_default_settings(config, SIZES, where, "llm.c's header")
+    stored_model.require_defaults(config, SIZES, where, "llm.c's header")
     with replacing(path, where) as file:
         file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))
         for name, tensor in tensors(config).items():
@@ -211,7 +202,7 @@ def read_tokens(source: FilePath) -> np.ndarray:
 def _map_tokens(path: Path) -> np.ndarray:
     where, size = "read_tokens", path.stat().st_size
     got = {"path": path, "bytes": size}
-    refuse_pickle(path, where, "Give the text that the ids were made from.")
+    stored_model.refuse_pickle(path, where, "Give the text that the ids were made from.")
     start = np.fromfile(path, "<i4", count=256)
     # A header, good or damaged, is recognized by its first number, or by zeros after the eighth: ids alone would need
     # some 480 ids of 0 at the beginning.
@@ -221,9 +212,8 @@ def _map_tokens(path: Path) -> np.ndarray:
         require(count > 0, where, "the file must hold tokens", got | {"count": count}, "Write it again.")
         _check_size(path, where, 2 * count)
         return np.asarray(np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,)))
-    with open(path, "rb") as file:
-        first = file.read(9)
-    model = first[8:] == b"{" and int.from_bytes(first[:8], "little") < size
+    first = start.tobytes()
+    model = first[8:9] == b"{" and int.from_bytes(first[:8], "little") < size
     rule, advice = "the file must hold token ids", "It is a safetensors model: give token files, or a text."
     require(not model, where, rule, got, advice)
     rule = "ids without a header must be 2 bytes each, as nanoGPT writes them"

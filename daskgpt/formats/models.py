@@ -10,10 +10,9 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
-from daskgpt.formats.huggingface import INDEX, MODEL, is_huggingface, open_huggingface
+from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
-from daskgpt.formats.run_model import open_run_model, write_run_model
-from daskgpt.formats.safetensors import ENDING, INDEX_ENDING
+from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, tensor_path
 from daskgpt.formats.stored_model import StoredModel, refuse_pickle
 from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import check_dtypes, check_parameters
@@ -32,8 +31,7 @@ def open_model_file(path: str | os.PathLike[str]) -> StoredModel:
     if is_huggingface(path):
         return open_huggingface(path)
     if path.is_dir():
-        index = path / INDEX
-        return open_run_model(index if index.exists() else path / MODEL)
+        return open_run_model(tensor_path(path))
     start = b""
     if path.is_file():
         with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Named tensors in safetensors files: one file, or shards with an index, written and read a tensor at a time.
+"""Named tensors in safetensors files, written and read a tensor at a time; files in shards with an index are read.
 
 The library `safetensors` checks headers. This module writes and maps: the library's writer needs every array contiguous
 and in memory at once, and its NumPy reader copies and lacks bfloat16.
@@ -6,10 +6,9 @@ and in memory at once, and its NumPy reader copies and lacks bfloat16.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -27,7 +26,6 @@ LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 # NumPy has no bfloat16: its bits as uint16.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
-SHARD_BYTES = 5_000_000_000  # huggingface_hub's default
 COPY_AGAIN = "Copy the folder again."
 
 
@@ -50,51 +48,10 @@ class NamedTensor:
         return prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
 
-def write_tensor_files(
-    folder: str | os.PathLike[str],
-    tensors: Iterable[NamedTensor],
-    metadata: Mapping[str, str],
-    *,
-    where: str,
-    name: str = "model",
-    shard_bytes: int = SHARD_BYTES,
-) -> dict[str, str]:
-    """Write NAME.safetensors into a folder, or if that would exceed shard_bytes, NAME-00001-of-0000N.safetensors and so
-    on, with NAME.safetensors.index.json, which maps tensors to files.
-
-    folder        holds no such files yet
-    where         the caller's name in error messages
-    shard_bytes   limit for the tensors of one file; a larger tensor has its own file
-
-    Cost     one tensor's values at a time
-    Returns  the SHA-256 of each file by its name, in hexadecimal; all are on the disk
-    Errors   as of write_tensor_file; ValueError if the folder has a model in the other form, which a reader would use
-             instead
-    Source   huggingface_hub, split_state_dict_into_shards_factory: in the given order, a file until it is full
-    """
-    folder = Path(folder)
-    shards: list[list[NamedTensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and sum(other.nbytes for other in shards[-1]) + tensor.nbytes > shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    single, index = name + ENDING, name + INDEX_ENDING
-    other = folder / (single if len(shards) > 1 else index)
-    rule = "the folder must hold no such tensors yet"
-    require(not other.exists(), where, rule, {"path": other}, "Give another folder.")
-    if len(shards) == 1:
-        return {single: write_tensor_file(folder / single, shards[0], metadata, where=where)}
-    written: dict[str, str] = {}
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{name}-{number:05d}-of-{len(shards):05d}{ENDING}"
-        written[file] = write_tensor_file(folder / file, shard, metadata, where=where)
-        weight_map |= {tensor.name: file for tensor in shard}
-    size = sum(tensor.nbytes for shard in shards for tensor in shard)
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2).encode() + b"\n"
-    with replacing(folder / index, where) as stream:
-        stream.write(text)
-    return written | {index: hashlib.sha256(text).hexdigest()}
+def tensor_path(folder: Path, name: str = "model") -> Path:
+    """Return the file of tensors in a folder, or the index of several if there is only that, as transformers does."""
+    single, index = folder / (name + ENDING), folder / (name + INDEX_ENDING)
+    return index if index.is_file() and not single.is_file() else single
 
 
 def write_tensor_file(
@@ -172,16 +129,10 @@ class TensorFiles(dict[str, StoredTensor]):
         files = read_json(self.path, self.where, "the index").get("weight_map")
         names = sorted({str(name) for name in files.values()}) if isinstance(files, dict) else []
         # The index is a foreign file: nothing outside the folder is opened.
-        beside = (name == Path(name).name and name.endswith(ENDING) and name.isprintable() for name in names)
-        short_names = all(len(os.fsencode(name)) <= LONGEST_NAME for name in names)
+        beside = [name == Path(name).name and name.endswith(ENDING) and name.isprintable() for name in names]
+        right = bool(names) and all(beside) and max(len(os.fsencode(name)) for name in names) <= LONGEST_NAME
         rule, got = "weight_map must name .safetensors files beside the index", {"path": self.path}
-        require(
-            bool(names) and all(beside) and short_names,
-            self.where,
-            rule,
-            got | {"weight_map": short(files)},
-            COPY_AGAIN,
-        )
+        require(right, self.where, rule, got | {"weight_map": short(files)}, COPY_AGAIN)
         return [self.path.with_name(name) for name in names]
 
     def _open(self, path: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
-from daskgpt.model.parameters import Tensor, check_dtypes, check_parameters
+from daskgpt.model.parameters import Tensor
 
 # The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -76,20 +76,11 @@ class StoredModel:
         """Return the model with all tensors in memory of their own, contiguous and writable."""
         return replace(self, parameters={name: in_memory(values) for name, values in self.parameters.items()})
 
-    def check(self, where: str) -> None:
-        """Check names, shapes and dtypes of parameters that are in memory.
-
-        Errors   ValueError, TypeError
-        """
-        if not isinstance(self.parameters, ReadLater):
-            check_parameters(self.config, self.parameters)
-            check_dtypes(where, self.parameters, np.float32)
-
 
 # Layouts of tensors
 
 
-def require_default_settings(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
+def require_defaults(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
     """Check that all settings that a format cannot hold are GPT-2's, since a reader would assume these.
 
     known    settings that the file holds
@@ -99,10 +90,7 @@ def require_default_settings(config: GPT2Config, known: Collection[str], where: 
     """
     for f in fields(config):
         value = getattr(config, f.name)
-        rule, advice = (
-            f"{file} has no {f.name}, which must be {f.default}",
-            "Write a .safetensors file, which has all settings.",
-        )
+        rule, advice = f"{file} has no {f.name}, which must be {f.default}", "Write a .safetensors file instead."
         require(f.name in known or value == f.default, where, rule, {f.name: value}, advice)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import readable
 from daskgpt.formats.stored_model import read_json
 
 WHERE = "read_vocabulary"
@@ -98,14 +99,11 @@ def read_vocabulary(path: str | os.PathLike[str]) -> str:
     Errors   OSError if it cannot be read; ValueError if it is not such a file, its ids are not 0, 1, 2 ..., or a byte
              is missing
     """
-    path = Path(path)
-    try:
-        size = path.stat().st_size
+    with readable(path, WHERE):
+        size = os.path.getsize(path)
         require(size <= SIZE_LIMIT, WHERE, "it must be a vocabulary", {"path": path, "bytes": size}, "Give another.")
-        return know_vocabulary(path.read_text(encoding="ascii", errors="replace"), str(path))
-    except OSError as error:
-        got = f"path={path} ({error.strerror})"
-        raise refusal(type(error), WHERE, "the file must be readable", got, "Check the path.") from error
+        content = Path(path).read_text(encoding="ascii", errors="replace")
+    return know_vocabulary(content, str(path))
 
 
 def know_vocabulary(content: str, origin: str) -> str:

@@ -34,11 +34,10 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, set_aside, sync_folder
 from daskgpt.config.model import GPT2Config
 from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
-from daskgpt.formats.huggingface import INDEX
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
+from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.run_model import open_run_model, write_run_models
-from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, TensorFiles, write_tensor_files
+from daskgpt.formats.safetensors import ENDING, NamedTensor, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
 from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.model.parameters import Tensor, tensors
@@ -103,8 +102,8 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[
     temporary.mkdir()
     try:
         with ThreadPoolExecutor(1) as pool:  # side by side: a SHA-256 of one file is slower than a good disk
-            model = pool.submit(write_run_models, temporary, checkpoint.model)
-            digests = _write_moments(temporary, checkpoint) | model.result()
+            model = pool.submit(write_run_model, temporary / MODEL_FILE, checkpoint.model)
+            digests = _write_moments(temporary, checkpoint) | {MODEL_FILE: model.result()}
         files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": own} for name, own in digests.items()}
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(temporary / STATE, "write_checkpoint") as file:
@@ -121,7 +120,7 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[
 
 
 def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """Write the moments in the order of the model's tensors; return the SHA-256 of each file."""
+    """Write the moments in the order of the model's tensors; return the SHA-256 of the file by its name."""
     kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
     named = [
         NamedTensor(key, shape, "F32", partial(checkpoint.moments.__getitem__, key))
@@ -129,7 +128,8 @@ def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
         if (key := f"{kind}.{name}") in checkpoint.moments and (shape := checkpoint.shapes.get(key, tensor.shape))
     ]
     metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
-    return write_tensor_files(folder, named, metadata, where="write_checkpoint", name=OPTIMIZER)
+    name = OPTIMIZER + ENDING
+    return {name: write_tensor_file(folder / name, named, metadata, where="write_checkpoint")}
 
 
 def point(link: Path, name: str) -> None:
@@ -268,7 +268,7 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
     Dtype     float32, in memory of its own
     Errors    ValueError if the optimizer's file does not hold these moments
     """
-    files = TensorFiles(_tensor_path(folder, OPTIMIZER), "read_checkpoint")
+    files = TensorFiles(tensor_path(folder, OPTIMIZER), "read_checkpoint")
     rule, advice = "the moments must be those of the model's tensors", "Another program wrote the file."
     wrong = moments.keys() ^ files.keys()
     got = {"path": files.path, "tensor": short(min(wrong, default=""))}
@@ -278,12 +278,7 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
         got = {"path": files.path, name: f"{files[name].dtype} {files[name].shape}"}
         require(right, "read_checkpoint", rule, got, advice)
     values = {name: in_memory(files[name].read()) for name in moments}
-    return Checkpoint(state["step"], open_run_model(_tensor_path(folder, MODEL)).loaded(), values, state)
-
-
-def _tensor_path(folder: Path, name: str) -> Path:
-    index = folder / (name + INDEX_ENDING)
-    return index if index.exists() else folder / (name + ENDING)
+    return Checkpoint(state["step"], open_run_model(tensor_path(folder)).loaded(), values, state)
 
 
 @dataclass(frozen=True)
@@ -355,7 +350,7 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     if path.is_dir() and not state:
         rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
         advice = "A run writes a checkpoint while it trains: wait, or give another path."
-        holds = any((path / name).exists() for name in ("config.json", MODEL_FILE, INDEX))
+        holds = (path / "config.json").exists() or tensor_path(path).exists()
         require(holds, "load", rule, {"path": path}, advice, FileNotFoundError)
     model = open_model_file(path if path.is_file() else folder)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
