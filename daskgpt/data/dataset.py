@@ -39,9 +39,6 @@ class MappedTokens:
         self.ends = np.cumsum([part.size for part in self.parts], dtype=np.int64)
         self.size = int(self.ends[-1]) if self.parts else 0
 
-    def __len__(self) -> int:
-        return self.size
-
     def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
         """Return selected tokens. Errors   IndexError for a position beyond the end"""
         places = np.arange(*places.indices(self.size)) if isinstance(places, slice) else np.asarray(places)
@@ -142,9 +139,7 @@ def load_dataset(
     require(not (learned and is_token_source(source)), where, rule, got, "Name the encoding of these tokens.")
     rule = "validation_fraction must lie between 0 and 1"
     require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
-    training, validation, origin, name = _load(source, name, validation_fraction, held_out)
-    dataset = Dataset(training, validation, tokenizer.vocabulary_size(name), name, origin)
-    return dataset.checked(where, 1, sequence_length)
+    return _load(source, name, validation_fraction, held_out).checked(where, 1, sequence_length)
 
 
 def whole_source(source: str, name: str) -> np.ndarray:
@@ -152,21 +147,20 @@ def whole_source(source: str, name: str) -> np.ndarray:
 
     Errors   as of load_dataset
     """
-    return _load(source, name)[0]
+    return np.asarray(_load(source, name).training)
 
 
-def _load(
-    source: str, name: str, fraction: float = 0.0, held_out: str = SPANS
-) -> tuple[np.ndarray, np.ndarray, str, str]:
-    """Return both parts of a source, its description, and the encoding; a fraction of 0 leaves the validation empty."""
+def _load(source: str, name: str, fraction: float = 0.0, held_out: str = SPANS) -> Dataset:
+    """Return both parts of a source; a fraction of 0 leaves the validation empty."""
     if is_token_source(source):
         tokens = read_tokens(source)
-        check_tokens(tokens, tokenizer.vocabulary_size(name))
+        vocabulary = tokenizer.vocabulary_size(name)
+        check_tokens(tokens, vocabulary)
         if fraction == 0:
-            return tokens, tokens[:0], source, name
+            return Dataset(tokens, tokens[:0], vocabulary, name, source)
         end_of_text = next(iter(tokenizer.specials_of(name).values()))
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
-        return training, validation, source, name
+        return Dataset(training, validation, vocabulary, name, source)
     documents = read_text(source)
     library = f"standard library of Python {platform.python_version()}"
     files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
@@ -176,7 +170,7 @@ def _load(
         name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)
     codec = tokenizer.get_encoding(name)
     training, validation = (_join([tokenizer.encode(codec, text) for text in part], codec.eot_token) for part in texts)
-    return training, validation, origin, name
+    return Dataset(training, validation, codec.n_vocab, name, origin)
 
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
@@ -228,30 +222,24 @@ def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence
     encoding = tokenizer.encoding_named(encoding) if encoding else own
     rule, advice = "the encoding must be that of the tokens", "Leave --encoding out."
     require(encoding == own, where, rule, {"encoding": encoding, "folder": f"{folder} ({own})"}, advice)
-    finished = (path / MANIFEST).stat().st_mtime_ns
-    training, validation = (_mapped(path, part, finished, where) for part in (manifest.train, manifest.val))
+    training, validation = (_mapped(path, part, where) for part in (manifest.train, manifest.val))
     shards = tuple(shard.sha256 for shard in manifest.train.shards + manifest.val.shards)
     origin = f"{folder} ({len(shards)} shards)"
     dataset = Dataset(training, validation, manifest.ids, own, origin, EPOCHS, shards)
     return dataset.checked(where, batch_size, sequence_length)
 
 
-def _mapped(folder: Path, part: Part, finished: int, where: str) -> MappedTokens:
-    """Map the shards of a part.
-
-    finished   time at which the manifest was written, in nanoseconds: a later shard is compared with its SHA-256
-    """
+def _mapped(folder: Path, part: Part, where: str) -> MappedTokens:
+    """Map the shards of a part; one that was written to after the manifest is compared with its SHA-256."""
     rows: list[np.ndarray] = []
     for shard in part.shards:
         path = folder / shard.file
-        tokens = read_tokens(path)
-        rule, got = "a shard must be unchanged", {"path": path, "tokens": tokens.size}
-        require(tokens.size == shard.tokens, where, rule, got, "Prepare it again.")
-        if path.stat().st_mtime_ns > finished:
+        rows.append(read_tokens(path))
+        same, got = rows[-1].size == shard.tokens, {"path": path, "tokens": rows[-1].size}
+        if path.stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns:
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            require(digest == shard.sha256, where, rule, {"path": path, "sha256": digest[:12]}, "Prepare it again.")
-        rows.append(tokens)
+                same = same and hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+        require(same, where, "a shard must be unchanged", got, "Prepare it again.")
     return MappedTokens(rows)
 
 
@@ -343,15 +331,8 @@ class BatchLoader:
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, sequence_length: int, seed: int, order: str) -> None:
-        self.make = partial(
-            batch,
-            dataset.training,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            seed=seed,
-            order=order,
-            vocabulary=dataset.vocabulary,
-        )
+        sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "vocabulary": dataset.vocabulary}
+        self.make = partial(batch, dataset.training, seed=seed, order=order, **sizes)
         self.reader = ThreadPoolExecutor(1, "batches")
         self.numbers: Sequence[int] = ()  # of the next batches
         self.coming: Future[list[Batch]] = Future()

@@ -19,27 +19,15 @@ import tiktoken
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
-from daskgpt.data import tokenizer
-from daskgpt.data.corpus import (
-    BLOCK_BYTES,
-    RECORDS,
-    REPLACE,
-    SKIP,
-    WHERE,
-    Block,
-    Piece,
-    PrepareConfig,
-    blocks,
-    in_text,
-    list_sources,
-)
-from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, digest_of, read_manifest
+from daskgpt.data import corpus, tokenizer
+from daskgpt.data.corpus import WHERE, PrepareConfig
+from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, digest_of, locked_folder, read_manifest
 from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, learned_vocabulary, read_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
 LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
 # Calls a function on each item in tasks, and another one on each result in this process, in order.
-Each = Callable[[str, Callable[[Block], Encoded], Iterator[Block], Callable[[Encoded], None]], None]
+Each = Callable[[str, Callable[[corpus.Block], Encoded], Iterator[corpus.Block], Callable[[Encoded], None]], None]
 
 
 class Preparation:
@@ -50,7 +38,7 @@ class Preparation:
 
         Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
-        self.config, self.sources = config, list_sources(inputs)
+        self.config, self.sources = config, corpus.list_sources(inputs)
         self.size = sum(source.size for source in self.sources)
         self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
         if self.encoding:
@@ -59,7 +47,7 @@ class Preparation:
             tokenizer.check_learnable(config.learn_vocabulary, WHERE)
         # The settings that, with the inputs, decide the tokens.
         known = {name: value for name, value in asdict(config).items() if name != "out"}
-        self.settings = known | {"encoding": self.encoding, "block_bytes": BLOCK_BYTES}
+        self.settings = known | {"encoding": self.encoding, "block_bytes": corpus.BLOCK_BYTES}
 
     def run(self, each: Each, tell: Callable[[int], None]) -> Manifest:
         """Make the folder, or continue it; its bytes depend on neither the scheduler nor the number of stops.
@@ -71,21 +59,22 @@ class Preparation:
         Errors   ValueError for invalid texts, OSError if the system refuses
         """
         decides = {"settings": self.settings, "files": [asdict(source) for source in self.sources]}
-        with FolderWriter(self.config.out, decides, self.settings["shard_tokens"]) as folder:
+        with locked_folder(self.config.out) as path:
+            folder = FolderWriter(path, decides, self.config.shard_tokens)
             if folder.finished:
-                return read_manifest(folder.folder, WHERE)
+                return read_manifest(path, WHERE)
             name = self.encoding or self._learned(folder)
             content = learned_vocabulary(name).content if is_learned(name) else ""
             if content and not folder.vocabulary.is_file():
                 with replacing(folder.vocabulary, WHERE) as file:
                     file.write(content.encode())
-            tell(sum(part.bytes for part in folder.parts))
+            tell(sum(part.bytes for part in folder.parts.values()))
 
             def take(block: Encoded) -> None:
                 folder.take(block)
                 tell(sum(block.sizes))
 
-            left = islice(blocks(self.sources, self.config), folder.blocks, None)
+            left = islice(corpus.blocks(self.sources, self.config), folder.blocks, None)
             each("encode", BlockEncoder(name, content, self.config), left, take)
             folder.close_shards()
             return self._finish(folder, name)
@@ -95,7 +84,7 @@ class Preparation:
         if folder.vocabulary.is_file():
             return read_vocabulary(folder.vocabulary)
         every = max(1, -(-self.size // LEARNED_BYTES))
-        sample = islice(blocks(self.sources, self.config), 0, None, every)
+        sample = islice(corpus.blocks(self.sources, self.config), 0, None, every)
         sampled = (passages_of(block, self.config) for block in sample)
         texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
         return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
@@ -105,11 +94,12 @@ class Preparation:
 
         Errors   ValueError if a part has no text
         """
-        training, validation = folder.parts
+        training, validation = folder.parts.values()
+        got = {"documents": training.documents + validation.documents}
+        got |= {"validation_fraction": self.config.validation_fraction}
         for kind, part in (("training", training), ("validation", validation)):
-            rule, fraction = f"the {kind} part must hold text", self.config.validation_fraction
-            got = {"documents": training.documents + validation.documents, "validation_fraction": fraction}
-            require(part.tokens > 0, WHERE, rule, got, "Give more text, or another --validation-fraction.")
+            rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
+            require(part.tokens > 0, WHERE, rule, got, advice)
         sizes = [[source.name, source.size] for source in self.sources]
         inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
         ids = tokenizer.vocabulary_size(name)
@@ -135,20 +125,21 @@ class Passage:
     held_out: bool
 
 
-def passages_of(block: Block, config: PrepareConfig) -> Iterator[Passage | None]:
+def passages_of(block: corpus.Block, config: PrepareConfig) -> Iterator[Passage | None]:
     """Yield the passages of a block in order; None for one that was skipped.
 
     Errors   ValueError for invalid records and bytes that cannot be decoded
     """
     for piece in block:
         opens = piece.start == 0  # otherwise a text continues from the previous block
-        for text, whole in _texts(piece, config):
+        for raw, place, whole in _parts(piece, config.separator.encode()):
+            text = _decoded(raw, piece, place, config)
+            if text and piece.kind == corpus.RECORDS and not text.isspace():
+                text = _decoded(_field(text, piece, place, config), piece, place, config)
+            opens = opens or whole or text is None
             if text is None:
                 yield None
-                opens = True
-                continue
-            opens = opens or whole
-            if not opens or text.strip():
+            elif not opens or text.strip():
                 encoded = text.encode()
                 yield Passage(text, len(encoded), opens, _is_held_out(encoded, config.validation_fraction))
                 opens = False
@@ -159,33 +150,26 @@ def _is_held_out(encoded: bytes, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-def _texts(piece: Piece, config: PrepareConfig) -> Iterator[tuple[str | None, bool]]:
-    """Yield the texts of a piece, None for one that was skipped, and whether each is a separate document."""
+def _parts(piece: corpus.Piece, separator: bytes) -> Iterator[tuple[bytes | str, int, bool]]:
+    """Yield the records, documents or passages of a piece, their places, and whether each is a separate document."""
     content, place = piece.content, piece.start
     if isinstance(content, tuple):
         for number, row in enumerate(content):
-            yield _decoded(row, piece, place + number, config), True
-    elif piece.kind == RECORDS:
-        for line in content.split(b"\n"):
-            if line.strip():
-                text = _decoded(line, piece, place, config)
-                yield text and _decoded(_field(text, piece, place, config), piece, place, config), True
-            place += len(line) + 1
-    elif config.separator:
-        separator = config.separator.encode()
+            yield row, place + number, True
+    elif separator := b"\n" if piece.kind == corpus.RECORDS else separator:
         for document in content.split(separator):
-            yield _decoded(document.strip(b"\r\n"), piece, place, config), True
+            yield document.strip(b"\r\n"), place, True
             place += len(document) + len(separator)
     else:
         end = 0
         while end < len(content):
             begin, end = end, end + PASSAGE_BYTES
             if end < len(content):
-                end += in_text(content[end : end + PASSAGE_BYTES])
-            yield _decoded(content[begin:end], piece, place + begin, config), False
+                end += corpus.in_text(content[end : end + PASSAGE_BYTES])
+            yield content[begin:end], place + begin, False
 
 
-def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) -> str | None:
+def _decoded(raw: bytes | str, piece: corpus.Piece, place: int, config: PrepareConfig) -> str | None:
     """Return a text, None if it is invalid and skipped: JSON may hold halves of characters."""
     try:
         if isinstance(raw, bytes):
@@ -193,17 +177,17 @@ def _decoded(raw: bytes | str, piece: Piece, place: int, config: PrepareConfig) 
         raw.encode()
         return raw
     except UnicodeError as error:
-        if config.undecodable == REPLACE:
+        if config.undecodable == corpus.REPLACE:
             if isinstance(raw, bytes):
                 return raw.decode(errors="replace")
             return raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         wrong = getattr(error, "start", 0) if isinstance(raw, bytes) else 0
         got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or give --undecodable replace or skip."
-        require(config.undecodable == SKIP, WHERE, "texts must be UTF-8", got, advice)
+        require(config.undecodable == corpus.SKIP, WHERE, "texts must be UTF-8", got, advice)
         return None
 
 
-def _field(line: str, piece: Piece, place: int, config: PrepareConfig) -> str:
+def _field(line: str, piece: corpus.Piece, place: int, config: PrepareConfig) -> str:
     """Return the text of a record."""
     got: dict[str, Any] = {"file": piece.path, "byte": place}
     try:
@@ -212,13 +196,10 @@ def _field(line: str, piece: Piece, place: int, config: PrepareConfig) -> str:
         advice = "JSONL has one object per line; give other texts an ending such as .txt."
         got["line"] = repr(line[:40])
         raise refusal(ValueError, WHERE, "every line must be JSON", got, advice) from error
+    value = known.get(config.field) if isinstance(known, dict) else None
     names = ", ".join(known)[:80] if isinstance(known, dict) else type(known).__name__
-    holds = isinstance(known, dict) and config.field in known
-    fields = {"field": config.field, "fields": names}
-    require(holds, WHERE, "every record must have the field", got | fields, "Name it with --field.")
-    value = known[config.field]
-    rule, got = "the field of every record must be text", got | {config.field: repr(value)[:40]}
-    require(isinstance(value, str), WHERE, rule, got, "Name another with --field.")
+    rule, got = "the field of every record must be text", got | {"field": config.field, "fields": names}
+    require(isinstance(value, str), WHERE, rule, got | {"found": repr(value)[:40]}, "Name another with --field.")
     return str(value)
 
 
@@ -234,7 +215,7 @@ class BlockEncoder:
     content: str
     config: PrepareConfig
 
-    def __call__(self, block: Block) -> Encoded:
+    def __call__(self, block: corpus.Block) -> Encoded:
         """Encode a block. Cost   tiktoken's time, without Python's lock"""
         codec = _codec(self.name, self.content, threading.get_ident())
         runs: tuple[list[list[str]], list[list[str]]] = ([], [])

@@ -43,7 +43,8 @@ def read_questions(source: str, encoding: Encoding) -> list[Question]:
     if source.endswith(HELLASWAG):
         return read_hellaswag(source, encoding)
     paths = matching_files(source, "evaluate") if is_token_source(source) else []
-    return [question for path in paths if _is_llmc(path) for question in read_llmc_questions(path)]
+    ours = [path for path in paths if np.fromfile(path, "<i4", 1).tolist() == [QUESTIONS]]
+    return [question for path in ours for question in read_llmc_questions(path)]
 
 
 def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Question]:
@@ -60,7 +61,12 @@ def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Que
         if not line.strip():
             continue
         try:
-            context, endings, label = _fields(line)
+            known = json.loads(line.decode())
+            context, endings, label = known["ctx"], known["endings"], int(known["label"])
+            if not (isinstance(endings, list) and len(endings) > 1 and 0 <= label < len(endings)):
+                raise ValueError("fewer than two endings, or a label of none of them")
+            if not all(isinstance(each, str) for each in endings) or not (isinstance(context, str) and context):
+                raise ValueError("no ctx, or an ending that is not a text")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             rule = 'a line must be a JSON object with "ctx" (a text), "endings" (texts) and "label" (one of them)'
             got = {"path": path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
@@ -70,21 +76,6 @@ def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Que
     advice = "Give a JSON object per line."
     require(bool(questions), where, "the file must hold questions", {"path": path}, advice)
     return questions
-
-
-def _fields(line: bytes) -> tuple[str, list[str], int]:
-    known = json.loads(line.decode())
-    context, endings, label = known["ctx"], known["endings"], int(known["label"])
-    if not (isinstance(context, str) and context and isinstance(endings, list) and len(endings) > 1):
-        raise ValueError("no ctx, or fewer than two endings")
-    if not all(isinstance(each, str) for each in endings) or not 0 <= label < len(endings):
-        raise ValueError("an ending that is not a text, or a label of no ending")
-    return context, endings, label
-
-
-def _is_llmc(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return int.from_bytes(file.read(4), "little") == QUESTIONS
 
 
 def read_llmc_questions(path: Path) -> list[Question]:

@@ -17,9 +17,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +60,11 @@ class Part:
     def of(cls, known: dict[str, Any]) -> Part:
         """Return the part from its JSON."""
         return cls(**known | {"shards": [Shard(**shard) for shard in known["shards"]]})
+
+    @property
+    def begun(self) -> int:
+        """The number of tokens in a file that is not full."""
+        return self.tokens - sum(shard.tokens for shard in self.shards)
 
 
 @dataclass
@@ -125,13 +129,11 @@ def read_manifest(folder: Path, where: str) -> Manifest:
 
     Errors   FileNotFoundError if it has none; ValueError if it is damaged or of another version
     """
-    path, begun = folder / MANIFEST, (folder / JOURNAL).is_file()
-    rule = "the preparation of the folder must be complete" if begun else "the folder must hold prepared tokens"
-    advice = (
-        "Give the same daskgpt.prepare command again: it continues."
-        if begun
-        else "Name one that daskgpt.prepare wrote."
-    )
+    path = folder / MANIFEST
+    rule, advice = "the folder must hold prepared tokens", "Name one that daskgpt.prepare wrote."
+    if (folder / JOURNAL).is_file():
+        rule = "the preparation of the folder must be complete"
+        advice = "Give the same daskgpt.prepare command again: it continues."
     require(path.is_file(), where, rule, {"folder": folder}, advice, FileNotFoundError)
     rule, advice = "the manifest must be unchanged", "Prepare it again."
     try:
@@ -146,118 +148,66 @@ def read_manifest(folder: Path, where: str) -> Manifest:
     return Manifest(**known | {name: Part.of(known[name]) for name in PARTS})
 
 
-class _PartWriter:
-    """The shards of one part, truncated to their lengths in the journal."""
+@contextmanager
+def locked_folder(path: str) -> Iterator[Path]:
+    """Yield a folder, made if it is missing, into which no other process writes meanwhile.
 
-    def __init__(self, folder: Path, name: str, part: Part, shard_tokens: int) -> None:
-        self.folder, self.name, self.part, self.shard_tokens = folder, name, part, shard_tokens
-        self.held = part.tokens - sum(shard.tokens for shard in part.shards)
-        self.file: BufferedRandom | None = None
-        known = {shard.file for shard in part.shards} | ({self._path().name} if self.held else set())
-        for path in folder.glob(f"{name}_*.bin"):
-            if path.name not in known:
-                path.unlink()
-        if self.held:
-            self.file = self._path().open("r+b")
-            self.file.truncate(HEADER_BYTES + 2 * self.held)
-            self.file.seek(0, os.SEEK_END)
-
-    def _path(self) -> Path:
-        return self.folder / f"{self.name}_{len(self.part.shards):06}.bin"
-
-    def write(self, tokens: np.ndarray) -> None:
-        """Append tokens to as many files as they need."""
-        tokens = np.ascontiguousarray(tokens, "<u2")
-        while tokens.size:
-            if self.file is None:
-                self.file = self._path().open("w+b")
-                self.file.write(bytes(HEADER_BYTES))
-            now, tokens = np.split(tokens, [self.shard_tokens - self.held])
-            self.file.write(now.data)
-            self.held += now.size
-            self.part.tokens += now.size
-            if self.held == self.shard_tokens:
-                self.close()
-
-    def close(self) -> None:
-        """Write the header of the current file."""
-        if self.file is not None:
-            self.file.seek(0)
-            self.file.write(header_of(TOKENS, 1, self.held))
-            self.sync()
-            self.file.seek(0)
-            digest = hashlib.file_digest(self.file, "sha256").hexdigest()
-            self.file.close()
-            self.part.shards.append(Shard(self._path().name, self.held, digest))
-            self.file, self.held = None, 0
-
-    def sync(self) -> None:
-        """Flush everything to the disk."""
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+    Errors    ValueError if it has other content than a preparation; RuntimeError if another process writes it; OSError
+              if the system refuses
+    """
+    folder = Path(path).expanduser()
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
+    rule, advice = "the folder must be new, empty, or begun by the same command", "Name another with --out."
+    good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
+    require(good, WHERE, rule, {"out": folder}, advice)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("ab")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            rule, advice = "no other process must write the folder", "Wait for its end, or stop it."
+            raise refusal(RuntimeError, WHERE, rule, {"out": folder}, advice) from None
+        except OSError:
+            pass  # a file system without locks
+        yield folder
 
 
 class FolderWriter:
-    """Writes the blocks of a corpus in order; a context that locks the folder.
+    """Writes the blocks of a corpus into a locked folder, in order.
 
-    blocks    number of blocks that earlier processes have written
-    finished  whether they have written all, including the manifest
+    blocks    number of blocks that were written, also by earlier processes
+    finished  whether earlier processes have written all, including the manifest
     """
 
-    def __init__(self, path: str, decides: Mapping[str, Any], shard_tokens: int) -> None:
-        """path          of the folder, which is new, empty, or begun by the same preparation
-        decides       inputs and settings that decide the content
+    def __init__(self, folder: Path, decides: Mapping[str, Any], shard_tokens: int) -> None:
+        """decides       inputs and settings that decide the content
         shard_tokens  tokens of a full file
 
-        Errors    ValueError if the folder has other content; RuntimeError if another process writes it; OSError if the
-                  system refuses
+        Errors    ValueError if the folder was begun with other ones; OSError if the system refuses
         """
-        self.folder, self.decides = Path(path).expanduser(), digest_of(decides)
-        self.vocabulary = self.folder / VOCABULARY_FILE
-        self.writers: list[_PartWriter] = []
-        with _writing(self.folder):
-            self._hold()
-            try:
-                known = self._known()
-                for leftover in self.folder.glob(".*.tmp"):  # left by a process that was killed
-                    leftover.unlink(missing_ok=True)
-                self.finished = (self.folder / MANIFEST).is_file()
-                self.blocks, self.last = known.get("blocks", 0), known.get("last", -1)
-                self.skipped = known.get("skipped", 0)
-                self.parts = [Part.of(known[name]) if name in known else Part() for name in PARTS]
-                if not self.finished:
-                    self.writers = [_PartWriter(self.folder, *own, shard_tokens) for own in zip(PARTS, self.parts)]
-                    self.save()
-            except BaseException:
-                self.lock.close()
-                raise
-
-    def _hold(self) -> None:
-        names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
-        fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
-        rule, advice = "the folder must be new, empty, or begun by the same command", "Name another with --out."
-        good = (fresh or JOURNAL in names) and (self.folder.is_dir() or not self.folder.exists())
-        require(good, WHERE, rule, {"out": self.folder}, advice)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = (self.folder / LOCK).open("ab")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.close()
-            rule, advice = "no other process must write the folder", "Wait for its end, or stop it."
-            raise refusal(RuntimeError, WHERE, rule, {"out": self.folder}, advice) from None
-        except OSError:
-            return  # a file system without locks
+        self.folder, self.decides, self.shard_tokens = folder, digest_of(decides), shard_tokens
+        self.vocabulary = folder / VOCABULARY_FILE
+        known = self._known()
+        self.blocks, self.last, self.skipped = (known[name] for name in ("blocks", "last", "skipped"))
+        self.parts = {name: Part.of(known[name]) for name in PARTS}
+        self.finished = (folder / MANIFEST).is_file()
+        with _writing(folder):
+            for leftover in folder.glob(".*.tmp"):  # left by a process that was killed
+                leftover.unlink(missing_ok=True)
+            if not self.finished:
+                self.save()
 
     def _known(self) -> dict[str, Any]:
-        """Return the content of the journal; empty at the beginning.
+        """Return the content of the journal, or that of a new one.
 
         Errors   ValueError if it belongs to another preparation
         """
         path = self.folder / JOURNAL
         if not path.is_file():
-            return {}
+            return {"blocks": 0, "last": -1, "skipped": 0, **{name: asdict(Part()) for name in PARTS}}
         try:
             known: dict[str, Any] = json.loads(path.read_bytes())
             same = known["decides"] == self.decides
@@ -269,11 +219,13 @@ class FolderWriter:
 
     def save(self) -> None:
         """Flush everything to the disk, and record it in the journal."""
-        for writer in self.writers:
-            writer.sync()
+        for name, part in self.parts.items():
+            if part.begun:
+                with self._current(name).open("rb") as file:
+                    os.fsync(file.fileno())
         sync_folder(self.folder)
         known: dict[str, Any] = {"decides": self.decides, "blocks": self.blocks, "last": self.last}
-        known |= {"skipped": self.skipped, **{name: asdict(part) for name, part in zip(PARTS, self.parts)}}
+        known |= {"skipped": self.skipped, **{name: asdict(part) for name, part in self.parts.items()}}
         with replacing(self.folder / JOURNAL, WHERE) as file:
             file.write(json.dumps(known).encode())
 
@@ -284,12 +236,12 @@ class FolderWriter:
         """
         with _writing(self.folder):
             if block.continues and self.last != block.first:
-                self.writers[block.first].write(np.array([block.end_of_text], np.uint16))
-                self.parts[block.first].documents += 1
-            for number, part in enumerate(self.parts):
-                self.writers[number].write(block.tokens[number])
-                part.documents += block.documents[number]
-                part.bytes += block.sizes[number]
+                self._append(PARTS[block.first], np.array([block.end_of_text], np.uint16))
+                self.parts[PARTS[block.first]].documents += 1
+            for name, tokens, documents, size in zip(PARTS, block.tokens, block.documents, block.sizes):
+                self._append(name, tokens)
+                self.parts[name].documents += documents
+                self.parts[name].bytes += size
             if block.first >= 0 or block.skipped:
                 self.last = block.last
             self.skipped += block.skipped
@@ -300,19 +252,39 @@ class FolderWriter:
     def close_shards(self) -> None:
         """Finish every file and flush it to the disk."""
         with _writing(self.folder):
-            for writer in self.writers:
-                writer.close()
+            for name, part in self.parts.items():
+                if part.begun:
+                    self._close(name)
             self.save()
 
-    def __enter__(self) -> FolderWriter:
-        return self
+    def _current(self, name: str) -> Path:
+        """Return the path of a part's file that is not full, or of the next one."""
+        return self.folder / f"{name}_{len(self.parts[name].shards):06}.bin"
 
-    def __exit__(self, *_: object) -> None:
-        for writer in self.writers:
-            if writer.file is not None:
-                with suppress(OSError):  # an error in unwritten data: the journal does not count it
-                    writer.file.close()
-        self.lock.close()
+    def _append(self, name: str, tokens: np.ndarray) -> None:
+        """Append tokens to as many files of a part as they need."""
+        part = self.parts[name]
+        while tokens.size:
+            now, tokens = np.split(tokens, [self.shard_tokens - part.begun])
+            with self._current(name).open("ab") as file:
+                # A new file gets room for its header; an old one loses what was written after the journal.
+                file.truncate(HEADER_BYTES + 2 * part.begun)
+                file.write(np.ascontiguousarray(now, "<u2").data)
+            part.tokens += now.size
+            if part.begun == self.shard_tokens:
+                self._close(name)
+
+    def _close(self, name: str) -> None:
+        """Write the header of a part's current file."""
+        part, path = self.parts[name], self._current(name)
+        with path.open("r+b") as file:
+            file.truncate(HEADER_BYTES + 2 * part.begun)
+            file.write(header_of(TOKENS, 1, part.begun))
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        part.shards.append(Shard(path.name, part.begun, digest))
 
 
 @contextmanager

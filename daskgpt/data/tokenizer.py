@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,15 +67,10 @@ def get_encoding(name: str) -> tiktoken.Encoding:
 
     Errors   ValueError for an unknown name; FileNotFoundError if GPT-2's vocabulary is not found
     """
-    size, vocabulary = vocabulary_size(name), vocabulary_of(name)
+    vocabulary, pattern = vocabulary_of(name), _ANY_CHARACTER if name == "bytes" else GPT2_PATTERN
     (_, end), *others = vocabulary.specials.items()  # called <|endoftext|> here in every encoding
-    return tiktoken.Encoding(
-        name,
-        pat_str=_ANY_CHARACTER if name == "bytes" else GPT2_PATTERN,
-        mergeable_ranks=vocabulary.ranks,
-        special_tokens={vocabularies.END_OF_TEXT: end} | dict(others),
-        explicit_n_vocab=size,
-    )
+    specials = {vocabularies.END_OF_TEXT: end} | dict(others)
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=vocabulary.ranks, special_tokens=specials)
 
 
 def specials_of(name: str) -> dict[str, int]:
@@ -223,11 +218,8 @@ def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
 
     origin   where it comes from, for error messages
     """
-
-    def pieces() -> Iterator[str]:
-        return (text[start : start + _PIECE] for text in texts for start in range(0, len(text), _PIECE))
-
-    return vocabularies.know_vocabulary(vocabularies.written_vocabulary(learn_vocabulary(pieces(), size)), origin)
+    pieces = (text[start : start + _PIECE] for text in texts for start in range(0, len(text), _PIECE))
+    return vocabularies.know_vocabulary(vocabularies.written_vocabulary(learn_vocabulary(pieces, size)), origin)
 
 
 def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
@@ -243,12 +235,8 @@ def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
 
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT2_PATTERN
-    trainer = trainers.BpeTrainer(
-        vocab_size=size - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[],
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
     learner.train_from_iterator(texts, trainer)
     ids: dict[str, int] = learner.get_vocab()
     # The library has the bytes in the order of their characters; here a byte is its own id.
