@@ -25,30 +25,25 @@ from tqdm import tqdm
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import documented, setting
 from daskgpt.data.dataset import check_tokens, whole_source
 from daskgpt.data.questions import Question, read_questions
 from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
-from daskgpt.generation.sampler import PRECISIONS
+from daskgpt.generation.sampler import DecodingConfig
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
 
 
 @documented
 @dataclass(frozen=True)
-class EvaluateConfig(Checked):
+class EvaluateConfig(DecodingConfig):
     """Settings of an evaluation."""
 
     data: str = setting("", "a text, folder, glob or token file; an evaluation file; or HellaSwag's .jsonl")
     limit: int = setting(0, "number of tokens or questions to use, from the first on; 0 = all", least=0)
     sequence_length: int = setting(0, "length of a text's sequences; 0 = the model's own", unit="tokens", least=0)
-    encoding: str = setting("", "bytes or gpt2; empty = the model's own")
-    precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
-    threads: int = setting(
-        0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", least=0, most=2**12
-    )
 
 
 def main(arguments: list[str]) -> int:
@@ -79,21 +74,19 @@ def main(arguments: list[str]) -> int:
 
 def multiple_choice(weights: Weights, questions: list[Question], threads: int) -> dict[str, Any]:
     """Return accuracies and their standard errors."""
-    config = weights.config
     for question in questions:
-        check_tokens(np.concatenate([question.context, *question.completions]), config.vocabulary)
+        check_tokens(np.concatenate([question.context, *question.completions]), weights.config.vocabulary)
     compile_kernels(uses={"decoding", weights.config.norm})
-    coming = answers(weights, questions, config.positions, threads)
+    coming = answers(weights, questions, weights.config.positions, threads)
     found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
-    count, right = len(found), sum(answer.right for answer in found)
-    normalised = sum(answer.right_normalised for answer in found)
+    right, normalised = sum(answer.right for answer in found), sum(answer.right_normalised for answer in found)
     return {
-        "questions": count,
+        "questions": len(found),
         "completions": round(float(np.mean([len(question.completions) for question in questions])), 2),
         "right": right,
         "right_normalised": normalised,
-        "accuracy": round(right / count, 6),
-        "accuracy_normalised": round(normalised / count, 6),
+        "accuracy": round(right / len(found), 6),
+        "accuracy_normalised": round(normalised / len(found), 6),
     }
 
 

@@ -13,17 +13,17 @@ answers does not answer, but continues the text; with --until "\\n" it writes on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from tiktoken import Encoding
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import documented, setting
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampler import PRECISIONS, Choice, Rate, Texts, check_prompt
+from daskgpt.generation.sampler import Choice, DecodingConfig, Rate, Texts, prompt_ids
 from daskgpt.generation.sanitize import end_of_text, readable, shown
 from daskgpt.schedulers.machine import copy_rate
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
@@ -32,33 +32,15 @@ from daskgpt.training.job import compile_kernels
 
 @documented
 @dataclass(frozen=True)
-class GenerateConfig(Checked):
+class GenerateConfig(DecodingConfig, Choice):
     """Settings of generation."""
 
+    temperature: float = setting(0.8, "0 = always the likeliest token, 1 = the model's own probabilities", least=0)
     samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
     tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)
-    temperature: float = setting(0.8, "0 = always the likeliest token, 1 = the model's own probabilities", least=0)
-    top_k: int = setting(0, "choose among this many likeliest tokens; 0 = all", least=0)
-    top_p: float = setting(
-        1.0, "choose among the fewest likeliest tokens with at least this much probability; 1 = all", least=0
-    )
     seed: int = setting(0, "seed of the random choices", least=0)
     until: str = setting("", "end a text at these words")
     end: str = setting("stop", "whether end-of-text ends a text", choices=("stop", "ignore"))
-    encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary; empty = the model's own")
-    precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
-    threads: int = setting(
-        0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", least=0, most=2**12
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.choice
-
-    @property
-    def choice(self) -> Choice:
-        """Errors   ValueError for numbers out of their bounds"""
-        return Choice(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass
@@ -70,20 +52,22 @@ class Writer:
     encoding: Encoding
     context: int
 
-    def __post_init__(self) -> None:
-        self.end = end_of_text(self.encoding) if self.options.end == "stop" else None
-
     def ids(self, text: str) -> list[int]:
-        found: list[int] = encode(self.encoding, text).tolist()
-        return found
+        """Return a text as tokens. Errors   ValueError if it is empty, or a token is not in the model's vocabulary"""
+        return prompt_ids(self.weights.config, encode(self.encoding, text))
 
     def texts(self, prompts: list[list[int]], longest: int = 0) -> Texts:
         return Texts(self.weights, prompts, self.context, longest, self.options.threads)
 
     def write(self, texts: Texts) -> Iterator[list[int | None]]:
-        return texts.write(self.options.tokens, self.options.choice, self.options.seed, self.end)
+        return texts.write(self.options.tokens, self.options, self.options.seed, self.end)
 
-    def print(self, tokens: Iterator[int | None]) -> None:
+    @property
+    def end(self) -> int | None:
+        """The token that ends a text."""
+        return end_of_text(self.encoding) if self.options.end == "stop" else None
+
+    def print(self, tokens: Iterable[int | None]) -> None:
         """Print the text of tokens as they arrive."""
         for text in readable(self.encoding, shown(self.encoding, tokens, self.end, self.options.until)):
             print(text, end="", flush=True)
@@ -101,40 +85,34 @@ def main(arguments: list[str]) -> int:
     options: GenerateConfig = from_flags(GenerateConfig, values)
     model = open_model_of(values.model)
     encoding_name, context = encoding_and_length(model, options.encoding)
-    encoding = get_encoding(encoding_name)
-    prompts = values.prompt or ["\n"]
-    for prompt in prompts:
-        check_prompt(model.config, encode(encoding, prompt).tolist())
-    compile_kernels(uses={"decoding", model.config.norm})
     weights = Weights(model.config, model.loaded().parameters, options.precision)
-    writer = Writer(options, weights, encoding, context)
+    writer = Writer(options, weights, get_encoding(encoding_name), context)
+    prompts = [(prompt, writer.ids(prompt)) for prompt in values.prompt or ["\n"] for _ in range(options.samples)]
+    compile_kernels(uses={"decoding", model.config.norm})
     texts = chat(writer) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
         print(describe_rate(texts.rate, texts.decoder.threads, options.precision), file=sys.stderr)
     return 0
 
 
-def write_all(writer: Writer, prompts: list[str]) -> Texts:
+def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
     """Print each prompt and its continuation: the first as it is generated, the others when all are complete."""
-    prompts = [prompt for prompt in prompts for _ in range(writer.options.samples)]
-    ids = [writer.ids(prompt) for prompt in prompts]
-    texts = writer.texts(ids, max(map(len, ids)) + writer.options.tokens)
-    found: list[list[int | None]] = [[] for _ in ids]
+    texts = writer.texts([ids for _, ids in prompts], max(len(ids) for _, ids in prompts) + writer.options.tokens)
+    found: list[list[int | None]] = []
 
     def first() -> Iterator[int | None]:
-        """Yield the first text's tokens; collect those of the others."""
+        """Yield the first text's tokens; collect those of all."""
         for tokens in writer.write(texts):
-            for own, token in zip(found, tokens, strict=True):
-                own.append(token)
+            found.append(tokens)
             yield tokens[0]
 
     coming = first()
-    for number, prompt in enumerate(prompts):
+    for number, (prompt, _) in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
         print(prompt, end="", flush=True)
-        writer.print(iter(found[number]) if number else coming)
-        if number == 0 and len(prompts) > 1:
+        writer.print([tokens[number] for tokens in found] if number else coming)
+        if len(prompts) > 1:
             list(coming)  # the others may be longer than the first one
         print(flush=True)
     return texts

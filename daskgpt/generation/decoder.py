@@ -17,7 +17,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.stopping import delayed_interrupts
-from daskgpt.kernels.bfloat16.rounding import to_bfloat16
+from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
 from daskgpt.kernels.decoding.decode_step import OUTSIDE, TENSORS, decode_step, stages
 from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
@@ -87,7 +87,7 @@ class Decoder:
         self.weights, self.texts = weights, texts
         self.threads = threads or max(1, min(usable_cores(), weights.bytes // BYTES_A_THREAD))
         channels, heads = config.channels, config.heads
-        self.capacity, width = _up(capacity, GROUP), _up(channels // heads, LANES)
+        self.capacity, width = ceiling(capacity, GROUP), ceiling(channels // heads, LANES)
         dtype = np.uint16 if weights.halves else np.float32
         self.keys = np.zeros((config.blocks, texts, heads, self.capacity * (channels // heads)), dtype)
         self.values = np.zeros((config.blocks, texts, heads, self.capacity * width), dtype)
@@ -95,7 +95,7 @@ class Decoder:
         self.sizes = np.array(sizes, np.int64)
         self.tensors = self._addresses(weights.arrays)
         self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
-        padded, hidden, real = _up(channels, LANES), _up(4 * channels, LANES), np.float32
+        padded, hidden, real = ceiling(channels, LANES), ceiling(4 * channels, LANES), np.float32
         self.x, self.y = np.zeros((MOST_ROWS, padded), real), np.zeros((MOST_ROWS, padded), real)
         self.normal = np.zeros((self.threads, MOST_ROWS, padded), real)
         self.qkv, self.hidden = np.zeros((MOST_ROWS, 3 * channels), real), np.zeros((MOST_ROWS, hidden), real)
@@ -141,7 +141,7 @@ class Decoder:
     def share(self, text: int, others: Sequence[int], length: int) -> None:
         """Copy the cache of the first tokens of a text to others."""
         config, width = self.weights.config, int(self.sizes[4])
-        ends = _up(length, GROUP) * (config.channels // config.heads), length * width
+        ends = ceiling(length, GROUP) * (config.channels // config.heads), length * width
         for kept, end in zip((self.keys, self.values), ends, strict=True):
             for other in others:
                 kept[:, other, :, :end] = kept[:, text, :, :end]
@@ -204,7 +204,3 @@ class EagerDecoder:
         """Return the bytes of weights and cached inputs that a step reads, each once, for tokens at these positions."""
         widths: int = sum(kept[0, 0].nbytes for kept in self.kept.values())
         return self.weights.bytes + widths * sum(position + 1 for position in positions)
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -11,37 +10,41 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import nearest, require
+from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
+from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 
 PRECISIONS = ("float32", "bfloat16")
 
 
+@documented
 @dataclass(frozen=True)
-class Choice:
+class DecodingConfig(Checked):
+    """Settings of reading tokens with a model."""
+
+    encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary; empty = the model's own")
+    precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
+    threads: int = setting(
+        0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", least=0, most=2**12
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class Choice(Checked):
     """Settings of the choice of a token.
 
-    temperature  0 = always the likeliest token, 1 = the model's own probabilities
-    top_k        choose among this many likeliest tokens, 0 = all
-    top_p        choose among the fewest likeliest tokens whose probabilities, after the temperature and among those
-                 that top_k leaves, sum up to at least this much, 1 = all
-
-    Errors       ValueError for a negative number, or a top_p that is not a share
-    Source       Fan et al. 2018, arXiv:1805.04833, for top_k; Holtzman et al. 2020, arXiv:1904.09751, for top_p
+    Source       Fan et al. 2018, arXiv:1805.04833, for top_k; Holtzman et al. 2020, arXiv:1904.09751, for top_p, which
+                 counts probabilities after the temperature and among those that top_k leaves
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("temperature", self.temperature), ("top_k", self.top_k)):
-            require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
-            require(math.isfinite(value), "sample", f"{name} must be finite", {name: value}, "Give 0 or more.")
-        rule = "top_p must lie above 0 and be at most 1"
-        require(0 < self.top_p <= 1, "sample", rule, {"top_p": self.top_p}, "Give 1 for all.")
+    temperature: float = setting(1.0, "0 = always the likeliest token, 1 = the model's own probabilities", least=0)
+    top_k: int = setting(0, "choose among this many likeliest tokens; 0 = all", least=0)
+    top_p: float = setting(
+        1.0, "choose among the fewest likeliest tokens with at least this much probability; 1 = all", least=1e-9, most=1
+    )
 
     def __call__(self, logits: np.ndarray, random: np.random.Generator) -> int:
         """Return one token, chosen by the scores.
@@ -115,19 +118,16 @@ def sample(
     >>> len(text), text == list(daskgpt.sample(config, parameters, list(b"def "), 10, temperature=0.8, seed=1))
     (10, True)
     """
-    ids = token_ids(prompt)
-    check_prompt(check_config("sample", config), ids)
-    for name, value in {"count": count, "context": context, "seed": seed, "threads": threads}.items():
+    ids = prompt_ids(check_config("sample", config), prompt)
+    for name, value in {"count": count, "context": context, "seed": seed}.items():
         whole = isinstance(value, Integral)
         require(whole, "sample", f"{name} must be a whole number", {name: value}, "Give an int.", TypeError)
         require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
-    choice = Choice(temperature, top_k, top_p)
-    rule = "the precision must be known"
-    require(precision in PRECISIONS, "sample", rule, {"precision": precision}, nearest(precision, list(PRECISIONS)))
+    choice, decoding = Choice(temperature, top_k, top_p), DecodingConfig(precision=precision, threads=threads)
     check_parameters(config, parameters)
     check_dtypes("sample", parameters, np.float32)
-    weights = Weights(config, parameters, precision)
-    texts = Texts(weights, [ids], context, longest=len(ids) + count, threads=threads)
+    weights = Weights(config, parameters, decoding.precision)
+    texts = Texts(weights, [ids], context, longest=len(ids) + count, threads=decoding.threads)
     return (token for (token,) in texts.write(count, choice, seed, end) if token is not None)
 
 
@@ -138,28 +138,22 @@ def sampled(
     return list(sample(config, parameters, prompt, count, **options))
 
 
-def token_ids(prompt: Any) -> list[int]:
-    """Return a prompt as a list of whole numbers.
+def prompt_ids(config: GPT2Config, prompt: Any) -> list[int]:
+    """Return a prompt as a list of token ids.
 
-    Errors   TypeError for anything else, such as text, numbers with a fraction, or several rows
+    Errors   TypeError for anything but whole numbers, such as text, numbers with a fraction, or several rows;
+             ValueError for none of them, and for one outside the vocabulary
     """
-    tokens = prompt if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) else [None]
-    ids = [int(token) if isinstance(token, Integral) else None for token in tokens]
+    tokens = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) else [None]
     rule, advice = "the prompt must be whole numbers, the ids of tokens", "Encode it: list(b'text') for bytes."
-    require(None not in ids, "sample", rule, {"prompt": " ".join(repr(prompt).split())[:40]}, advice, TypeError)
-    return [token for token in ids if token is not None]
-
-
-def check_prompt(config: GPT2Config, prompt: Sequence[int]) -> None:
-    """Require at least one token id, all in the model's vocabulary.
-
-    Errors   ValueError
-    """
-    require(len(prompt) > 0, "sample", "the prompt must have at least one token", {"prompt": prompt}, "Give some text.")
-    least, largest = min(prompt), max(prompt)
-    got = {"least": least, "largest": largest, "vocabulary": config.vocabulary}
+    whole, shown = all(isinstance(token, Integral) for token in tokens), " ".join(repr(prompt).split())[:40]
+    require(whole, "sample", rule, {"prompt": shown}, advice, TypeError)
+    require(bool(tokens), "sample", "the prompt must have at least one token", {"prompt": prompt}, "Give some text.")
+    ids = [int(token) for token in tokens]
+    got = {"least": min(ids), "largest": max(ids), "vocabulary": config.vocabulary}
     rule, advice = "tokens must lie in the vocabulary", "Use the encoding that the model was trained with."
-    require(least >= 0 and largest < config.vocabulary, "sample", rule, got, advice)
+    require(min(ids) >= 0 and max(ids) < config.vocabulary, "sample", rule, got, advice)
+    return ids
 
 
 def window(length: int, context: int) -> int:
