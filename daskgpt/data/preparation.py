@@ -22,7 +22,7 @@ from daskgpt.config.files import replacing
 from daskgpt.data import corpus, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig
 from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, digest_of, locked_folder, read_manifest
-from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, learned_vocabulary, read_vocabulary
+from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, known_vocabulary, read_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
 LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
@@ -64,7 +64,7 @@ class Preparation:
             if folder.finished:
                 return read_manifest(path, WHERE)
             name = self.encoding or self._learned(folder)
-            content = learned_vocabulary(name).content if is_learned(name) else ""
+            content = known_vocabulary(name).content if is_learned(name) else ""
             if content and not folder.vocabulary.is_file():
                 with replacing(folder.vocabulary, WHERE) as file:
                     file.write(content.encode())

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.errors import refusal, require
 from daskgpt.formats import vocabulary as vocabularies
 
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
@@ -41,12 +41,10 @@ def vocabulary_size(name: str) -> int:
 
     Errors   ValueError for an unknown name, or a learned vocabulary that was not read in this process
     """
-    if vocabularies.is_learned(name):
-        known = vocabularies.learned_vocabulary(name)
-        return len(known.ranks) + len(known.specials)
-    advice = nearest(name, list(VOCABULARY))
-    require(name in VOCABULARY, "vocabulary_size", "the encoding must be known", {"encoding": name}, advice)
-    return VOCABULARY[name]
+    if name in VOCABULARY:
+        return VOCABULARY[name]
+    known = vocabularies.known_vocabulary(name)
+    return len(known.ranks) + len(known.specials)
 
 
 def encoding_named(name: str) -> str:
@@ -75,9 +73,9 @@ def get_encoding(name: str) -> tiktoken.Encoding:
 
 def specials_of(name: str) -> dict[str, int]:
     """Return the special tokens of an encoding with their ids, end-of-text first."""
-    if name in vocabularies.KNOWN:
-        return vocabularies.KNOWN[name].specials
-    return {vocabularies.END_OF_TEXT: vocabulary_size(name) - 1}
+    if name == "gpt2":
+        return {vocabularies.END_OF_TEXT: VOCABULARY[name] - 1}
+    return vocabularies.known_vocabulary(name).specials
 
 
 def vocabulary_of(name: str) -> vocabularies.Vocabulary:
@@ -85,13 +83,9 @@ def vocabulary_of(name: str) -> vocabularies.Vocabulary:
 
     Errors   as of get_encoding
     """
-    if name in vocabularies.KNOWN:
-        return vocabularies.KNOWN[name]
-    return vocabularies.Vocabulary(gpt2_ranks() if name == "gpt2" else _byte_ranks(), specials_of(name))
-
-
-def _byte_ranks() -> dict[bytes, int]:
-    return {bytes([byte]): byte for byte in range(256)}
+    if name == "gpt2" and name not in vocabularies.KNOWN:
+        return vocabularies.Vocabulary(gpt2_ranks(), specials_of(name))
+    return vocabularies.known_vocabulary(name)
 
 
 def sizes_of(encoding: tiktoken.Encoding) -> np.ndarray:
@@ -240,5 +234,5 @@ def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
     learner.train_from_iterator(texts, trainer)
     ids: dict[str, int] = learner.get_vocab()
     # The library has the bytes in the order of their characters; here a byte is its own id.
-    merged = sorted((i, token) for token, i in ids.items() if len(token) > 1)
-    return _byte_ranks() | {vocabularies.decoded(token): 256 + n for n, (_, token) in enumerate(merged)}
+    merged = sorted((i, vocabularies.decoded(token)) for token, i in ids.items() if len(token) > 1)
+    return vocabularies.KNOWN["bytes"].ranks | {token: 256 + n for n, (_, token) in enumerate(merged)}

@@ -15,7 +15,7 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
-from daskgpt.formats.stored_model import StoredModel, held, pieces, require_defaults
+from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, require_defaults
 from daskgpt.formats.vocabulary import Vocabulary, merges_of, token_ids
 from daskgpt.model.parameters import tensors
 
@@ -28,9 +28,7 @@ EPSILON = 1e-5  # of layernorm
 FLOAT32 = np.dtype(np.float32)
 
 
-def write_gguf(
-    path: str | os.PathLike[str], model: StoredModel, vocabulary: Vocabulary, dtype: str = "float32"
-) -> None:
+def write_gguf(path: FilePath, model: StoredModel, vocabulary: Vocabulary, dtype: str = "float32") -> None:
     """Write a file that llama.cpp reads; it appears under its name only when it is whole.
 
     vocabulary   of the model's encoding, whose ids may be fewer than the model's

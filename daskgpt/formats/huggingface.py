@@ -7,7 +7,6 @@ configuration as metadata.
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -24,8 +23,8 @@ from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats import safetensors, stored_model
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, StoredTensor, TensorFiles
-from daskgpt.formats.stored_model import READABLE, ReadLater, StoredModel, held, read_json, short
-from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, learned_vocabulary
+from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, read_json, short
+from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, known_vocabulary
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import Tensor, tensors
 
@@ -73,7 +72,7 @@ def is_huggingface(path: Path) -> bool:
     return path.name == CONFIG or (path.name in (MODEL, INDEX) and path.with_name(CONFIG).is_file())
 
 
-def open_huggingface(path: str | os.PathLike[str]) -> StoredModel:
+def open_huggingface(path: FilePath) -> StoredModel:
     """Open a GPT-2 of Hugging Face. No tensor is read except an output layer, which must equal wte.weight.
 
     path     the folder, or a file in it
@@ -146,11 +145,7 @@ def _json(value: Any) -> str:
 
 
 def write_huggingface(
-    folder: str | os.PathLike[str],
-    model: StoredModel,
-    tokenizer: Mapping[str, bytes],
-    *,
-    end_of_text: int | None = None,
+    folder: FilePath, model: StoredModel, tokenizer: Mapping[str, bytes], *, end_of_text: int | None = None
 ) -> None:
     """Write a folder that transformers reads; it appears under its name only when it is complete.
 
@@ -191,7 +186,7 @@ def _text(known: Mapping[str, Any]) -> bytes:
 # This program's own file
 
 
-def write_run_model(path: str | os.PathLike[str], model: StoredModel) -> str:
+def write_run_model(path: FilePath, model: StoredModel) -> str:
     """Write a model as one file, which appears under its name only when it is complete and on the disk.
 
     Layout   formats/stored_model.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
@@ -225,7 +220,7 @@ def metadata_of(model: StoredModel) -> dict[str, str]:
     if replaced := replaced_rows():
         known[LAYERS] = replaced
     if is_learned(model.encoding):  # no other place has it
-        known[LEARNED] = learned_vocabulary(model.encoding).content
+        known[LEARNED] = known_vocabulary(model.encoding).content
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
     return {"format": "pt", ENTRY: json.dumps(known | {CHECK: _checksum(known)})}
 
@@ -234,7 +229,7 @@ def _checksum(known: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(known, sort_keys=True).encode())
 
 
-def open_run_model(path: str | os.PathLike[str]) -> StoredModel:
+def open_run_model(path: FilePath) -> StoredModel:
     """Open a model that write_run_model wrote. All headers are checked before a tensor is read.
 
     path     the file, or the index of several: earlier versions wrote models of more than 5 GB in shards

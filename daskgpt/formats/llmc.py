@@ -19,7 +19,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import matching_files, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats import stored_model
-from daskgpt.formats.stored_model import READABLE, ReadLater, StoredModel, held, pieces, require_file
+from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, pieces, require_file
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 
@@ -39,8 +39,6 @@ DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # dtypes by the ver
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
 LARGEST_COUNT = 2**31 - 1  # version of a token file
 META = "meta.pkl"  # nanoGPT's file of the characters behind the ids
-
-FilePath = str | os.PathLike[str]
 
 
 def read_header(path: Path, where: str, magic: int, versions: Collection[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,14 +12,14 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, tensor_path
-from daskgpt.formats.stored_model import StoredModel, refuse_pickle
+from daskgpt.formats.stored_model import FilePath, StoredModel, refuse_pickle
 from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 LLMC = ".bin"
 
 
-def open_model_file(path: str | os.PathLike[str]) -> StoredModel:
+def open_model_file(path: FilePath) -> StoredModel:
     """Open a model of this program, of llm.c, or of Hugging Face's GPT-2, before its tensors are read.
 
     path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
@@ -47,7 +46,7 @@ def open_model_file(path: str | os.PathLike[str]) -> StoredModel:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: FilePath,
     config: GPT2Config,
     parameters: Mapping[str, np.ndarray],
     *,

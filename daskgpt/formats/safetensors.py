@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, write_hashed
-from daskgpt.formats.stored_model import pieces, read_json, require_file, short
+from daskgpt.formats.stored_model import FilePath, pieces, read_json, require_file, short
 
 LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
@@ -55,7 +55,7 @@ def tensor_path(folder: Path, name: str = "model") -> Path:
 
 
 def write_tensor_file(
-    path: str | os.PathLike[str], tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, where: str
+    path: FilePath, tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, where: str
 ) -> str:
     """Write one file, which appears under its name only when it is complete and on the disk.
 
@@ -117,7 +117,7 @@ class TensorFiles(dict[str, StoredTensor]):
              for an invalid index, and for a tensor that is in two files
     """
 
-    def __init__(self, path: str | os.PathLike[str], where: str) -> None:
+    def __init__(self, path: FilePath, where: str) -> None:
         super().__init__()
         self.path, self.where = Path(path), where
         self.files = self._shards() if self.path.suffix == ".json" else [self.path]

@@ -8,6 +8,7 @@ they are here. Both formats may also have 16-bit values. What is read is always 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -25,6 +26,7 @@ READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PIECE_BYTES = 2**24
 # Headers and indexes of GPT-2 have some ten thousand bytes. safetensors reads up to 100 MB, of which JSON makes a GB.
 MAX_JSON_BYTES = 2**22
+FilePath = str | os.PathLike[str]
 PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 CONVERT = "`python -m daskgpt.convert --help` has the lines that convert one."
 

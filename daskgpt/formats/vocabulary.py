@@ -20,12 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.files import readable
-from daskgpt.formats.stored_model import read_json
+from daskgpt.formats.stored_model import FilePath, read_json
 
 WHERE = "read_vocabulary"
 END_OF_TEXT = "<|endoftext|>"
+ENCODINGS = ["bytes", "gpt2"]
 PREFIX = "learned-"
 LARGEST = 2**16 - 1  # ids have two bytes, and one is end-of-text
 SIZE_LIMIT = 2**26  # largest file, in bytes
@@ -64,7 +65,8 @@ class Vocabulary:
     content: str = ""
 
 
-KNOWN: dict[str, Vocabulary] = {}  # vocabularies that were read in this process, by name
+# Vocabularies by name: that of bytes, and those that were read in this process.
+KNOWN = {"bytes": Vocabulary({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: 256})}
 
 
 def is_learned(name: str) -> bool:
@@ -72,13 +74,13 @@ def is_learned(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def learned_vocabulary(name: str) -> Vocabulary:
-    """Return a vocabulary that was read in this process.
+def known_vocabulary(name: str) -> Vocabulary:
+    """Return a vocabulary that was read in this process, or that of bytes.
 
-    Errors   ValueError if it was not
+    Errors   ValueError for another name
     """
-    rule, advice = "the learned vocabulary must be available", "Give its file: --encoding FOLDER/vocabulary.tiktoken."
-    require(name in KNOWN, "get_encoding", rule, {"encoding": name[:60]}, advice)
+    advice = "Give its file: --encoding FOLDER/vocabulary.tiktoken." if is_learned(name) else nearest(name, ENCODINGS)
+    require(name in KNOWN, "get_encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
     return KNOWN[name]
 
 
@@ -93,7 +95,7 @@ def written_vocabulary(ranks: Mapping[bytes, int], specials: Mapping[str, int] |
     return "".join(f"{base64.b64encode(token).decode()} {i}{kind}\n" for i, token, kind in sorted(rows))
 
 
-def read_vocabulary(path: str | os.PathLike[str]) -> str:
+def read_vocabulary(path: FilePath) -> str:
     """Return the name of the vocabulary in a file, which is known from here on.
 
     Errors   OSError if it cannot be read; ValueError if it is not such a file, its ids are not 0, 1, 2 ..., or a byte
