@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import DEBUG_STATE as DEBUG_STATE_MAGIC
 from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
-from daskgpt.formats.safetensors import NamedTensor, TensorFiles, write_tensor_file
+from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
@@ -58,21 +59,20 @@ def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
 
 def in_shards(path: Path, most: int) -> Path:
     """Cut a safetensors file into shards of at most so many bytes, as huggingface_hub does; return their index."""
-    files, shards = TensorFiles(path, "in_shards"), list[list[NamedTensor]]([[]])
+    files, shards = TensorFiles(path, "in_shards"), list[dict[str, np.ndarray]]([{}])
     for name, stored in files.items():
-        tensor = NamedTensor(name, stored.shape, stored.dtype, stored.read)
-        if shards[-1] and sum(other.nbytes for other in shards[-1]) + tensor.nbytes > most:
-            shards.append([])
-        shards[-1].append(tensor)
+        values = stored.read()
+        if shards[-1] and sum(other.nbytes for other in shards[-1].values()) + values.nbytes > most:
+            shards.append({})
+        shards[-1][name] = values
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"{path.stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensor_file(path.with_name(file), shard, files.metadata, where="in_shards")
-        weight_map |= {tensor.name: file for tensor in shard}
+        save_file(shard, path.with_name(file), files.metadata)
+        weight_map |= dict.fromkeys(shard, file)
     path.unlink()
     index = path.with_name(f"{path.name}.index.json")
-    size = sum(tensor.nbytes for shard in shards for tensor in shard)
-    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return index
 
 

@@ -272,19 +272,18 @@ def batch(
     _check_sizes("batch", tokens, batch_size=batch_size, sequence_length=sequence_length)
     got = {"seed": seed, "step": step}
     require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
-    starts = _in_epochs if order == EPOCHS else _at_random
-    found = _windows(tokens, starts(tokens.size, batch_size, sequence_length, seed, step), sequence_length)
+    if order == EPOCHS:
+        starts = _in_epochs(tokens.size, batch_size, sequence_length, seed, step)
+    else:
+        # The raw stream, which NumPy keeps stable; it does not promise this for random integers.
+        raw = np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(batch_size)
+        starts = (raw % np.uint64(tokens.size - sequence_length)).astype(np.int64)
+    found = _windows(tokens, starts, sequence_length)
     if vocabulary:
         largest = int(max(part.max() for part in found))
         rule, got = "every id must be below the vocabulary", {"id": largest, "vocabulary": vocabulary, "step": step}
         require(largest < vocabulary, "batch", rule, got, "The token files are damaged: prepare them again.")
     return found
-
-
-def _at_random(size: int, batch_size: int, sequence_length: int, seed: int, step: int) -> np.ndarray:
-    # The raw stream, which NumPy keeps stable; it does not promise this for random integers.
-    raw = np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(batch_size)
-    return (raw % np.uint64(size - sequence_length)).astype(np.int64)
 
 
 def _in_epochs(size: int, batch_size: int, sequence_length: int, seed: int, step: int) -> np.ndarray:

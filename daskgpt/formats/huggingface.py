@@ -11,7 +11,6 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats import safetensors, stored_model
-from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, NamedTensor, StoredTensor, TensorFiles
+from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, StoredTensor, TensorFiles
 from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, read_json, short
 from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, known_vocabulary
 from daskgpt.model.gpt2 import replaced_rows
-from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.parameters import tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
@@ -195,22 +194,17 @@ def write_run_model(path: FilePath, model: StoredModel) -> str:
     Returns  the SHA-256 of the file
     Errors   TypeError for a tensor of another shape or dtype; FileNotFoundError if the folder is missing
     """
-    return safetensors.write_tensor_file(path, named_tensors(model), metadata_of(model), where=WRITE_OWN)
+    config, table = model.config, tensors(model.config)
 
+    def view(name: str) -> np.ndarray:
+        return stored_model.to_published(config, table[name], held(table[name], model.parameters[name]))
 
-def named_tensors(model: StoredModel) -> list[NamedTensor]:
-    """Return every tensor of a model in Hugging Face's layout; each is read when it is written."""
-
-    def view(tensor: Tensor) -> np.ndarray:
-        return stored_model.to_published(model.config, tensor, held(tensor, model.parameters[tensor.name]))
-
-    found = []
-    for tensor in tensors(model.config).values():
-        shapes = stored_model.published_shapes(model.config, tensor)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in table.items():
+        possible = stored_model.published_shapes(config, tensor)
         # Only the shape of the token table depends on its values.
-        shape = shapes[0] if len(shapes) == 1 else view(tensor).shape
-        found.append(NamedTensor(tensor.name, shape, "F32", partial(view, tensor)))
-    return found
+        shapes[name] = possible[0] if len(possible) == 1 else view(name).shape
+    return safetensors.write_tensor_file(path, shapes, view, metadata_of(model), where=WRITE_OWN)
 
 
 def metadata_of(model: StoredModel) -> dict[str, str]:

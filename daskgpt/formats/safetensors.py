@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -24,28 +24,9 @@ from daskgpt.formats.stored_model import FilePath, pieces, read_json, require_fi
 
 LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
-# NumPy has no bfloat16: its bits as uint16.
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
+DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # that are read; NumPy has no bfloat16: its bits as uint16
 COPY_AGAIN = "Copy the folder again."
-
-
-@dataclass(frozen=True)
-class NamedTensor:
-    """A tensor to write, whose values are read when they are needed.
-
-    dtype    safetensors' name of it, a key of DTYPES
-    values   returns an array of this shape and dtype, which need not be contiguous
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    values: Callable[[], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in a file."""
-        return prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tensor_path(folder: Path, name: str = "model") -> Path:
@@ -55,36 +36,37 @@ def tensor_path(folder: Path, name: str = "model") -> Path:
 
 
 def write_tensor_file(
-    path: FilePath, tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, where: str
+    path: FilePath, shapes: Shapes, read: Callable[[str], np.ndarray], metadata: Mapping[str, str], *, where: str
 ) -> str:
-    """Write one file, which appears under its name only when it is complete and on the disk.
+    """Write one file of float32 tensors, which appears under its name only when it is complete and on the disk.
+
+    shapes   of the tensors by name, in the order in which they are written
+    read     returns a tensor by its name when it is needed; it need not be contiguous
 
     Cost     one tensor's values at a time, and 16 MiB if they are not contiguous
     Returns  the SHA-256 of the file, in hexadecimal
-    Errors   TypeError for values of another shape or dtype than declared; FileNotFoundError if the folder is missing;
-             OSError if the system refuses
+    Errors   TypeError for values of another shape or dtype; FileNotFoundError if the folder is missing; OSError if the
+             system refuses
     Source   safetensors, README: Format
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.nbytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     header = memoryview(len(text).to_bytes(8, "little") + text)
-    values = (piece.data for tensor in tensors for piece in pieces(_values(tensor, where)))
+
+    def values(name: str) -> np.ndarray:
+        found, rule = read(name), f"{name} must be float32 and have shape {shapes[name]}"
+        right, got = found.dtype == np.float32 and found.shape == shapes[name], f"{found.dtype} {found.shape}"
+        require(right, where, rule, {"array": got}, "Give an array as declared.", TypeError)
+        return found
+
+    data = (piece.data for name in shapes for piece in pieces(values(name)))
     with replacing(path, where) as file:
-        return write_hashed(file, chain([header], values))
-
-
-def _values(tensor: NamedTensor, where: str) -> np.ndarray:
-    values, dtype = tensor.values(), np.dtype(DTYPES[tensor.dtype])
-    rule = f"{tensor.name} must have shape {tensor.shape} and dtype {dtype}"
-    right = values.shape == tensor.shape and values.dtype == dtype
-    got = {"shape": values.shape, "dtype": values.dtype}
-    require(right, where, rule, got, "Give an array as declared.", TypeError)
-    return values
+        return write_hashed(file, chain([header], data))
 
 
 @dataclass(frozen=True, eq=False)

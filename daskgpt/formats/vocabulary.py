@@ -175,17 +175,10 @@ def tokenizer_files(vocabulary: Vocabulary, positions: int) -> dict[str, bytes]:
     added = [{"id": i, "content": name} | flags for name, i in ids.items() if name in vocabulary.specials]
     model = {"type": "BPE", "unk_token": None, "vocab": ids, "merges": [list(pair) for pair in merges]}
     level = {"type": "ByteLevel", "use_regex": True}
-    pipeline = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": level | {"add_prefix_space": False, "trim_offsets": True},
-        "post_processor": level | {"add_prefix_space": True, "trim_offsets": False},
-        "decoder": level | {"add_prefix_space": True, "trim_offsets": True},
-        "model": PAIR_SETTINGS | model,
-    }
+    pipeline: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    pipeline |= {"normalizer": None, "pre_tokenizer": level | {"add_prefix_space": False, "trim_offsets": True}}
+    pipeline |= {"post_processor": level | {"add_prefix_space": True, "trim_offsets": False}}
+    pipeline |= {"decoder": level | {"add_prefix_space": True, "trim_offsets": True}, "model": PAIR_SETTINGS | model}
     files: dict[str, Any] = {VOCABULARY: ids, TOKENIZER: pipeline, SETTINGS: settings | special}
     texts = {name: json.dumps(known, ensure_ascii=False).encode() for name, known in files.items()}
     return texts | {MERGES: ("\n".join(lines) + "\n").encode()}

@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
 from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.safetensors import ENDING, NamedTensor, TensorFiles, tensor_path, write_tensor_file
+from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
 from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.model.parameters import Tensor, tensors
@@ -122,14 +121,14 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[
 def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """Write the moments in the order of the model's tensors; return the SHA-256 of the file by its name."""
     kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
-    named = [
-        NamedTensor(key, shape, "F32", partial(checkpoint.moments.__getitem__, key))
+    shapes = {
+        key: checkpoint.shapes.get(key, tensor.shape)
         for kind, (name, tensor) in product(kinds, tensors(checkpoint.model.config).items())
-        if (key := f"{kind}.{name}") in checkpoint.moments and (shape := checkpoint.shapes.get(key, tensor.shape))
-    ]
+        if (key := f"{kind}.{name}") in checkpoint.moments
+    }
     metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
-    name = OPTIMIZER + ENDING
-    return {name: write_tensor_file(folder / name, named, metadata, where="write_checkpoint")}
+    name, read = OPTIMIZER + ENDING, checkpoint.moments.__getitem__
+    return {name: write_tensor_file(folder / name, shapes, read, metadata, where="write_checkpoint")}
 
 
 def point(link: Path, name: str) -> None:
