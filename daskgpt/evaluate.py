@@ -79,7 +79,7 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
     compile_kernels(uses={"decoding", weights.config.norm})
     coming = answers(weights, questions, weights.config.positions, threads)
     found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
-    right, normalised = sum(answer.right for answer in found), sum(answer.right_normalised for answer in found)
+    right, normalised = map(sum, zip(*found))
     return {
         "questions": len(found),
         "completions": round(float(np.mean([len(question.completions) for question in questions])), 2),

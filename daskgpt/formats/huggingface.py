@@ -25,7 +25,7 @@ from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, StoredTensor, Tens
 from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, read_json, short
 from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, known_vocabulary
 from daskgpt.model.gpt2 import replaced_rows
-from daskgpt.model.parameters import tensors
+from daskgpt.model.parameters import Tensor, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
@@ -188,7 +188,7 @@ def _text(known: Mapping[str, Any]) -> bytes:
 def write_run_model(path: FilePath, model: StoredModel) -> str:
     """Write a model as one file, which appears under its name only when it is complete and on the disk.
 
-    Layout   formats/stored_model.py, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
+    Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
     Dtype    float32
     Cost     16 MiB, and a tensor if tensors are read later
     Returns  the SHA-256 of the file
@@ -197,14 +197,27 @@ def write_run_model(path: FilePath, model: StoredModel) -> str:
     config, table = model.config, tensors(model.config)
 
     def view(name: str) -> np.ndarray:
-        return stored_model.to_published(config, table[name], held(table[name], model.parameters[name]))
+        values, rows = held(table[name], model.parameters[name]), published_shapes(config, table[name])[0][0]
+        if table[name].row.is_conv1d:
+            return values.T
+        # Padding is left out if all of its bits are 0, as training leaves them; another program's values are kept.
+        return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
 
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in table.items():
-        possible = stored_model.published_shapes(config, tensor)
+        possible = published_shapes(config, tensor)
         # Only the shape of the token table depends on its values.
         shapes[name] = possible[0] if len(possible) == 1 else view(name).shape
     return safetensors.write_tensor_file(path, shapes, view, metadata_of(model), where=WRITE_OWN)
+
+
+def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
+    if tensor.row.is_conv1d:
+        return [tensor.shape[::-1]]
+    if tensor.row.axes[0] == "V" and config.padded_vocabulary > config.vocabulary:
+        return [(config.vocabulary, *tensor.shape[1:]), tensor.shape]
+    return [tensor.shape]
 
 
 def metadata_of(model: StoredModel) -> dict[str, str]:
@@ -256,7 +269,7 @@ def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Con
         got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
         require(not wrong, where, "the tensors must be those of the described GPT-2", got, FOREIGN)
     for name, tensor in table.items():
-        found, shapes = stored[name], stored_model.published_shapes(config, tensor)
+        found, shapes = stored[name], published_shapes(config, tensor)
         rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(found.dtype)}
         require(found.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
         rule, got = f"{name} must have shape {' or '.join(map(str, shapes))}", {"path": path, "shape": found.shape}

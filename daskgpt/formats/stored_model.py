@@ -1,5 +1,5 @@
-"""Common parts of the formats: models whose tensors are read when they are looked up, layouts of tensors in files,
-checks of files that other programs wrote.
+"""Common parts of the formats: models whose tensors are read when they are looked up, checks of files that other
+programs wrote.
 
 Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding; llm.c has both as
 they are here. Both formats may also have 16-bit values. What is read is always float32 in the shape of the table.
@@ -79,7 +79,7 @@ class StoredModel:
         return replace(self, parameters={name: in_memory(values) for name, values in self.parameters.items()})
 
 
-# Layouts of tensors
+# Tensors in files
 
 
 def require_defaults(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
@@ -94,27 +94,6 @@ def require_defaults(config: GPT2Config, known: Collection[str], where: str, fil
         value = getattr(config, f.name)
         rule, advice = f"{file} has no {f.name}, which must be {f.default}", "Write a .safetensors file instead."
         require(f.name in known or value == f.default, where, rule, {f.name: value}, advice)
-
-
-def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
-    if tensor.row.is_conv1d:
-        return [tensor.shape[::-1]]
-    if tensor.row.axes[0] == "V" and config.padded_vocabulary > config.vocabulary:
-        return [(config.vocabulary, *tensor.shape[1:]), tensor.shape]
-    return [tensor.shape]
-
-
-def to_published(config: GPT2Config, tensor: Tensor, values: np.ndarray) -> np.ndarray:
-    """Return a view of a tensor in the layout of files, which need not be contiguous.
-
-    Shapes   tensor.shape -> one of published_shapes: padding is left out if all of its bits are 0, as training leaves
-             them; other values, from another program, are kept
-    """
-    if tensor.row.is_conv1d:
-        return values.T
-    rows = published_shapes(config, tensor)[0][0]
-    return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
 
 
 def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:

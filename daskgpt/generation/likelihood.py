@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,16 +50,11 @@ def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: 
         yield losses_of(decoder, rows, read[1:])
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The likeliest completion by the nats of all of its tokens together, and by their mean."""
-
-    right: bool
-    right_normalised: bool
-
-
-def answers(weights: Weights, questions: Iterable[Question], context: int, threads: int = 0) -> Iterator[Answer]:
-    """Yield a model's answer to each question; of a context that is too long, the end is read.
+def answers(
+    weights: Weights, questions: Iterable[Question], context: int, threads: int = 0
+) -> Iterator[tuple[bool, bool]]:
+    """Yield for each question whether a model's likeliest completion is the right one: by the nats of all of its tokens
+    together, and by their mean. Of a context that is too long, the end is read.
 
     Errors   ValueError for a completion that does not fit the model's context after one token
     """
@@ -73,8 +67,8 @@ def answers(weights: Weights, questions: Iterable[Question], context: int, threa
             decoder = decoder_of(weights, count, context, threads)
         before = question.context[-(context - longest) :].tolist()
         nats = _completions(decoder, before, [each.tolist() for each in question.completions])
-        sums, means = [float(each.sum()) for each in nats], [float(each.mean()) for each in nats]
-        yield Answer(int(np.argmin(sums)) == question.label, int(np.argmin(means)) == question.label)
+        likeliest, normalised = np.argmin([each.sum() for each in nats]), np.argmin([each.mean() for each in nats])
+        yield bool(likeliest == question.label), bool(normalised == question.label)
 
 
 def _completions(decoder: Decoder | EagerDecoder, context: list[int], completions: list[list[int]]) -> list[np.ndarray]:
