@@ -126,10 +126,10 @@ def test_invalid_index_is_refused(index, content, keyword):
 
 def test_an_index_and_files_that_do_not_fit(index, tmp_path):
     of = json.loads(index.read_text())["weight_map"]
-    (tmp_path / "copy.safetensors").write_bytes((tmp_path / of["strided"]).read_bytes())
+    (tmp_path / "copy.safetensors").write_bytes((tmp_path / of["reversed"]).read_bytes())
     for changed, kind, keyword in (
-        (of | {"strided": "absent.safetensors"}, FileNotFoundError, "absent"),
-        (of | {"strided": "copy.safetensors"}, ValueError, "must be in one file"),
+        (of | {"reversed": "absent.safetensors"}, FileNotFoundError, "absent"),
+        (of | {"reversed": "copy.safetensors"}, ValueError, "must be in one file"),
     ):
         index.write_text(json.dumps({"weight_map": changed}))
         refused(index, keyword, kind)

@@ -95,11 +95,10 @@ class Preparation:
         Errors   ValueError if a part has no text
         """
         training, validation = folder.parts.values()
-        got = {"documents": training.documents + validation.documents}
-        got |= {"validation_fraction": self.config.validation_fraction}
+        documents, fraction = training.documents + validation.documents, self.config.validation_fraction
         for kind, part in (("training", training), ("validation", validation)):
             rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
-            require(part.tokens > 0, WHERE, rule, got, advice)
+            require(part.tokens > 0, WHERE, rule, {"documents": documents, "validation_fraction": fraction}, advice)
         sizes = [[source.name, source.size] for source in self.sources]
         inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
         ids = tokenizer.vocabulary_size(name)

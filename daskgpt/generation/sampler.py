@@ -144,7 +144,8 @@ def prompt_ids(config: GPT2Config, prompt: Any) -> list[int]:
     Errors   TypeError for anything but whole numbers, such as text, numbers with a fraction, or several rows;
              ValueError for none of them, and for one outside the vocabulary
     """
-    tokens = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) else [None]
+    listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes)
+    tokens: list[Any] = list(prompt) if listed else [None]
     rule, advice = "the prompt must be whole numbers, the ids of tokens", "Encode it: list(b'text') for bytes."
     whole, shown = all(isinstance(token, Integral) for token in tokens), " ".join(repr(prompt).split())[:40]
     require(whole, "sample", rule, {"prompt": shown}, advice, TypeError)
