@@ -24,7 +24,7 @@ from daskgpt.config.settings import documented, setting
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, DecodingConfig, Rate, Texts, prompt_ids
-from daskgpt.generation.sanitize import end_of_text, readable, shown
+from daskgpt.generation.sanitize import readable, shown
 from daskgpt.schedulers.machine import copy_rate
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
@@ -65,7 +65,7 @@ class Writer:
     @property
     def end(self) -> int | None:
         """The token that ends a text."""
-        return end_of_text(self.encoding) if self.options.end == "stop" else None
+        return self.encoding.eot_token if self.options.end == "stop" else None
 
     def print(self, tokens: Iterable[int | None]) -> None:
         """Print the text of tokens as they arrive."""

@@ -183,7 +183,7 @@ def test_checkpoint_of_another_step_or_version_is_refused(saved, tmp_path):
         checked_state(moved)
     state = json.loads((moved / "state.json").read_text()) | {"version": 2}
     del state[checkpoint.DIGEST]
-    state[checkpoint.DIGEST] = checkpoint._digest_of(state)
+    state[checkpoint.DIGEST] = checkpoint.digest_of(state)
     (moved / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="version"):
         checked_state(moved)

@@ -14,7 +14,7 @@ from daskgpt import generate
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts, window
-from daskgpt.generation.sanitize import end_of_text, shown
+from daskgpt.generation.sanitize import shown
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_until_ends_a_text(written):
 
 def test_end_of_text_is_not_shown_and_words_may_span_tokens():
     encoding = get_encoding("bytes")
-    assert (end := end_of_text(encoding)) == 256
+    assert (end := encoding.eot_token) == 256
     assert list(shown(encoding, [97, 256, 98], end)) == list(shown(encoding, [97, None], end)) == [97]
     assert list(shown(encoding, [97, 256, 98])) == [97, 256, 98]
     assert bytes(shown(encoding, "a né new".encode(), until="né")).decode() == "a né"

@@ -8,7 +8,7 @@ import pytest
 from small_runs import fit, losses_of, tensors_of
 
 import daskgpt
-from daskgpt.training.checkpoint import _digest_of
+from daskgpt.config.files import digest_of
 
 
 def resume(folder, **changes):
@@ -67,7 +67,7 @@ def test_address_in_a_folder_is_not_used(address, small_text, tmp_path, monkeypa
     known = json.loads(state.read_text())
     del known["sha256"]
     known["asked"]["scheduler"] = known["configuration"]["dataflow"]["scheduler"] = address
-    state.write_text(json.dumps(known | {"sha256": _digest_of(known)}))
+    state.write_text(json.dumps(known | {"sha256": digest_of(known)}))
     with pytest.raises(ValueError, match=rf"--scheduler {address}"):
         resume(out, run={"steps": 14})
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:2")

@@ -3,6 +3,7 @@
 import errno
 import glob
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from daskgpt.config.errors import refusal, require
 
@@ -66,6 +67,11 @@ def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
                 os.posix_fadvise(file.fileno(), position, part.nbytes, os.POSIX_FADV_DONTNEED)
             position += part.nbytes
     return digest.hexdigest()
+
+
+def digest_of(known: Any) -> str:
+    """Return the SHA-256 of a value as JSON, in hexadecimal."""
+    return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def open_no_link(path: Path, mode: str) -> BinaryIO:

@@ -18,10 +18,10 @@ import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing
+from daskgpt.config.files import digest_of, replacing
 from daskgpt.data import corpus, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig
-from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, digest_of, locked_folder, read_manifest
+from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, locked_folder, read_manifest
 from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, known_vocabulary, read_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out

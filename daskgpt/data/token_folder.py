@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import not_written, replacing, sync_folder
+from daskgpt.config.files import digest_of, not_written, replacing, sync_folder
 from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
 
 WHERE = "prepare"
@@ -117,11 +117,6 @@ class Encoded:
     last: int
     skipped: int
     end_of_text: int
-
-
-def digest_of(known: Any) -> str:
-    """Return the SHA-256 of a value as JSON."""
-    return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path, where: str) -> Manifest:

@@ -10,8 +10,6 @@ from itertools import chain
 
 from tiktoken import Encoding
 
-from daskgpt.formats.vocabulary import END_OF_TEXT
-
 MOST_IN_A_RUN = 4  # escapes that are shown of a run of unprintable characters
 
 # Control characters except newline, tab and the return before a newline; characters that reverse the direction of a
@@ -54,11 +52,6 @@ def _escape(character: str) -> str:
     if 0xDC80 <= code <= 0xDCFF:  # a byte
         return f"\\x{code - 0xDC00:02x}"
     return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
-
-
-def end_of_text(encoding: Encoding) -> int:
-    """Return the id that ends a document."""
-    return int(encoding.encode_single_token(END_OF_TEXT))
 
 
 def shown(encoding: Encoding, tokens: Iterable[int | None], end: int | None = None, until: str = "") -> Iterator[int]:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import replacing, set_aside, sync_folder
+from daskgpt.config.files import digest_of, replacing, set_aside, sync_folder
 from daskgpt.config.model import GPT2Config
 from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
@@ -106,7 +106,7 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[
         files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": own} for name, own in digests.items()}
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(temporary / STATE, "write_checkpoint") as file:
-            file.write(json.dumps(state | {DIGEST: _digest_of(state)}, indent=1).encode() + b"\n")
+            file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
         sync_folder(temporary)
         before_rename()
         os.rename(temporary, target)
@@ -143,10 +143,6 @@ def point(link: Path, name: str) -> None:
 
 def _unique() -> str:
     return f"{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _digest_of(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def remove_leftovers(run: Path) -> None:
@@ -233,7 +229,7 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
         state = read_json(folder / STATE, "read_checkpoint", STATE)
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{STATE} {'is missing' if isinstance(error, OSError) else 'is no JSON'}") from error
-    if state.pop(DIGEST, None) != _digest_of(state):
+    if state.pop(DIGEST, None) != digest_of(state):
         raise DamagedCheckpoint(f"{STATE} has changed")
     rule, got = f"the version of {STATE} must be {VERSION}", {"path": folder, "version": short(state.get("version"))}
     advice = "Read it with the daskgpt that wrote it, or a newer one."
