@@ -9,29 +9,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from daskgpt.config.flags import Parser, add_flags, called, from_flags, run_command
-from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.data.corpus import PrepareConfig
 from daskgpt.data.preparation import Preparation
 from daskgpt.data.token_folder import Manifest, Part
 from daskgpt.schedulers.opening import open_scheduler
-
-
-@documented
-@dataclass(frozen=True)
-class WorkersConfig(Checked):
-    """Processes and threads that encode. They change no byte."""
-
-    scheduler: str = setting(
-        "auto",
-        "sync, threads, local, tcp://host:port, tls://host:port or file:scheduler.json; auto = the address in "
-        "DASK_SCHEDULER_ADDRESS, else threads",
-    )
-    threads: int = setting(0, "threads, or worker processes of local; 0 = one a core", least=0, most=2**12)
 
 
 def main(arguments: list[str]) -> int:
@@ -40,14 +25,12 @@ def main(arguments: list[str]) -> int:
     flags = Parser(prog="daskgpt.prepare", description=__doc__)
     flags.add_argument("inputs", metavar="INPUT", nargs="+", help="file, folder or glob")
     add_flags(flags, PrepareConfig)
-    add_flags(flags, WorkersConfig)
     values = flags.parse_args(arguments)
     config: PrepareConfig = from_flags(PrepareConfig, values)
-    workers: WorkersConfig = from_flags(WorkersConfig, values)
     preparation = Preparation(values.inputs, config)
     done = [0]
     with (
-        open_scheduler(workers.scheduler, workers.threads) as scheduler,
+        open_scheduler(config.scheduler, config.threads) as scheduler,
         # Only for a terminal, where a user waits.
         tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc="text") as line,
     ):

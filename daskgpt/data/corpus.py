@@ -45,7 +45,10 @@ _A_CHARACTER = re.compile(rb"[^\x80-\xbf]")
 @documented
 @dataclass(frozen=True)
 class PrepareConfig(Checked):
-    """Input and output of the preparation."""
+    """Input, output and workers of the preparation.
+
+    Scheduler and threads change no byte.
+    """
 
     out: str = setting("", "folder to write; if the same command has begun it, it is continued")
     encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
@@ -59,6 +62,10 @@ class PrepareConfig(Checked):
         "", "separator of the documents of a text file, such as <|endoftext|>; empty = one document per file"
     )
     undecodable: str = setting(REFUSE, "handling of a document that is not UTF-8", choices=(REFUSE, REPLACE, SKIP))
+    scheduler: str = setting(
+        "auto", "sync, threads, local, or an address (see train); auto = DASK_SCHEDULER_ADDRESS, else threads"
+    )
+    threads: int = setting(0, "threads, or worker processes of local; 0 = one a core", least=0, most=2**12)
 
     def __post_init__(self) -> None:
         super().__post_init__()

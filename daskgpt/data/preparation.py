@@ -46,7 +46,7 @@ class Preparation:
         else:
             tokenizer.check_learnable(config.learn_vocabulary, WHERE)
         # The settings that, with the inputs, decide the tokens.
-        known = {name: value for name, value in asdict(config).items() if name != "out"}
+        known = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
         self.settings = known | {"encoding": self.encoding, "block_bytes": corpus.BLOCK_BYTES}
 
     def run(self, each: Each, tell: Callable[[int], None]) -> Manifest:
@@ -218,23 +218,22 @@ class BlockEncoder:
         """Encode a block. Cost   tiktoken's time, without Python's lock"""
         codec = _codec(self.name, self.content, threading.get_ident())
         runs: tuple[list[list[str]], list[list[str]]] = ([], [])
-        sizes, skipped, first, last, continues = [0, 0], 0, -1, -1, False
+        sizes, skipped, continued, last = [0, 0], 0, -1, None
         for passage in passages_of(block, self.config):
             if passage is None:
                 skipped, last = skipped + 1, -1
                 continue
             part = int(passage.held_out)
-            if first < 0:
-                first, continues = part, not passage.opens
+            if last is None and not passage.opens:
+                continued = part
             if part != last or passage.opens:
                 runs[part].append([])
             runs[part][-1].append(passage.text)
             sizes[part] += passage.size
             last = part
-        goes_on = [continues and part == first for part in range(2)]
-        tokens = [_encoded(codec, own, unmarked) for own, unmarked in zip(runs, goes_on)]
-        documents = [len(own) - unmarked for own, unmarked in zip(runs, goes_on)]
-        return Encoded(tokens, documents, sizes, continues, first, last, skipped, codec.eot_token)
+        tokens = [_encoded(codec, own, part == continued) for part, own in enumerate(runs)]
+        documents = [len(own) - (part == continued) for part, own in enumerate(runs)]
+        return Encoded(tokens, documents, sizes, continued, last, skipped, codec.eot_token)
 
 
 @lru_cache(maxsize=256)

@@ -103,8 +103,9 @@ class Encoded:
     tokens       of both parts, (N,) uint16
     documents    number in both parts; consecutive passages of one text count once
     sizes        of both parts' texts in UTF-8 [bytes]
-    continues    whether it may continue the previous block: then its first tokens have no end-of-text before them
-    first, last  parts of its first and its last passage, -1 if there is none
+    continued    the part of a first passage that may continue the previous block, and has no end-of-text before it; -1
+                 if there is none
+    last         the part of the last passage, -1 if that was skipped; None for a block without any
     skipped      number of documents that could not be decoded
     end_of_text  id of the token
     """
@@ -112,9 +113,8 @@ class Encoded:
     tokens: list[np.ndarray]
     documents: list[int]
     sizes: list[int]
-    continues: bool
-    first: int
-    last: int
+    continued: int
+    last: int | None
     skipped: int
     end_of_text: int
 
@@ -230,14 +230,14 @@ class FolderWriter:
         Errors   OSError if the system refuses, with the path
         """
         with _writing(self.folder):
-            if block.continues and self.last != block.first:
-                self._append(PARTS[block.first], np.array([block.end_of_text], np.uint16))
-                self.parts[PARTS[block.first]].documents += 1
+            if block.continued >= 0 and self.last != block.continued:
+                self._append(PARTS[block.continued], np.array([block.end_of_text], np.uint16))
+                self.parts[PARTS[block.continued]].documents += 1
             for name, tokens, documents, size in zip(PARTS, block.tokens, block.documents, block.sizes):
                 self._append(name, tokens)
                 self.parts[name].documents += documents
                 self.parts[name].bytes += size
-            if block.first >= 0 or block.skipped:
+            if block.last is not None:
                 self.last = block.last
             self.skipped += block.skipped
             self.blocks += 1
