@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import tee
 
 from tiktoken import Encoding
 
@@ -98,22 +99,15 @@ def main(arguments: list[str]) -> int:
 def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
     """Print each prompt and its continuation: the first as it is generated, the others when all are complete."""
     texts = writer.texts([ids for _, ids in prompts], max(len(ids) for _, ids in prompts) + writer.options.tokens)
+    coming, kept = tee(writer.write(texts))
     found: list[list[int | None]] = []
-
-    def first() -> Iterator[int | None]:
-        """Yield the first text's tokens; collect those of all."""
-        for tokens in writer.write(texts):
-            found.append(tokens)
-            yield tokens[0]
-
-    coming = first()
     for number, (prompt, _) in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
         print(prompt, end="", flush=True)
-        writer.print([tokens[number] for tokens in found] if number else coming)
-        if len(prompts) > 1:
-            list(coming)  # the others may be longer than the first one
+        writer.print(tokens[number] for tokens in (found if number else coming))
+        if len(prompts) > 1 and not number:
+            found = list(kept)  # the others may be longer than the first one
         print(flush=True)
     return texts
 

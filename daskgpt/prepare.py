@@ -28,30 +28,20 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     config: PrepareConfig = from_flags(PrepareConfig, values)
     preparation = Preparation(values.inputs, config)
-    done = [0]
     with (
         open_scheduler(config.scheduler, config.threads) as scheduler,
         # Only for a terminal, where a user waits.
         tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc="text") as line,
     ):
         scheduler.admit(packed=False)
-
-        def tell(size: int) -> None:
-            done[0] += size
-            line.update(size)
-
-        manifest = preparation.run(scheduler.each, tell)
-    for text in report(config.out, manifest, time.perf_counter() - begin, done[0]):
-        print(text)
+        manifest = preparation.run(scheduler.each, line.update)
+    took = "already existed" if preparation.existed else f"in {time.perf_counter() - begin:.1f} s"
+    print("\n".join(report(config.out, manifest, took)))
     return 0
 
 
-def report(folder: str, manifest: Manifest, seconds: float, size: int) -> list[str]:
-    """Return lines on the content of a folder.
-
-    size   of the encoded text, 0 if nothing was left to do [bytes]
-    """
-    took = f"in {seconds:.1f} s" if size else "already existed"
+def report(folder: str, manifest: Manifest, took: str) -> list[str]:
+    """Return lines on the content of a folder."""
     skipped = [f"skipped    {manifest.skipped:,} documents that are not UTF-8"] if manifest.skipped else []
     wanted = manifest.settings["learn_vocabulary"]
     fewer = f"; no pairs were left to merge for {wanted:,}" if manifest.ids < wanted else ""

@@ -31,7 +31,10 @@ Each = Callable[[str, Callable[[corpus.Block], Encoded], Iterator[corpus.Block],
 
 
 class Preparation:
-    """Inputs and settings, checked before anything is encoded or written."""
+    """Inputs and settings, checked before anything is encoded or written.
+
+    existed   whether `run` found a folder that was complete
+    """
 
     def __init__(self, inputs: list[str], config: PrepareConfig) -> None:
         """inputs   files, folders and globs
@@ -49,7 +52,7 @@ class Preparation:
         known = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
         self.settings = known | {"encoding": self.encoding, "block_bytes": corpus.BLOCK_BYTES}
 
-    def run(self, each: Each, tell: Callable[[int], None]) -> Manifest:
+    def run(self, each: Each, tell: Callable[[int], object]) -> Manifest:
         """Make the folder, or continue it; its bytes depend on neither the scheduler nor the number of stops.
 
         each   see schedulers.protocol.Scheduler.each
@@ -61,7 +64,8 @@ class Preparation:
         decides = {"settings": self.settings, "files": [asdict(source) for source in self.sources]}
         with locked_folder(self.config.out) as path:
             folder = FolderWriter(path, decides, self.config.shard_tokens)
-            if folder.finished:
+            self.existed = folder.finished
+            if self.existed:
                 return read_manifest(path, WHERE)
             name = self.encoding or self._learned(folder)
             content = known_vocabulary(name).content if is_learned(name) else ""

@@ -83,8 +83,7 @@ class Decoder:
     most_rows = MOST_ROWS
 
     def __init__(self, weights: Weights, texts: int, capacity: int, threads: int) -> None:
-        config = weights.config
-        self.weights, self.texts = weights, texts
+        self.weights, config = weights, weights.config
         self.threads = threads or max(1, min(usable_cores(), weights.bytes // BYTES_A_THREAD))
         channels, heads = config.channels, config.heads
         self.capacity, width = ceiling(capacity, GROUP), ceiling(channels // heads, LANES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -51,20 +51,18 @@ def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: 
 
 
 def answers(
-    weights: Weights, questions: Iterable[Question], context: int, threads: int = 0
+    weights: Weights, questions: Sequence[Question], context: int, threads: int = 0
 ) -> Iterator[tuple[bool, bool]]:
     """Yield for each question whether a model's likeliest completion is the right one: by the nats of all of its tokens
     together, and by their mean. Of a context that is too long, the end is read.
 
     Errors   ValueError for a completion that does not fit the model's context after one token
     """
-    decoder: Decoder | EagerDecoder | None = None
+    decoder = decoder_of(weights, max(len(question.completions) for question in questions), context, threads)
     for question in questions:
-        longest, count = max(map(len, question.completions)), len(question.completions)
+        longest = max(map(len, question.completions))
         rule, got = "a completion must fit the model's context after a token", {"tokens": longest, "context": context}
         require(longest < context, "evaluate", rule, got, "Take a model with a longer context.")
-        if decoder is None or decoder.texts < count:
-            decoder = decoder_of(weights, count, context, threads)
         before = question.context[-(context - longest) :].tolist()
         nats = _completions(decoder, before, [each.tolist() for each in question.completions])
         likeliest, normalised = np.argmin([each.sum() for each in nats]), np.argmin([each.mean() for each in nats])
