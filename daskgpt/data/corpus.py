@@ -29,7 +29,7 @@ WHERE = "prepare"
 BLOCK_BYTES = 2**22  # bytes of text that one task encodes
 SEARCHED = 2**16  # bytes in which a text is searched for a place to cut; without one it is cut between two characters
 LOOKED_AT = 2**13  # first bytes of a file in a folder: with a zero among them, it is not text and skipped
-ROWS = 256  # of Parquet read at a time
+ROWS = 16  # of Parquet read at a time: few, since a text may be a book
 
 TEXT, RECORDS, ROWS_OF_TEXT = "text", "records", "rows"
 _ENDINGS = {".jsonl": RECORDS, ".ndjson": RECORDS, ".parquet": ROWS_OF_TEXT}
@@ -150,19 +150,15 @@ def blocks(sources: list[SourceFile], config: PrepareConfig) -> Iterator[Block]:
 
     Errors   ValueError for invalid files, OSError for unreadable ones, when they are reached
     """
-    gathered: list[Piece] = []
-    held = 0
+    gathered, held = list[Piece](), 0
     for source in sources:
-        small = source.size <= BLOCK_BYTES and not source.packing and source.kind != ROWS_OF_TEXT
-        if gathered and (not small or held + source.size > BLOCK_BYTES):
-            yield tuple(gathered)
-            gathered, held = [], 0
         for piece in _rows(source, config.field) if source.kind == ROWS_OF_TEXT else _pieces(source, config.separator):
-            if small:
-                gathered.append(piece)
-                held += source.size
-            else:
-                yield (piece,)
+            size = len(piece.content) if isinstance(piece.content, bytes) else sum(map(len, piece.content))
+            if gathered and held + size > BLOCK_BYTES:
+                yield tuple(gathered)
+                gathered, held = [], 0
+            gathered.append(piece)
+            held += size
     if gathered:
         yield tuple(gathered)
 
@@ -220,7 +216,7 @@ def _opened(source: SourceFile) -> Any:
 
 
 def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
-    """Yield the texts of a Parquet file's column, some megabytes at a time."""
+    """Yield the texts of a Parquet file's column, some at a time."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -232,16 +228,11 @@ def _rows(source: SourceFile, field: str) -> Iterator[Piece]:
             kind = file.schema_arrow.field(field).type
             texts = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
             require(texts, WHERE, "the column must hold texts", got | {"type": kind}, "Name another with --field.")
-            held, start, held_bytes = list[str](), 0, 0
+            start = 0
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    held.append(text or "")
-                    held_bytes += len(held[-1])
-                    if held_bytes >= BLOCK_BYTES:
-                        yield Piece(source.path, source.kind, start, tuple(held))
-                        held, start, held_bytes = [], start + len(held), 0
-            if held:
-                yield Piece(source.path, source.kind, start, tuple(held))
+                rows = tuple(text or "" for text in batch.column(0).to_pylist())
+                yield Piece(source.path, source.kind, start, rows)
+                start += len(rows)
     except pyarrow.ArrowException as error:
         found = f"file={source.path} ({str(error).splitlines()[0][:100]})"
         raise refusal(ValueError, WHERE, "the file must be complete Parquet", found, "Make it again.") from error
