@@ -88,7 +88,7 @@ def train(
         step = TrainingStep(*arguments, StepOptions(**options, in_place=True), rank)
         scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         own = {name: value.copy() for name, value in initial.items()}  # it is written over
-        state, outcomes, rows = step.initial(own), list[Outcome](), slice(*step.sequences)
+        state, outcomes, rows = step.initial(own), list[Outcome](), step.sequences
         mine = [(tokens[rows], targets[rows]) for tokens, targets in batches]
         if options.get("barrier") == "none":
             outcomes, state = step.window(scheduler, state, mine, len(batches))

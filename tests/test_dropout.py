@@ -20,7 +20,7 @@ from daskgpt.kernels.dropout import dropped, philox, streams, threshold_of
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.step import StepInputs, StepOptions, TrainingStep, gradients_of
+from daskgpt.training.step import StepOptions, TrainingStep, gradients_of, input_values, of_sequences
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["dropout"]
 DROPPING = OptimizerConfig(dropout=0.2, warmup=3)
@@ -140,10 +140,10 @@ def test_replicas_share_the_masks_of_one_model(small_text):
 
 def test_keys_follow_sequences_and_bad_rates_are_refused():
     tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
-    part = StepInputs(tokens, None, np.zeros(3), streams(0, 1, 4)).of(2, 4)
-    np.testing.assert_array_equal(part.tokens, tokens[2:])
-    np.testing.assert_array_equal(part.streams, streams(0, 1, 4)[2:])
-    assert (part.targets, len(part.hyper)) == (None, 3)
+    part = of_sequences(input_values(tokens, None, np.zeros(3), streams(0, 1, 4)), slice(2, 4))
+    np.testing.assert_array_equal(part["tokens"], tokens[2:])
+    np.testing.assert_array_equal(part["streams"], streams(0, 1, 4)[2:])
+    assert ("targets" in part, len(part["hyper"]), len(part["positions"])) == (False, 3, 2)
     for rate in (1.0, -0.1):
         with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\)"):
             OptimizerConfig(dropout=rate)

@@ -22,7 +22,6 @@ from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.recording import STATE, CompiledStep, GraphRun, Layout
 from daskgpt.kernels.floating_point import flush_to_zero
 from daskgpt.kernels.optimizers import nesterov
-from daskgpt.model.optimizer import hyper_of
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import Precision, copy_of, values_of
 from daskgpt.schedulers.machine import available_memory
@@ -31,17 +30,16 @@ from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Job, of_replica
 from daskgpt.training.step import (
     NO_LIMITS,
+    Arrays,
     Batch,
     Limits,
     Outcome,
     State,
-    StepInputs,
     StepOptions,
     Steps,
     TrainingStep,
-    held_weights,
-    input_values,
-    streams_of,
+    as_weights,
+    of_sequences,
 )
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to show progress
@@ -51,11 +49,7 @@ Timed = tuple[list[Outcome], float]  # outcomes of a replica's steps, and how lo
 
 
 def inner_steps(
-    runnable: CompiledStep,
-    names: Layout,
-    inputs: Sequence[StepInputs],
-    shared: bool,
-    *packs: tuple[Any, ...],
+    runnable: CompiledStep, names: Layout, inputs: Sequence[Arrays], shared: bool, *packs: tuple[Any, ...]
 ) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
     """Make some steps of one replica; return their outcomes and duration, the weights, and the moments.
 
@@ -71,7 +65,7 @@ def inner_steps(
     named = {n: copy_of(values[n]) if shared and n.startswith("weight.") else values[n] for n in own}
     state, outcomes = [tuple(named.values())], []
     for each in inputs:
-        run = runnable.submission(input_values(each), state)
+        run = runnable.submission(each, state)
         handles, _ = runnable.split(list(get_sync(with_leaves(run.graph, run.leaves), run.keys)), state)
         outcomes.append(Outcome.of(runnable.output(handles)))
     weights = tuple(value for name, value in named.items() if name.startswith("weight."))
@@ -108,7 +102,7 @@ def outer_step(
 
 def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
     """Record a step of one replica, as one task that writes over the state."""
-    options = StepOptions(grain="step", in_place=True, groups=job.groups)
+    options = StepOptions(grain="step", in_place=True, groups=job.groups, seed=job.run.seed)
     return TrainingStep(job.config, job.replica_shape, chunk, job.optimizer, job.precision, options)
 
 
@@ -128,6 +122,7 @@ class LocalSteps(Steps):
     ) -> None:
         """peers   set where other ranks have some of the replicas"""
         self.job, self.scheduler, self.replicas, self.peers = job, scheduler, job.local.replicas, peers
+        self.rank, self.rank_count = (peers.number, peers.count) if peers else (0, 1)
         self.chunks = ChunkChoice(job.config, job.replica_shape, job.dataflow, job.precision, 1, in_place=True)
         self.step = replica_step(job, self.chunks.first)
         free, at_once = available_memory(), min(self.replicas, scheduler.threads)
@@ -135,9 +130,8 @@ class LocalSteps(Steps):
             say(f"memory     {warning}")
         self.table = tensors(job.config)
         (names,) = self.step.runnable.layout.packs
-        self.weights, self.moments = (
-            tuple(name for name in names if name.startswith("weight.") == wanted) for wanted in (True, False)
-        )
+        self.weights = tuple(name for name in names if name.startswith("weight."))
+        self.moments = tuple(name for name in names if not name.startswith("weight."))
         self.shards = _shards({name: prod(tensor.shape) for name, tensor in self.table.items()}, self.replicas)
         by_shard = [tuple(f"{kind}.{n}" for n in names) for kind in ("weight", OUTER) for names in self.shards]
         both = (self.moments, self.weights)
@@ -151,37 +145,43 @@ class LocalSteps(Steps):
         most = max(1, round(TASK_SECONDS / max(self.seconds, 1e-6)))
         return -(-left // -(-left // most))
 
-    def initial(
-        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
-    ) -> State:
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return the state at the beginning of a round; see `JobSteps.initial`."""
-        job, layout = self.job, Layout(self.layout.packs[: -self.replicas])
-        values: dict[str, Any] = held_weights(job.config, parameters, job.precision)
-        for key, tensor in job.moments.items():
-            values[key] = moments[key] if moments else np.full(tensor.shape, 0, job.precision.dtype)
-        return State(self.layout, layout.pack(values), step)
+        return self.state_of(as_weights({name: parameters[name] for name in self.table}) | dict(moments or {}), step)
 
-    def run(
-        self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
-    ) -> tuple[list[Outcome], State]:
+    def state_of(self, values: Arrays, step: int) -> State:
+        """Return the state after some steps from its arrays; moments that are missing are zeros."""
+        precision, moments = self.job.precision, self.job.moments
+
+        def held(name: str) -> Any:
+            if name in moments:
+                return values[name] if name in values else np.full(moments[name].shape, 0, precision.dtype)
+            return precision.hold(self.table[name.partition(".")[2]], values[name])
+
+        begins = self.job.begins_round(step)
+        layout = Layout(self.layout.packs[: -self.replicas]) if begins else self.layout
+        packs = [tuple(map(held, names)) if self.is_here(n) else None for n, names in enumerate(layout.packs)]
+        return State(self.layout, packs, step)
+
+    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
         """Make a step a batch, all of one round; return the means of the replicas' outcomes, and the next state."""
-        timed, state = self.run_own(state, batches, length)
+        timed, state = self.run_own(state, batches)
         return self.mean([timed]), state
 
-    def run_own(self, state: State, batches: Sequence[Batch], length: int = 0) -> tuple[dict[int, Timed], State]:
+    def run_own(self, state: State, batches: Sequence[Batch]) -> tuple[dict[int, Timed], State]:
         """Make the steps of the replicas that are here; return the outcomes of each.
 
         batches   their sequences
         """
         end, shards = state.step + len(batches), len(self.shards)
         meets = self.job.meets(end)
-        stretch = _Stretch(self, state, batches, length or self.job.horizon.at(state.step))
-        outer = [stretch.outer(shard) for shard in range(shards)] if meets else []
-        graph, keys = stretch.graph, [*stretch.inner, *outer]
+        graph, inner, outer = self._stretch(state, batches, meets)
+        keys = [*inner, *outer]
         if self.peers:
-            homes = stretch.homes | {(STATE, number): self.home(number) for number in range(len(state.packs))}
-            ranks = {key: self.rank_of(home) for key, home in homes.items()}
-            keys = [key for key in keys if ranks[key] == self.peers.number]
+            # The second part of a task's key is the replica whose rank runs it.
+            ranks = {key: self.rank_of(key[1]) for key in graph}
+            ranks |= {(STATE, pack): self.rank_of(self.home(pack)) for pack in range(len(state.packs))}
+            keys = [key for key in keys if ranks[key] == self.rank]
             graph, sent = own_part(graph, ranks, self.peers)
             keys.append(sent)
         read = {key for node in graph.values() for key in node.dependencies}
@@ -192,9 +192,43 @@ class LocalSteps(Steps):
             return [found[key][place] if key in found else None for key in tasks]
 
         packs = [*parts(outer, 0), *parts(outer, 1)] if meets else state.packs[: 2 * shards]
-        packs += [*parts(stretch.inner, 2), *([] if meets else parts(stretch.inner, 1))]
-        timed = {replica: found[key][0] for replica, key in enumerate(stretch.inner) if key in found}
+        packs += [*parts(inner, 2), *([] if meets else parts(inner, 1))]
+        timed = {replica: found[key][0] for replica, key in enumerate(inner) if key in found}
         return timed, State(self.layout, packs, end)
+
+    def _stretch(self, state: State, batches: Sequence[Batch], meets: bool) -> tuple[Graph, list[Key], list[Key]]:
+        """Return the graph of some steps of a round, the tasks of the replicas' steps, and those of the outer step.
+
+        meets   whether the round ends with them
+        """
+        job, shards, graph = self.job, len(self.shards), Graph()
+        begins = len(state.packs) < len(self.layout.packs)
+        size, here = job.replica_shape[0], share_of_rank(self.rank, self.rank_count, self.replicas)
+        rows, length = slice(size * here.start, size * here.stop), job.horizon.at(state.step)
+        inputs = [self.step.inputs(own, n, length, rows=rows) for n, own in enumerate(batches, state.step)]
+        names = Layout((*(self.layout.packs[:shards] if begins else [self.weights]), self.moments))
+
+        def add(kind: str, function: Callable[..., Any], needs: Sequence[Key], home: int, part: int = 0) -> Key:
+            key = (f"{kind}-replicas_-{self.step.recorded.token}", home, part)
+            graph[key] = task(key, function, needs)
+            return key
+
+        inner, outer = list[Key](), list[Key]()
+        for replica in range(self.replicas):
+            own = slice(size * (replica - here.start), size * (replica - here.start + 1))
+            mine = [of_sequences(each, own) for each in inputs] if replica in here else []
+            function = partial(inner_steps, self.step.runnable, names, mine, begins)
+            weights = range(shards) if begins else [2 * shards + self.replicas + replica]
+            needs = [(STATE, number) for number in (*weights, 2 * shards + replica)]
+            inner.append(add("inner.steps", function, needs, replica))
+        places = {name: place for place, name in enumerate(self.table)}
+        for shard, members in enumerate(self.shards if meets else ()):
+            take = partial(end_of_round, [places[name] for name in members])
+            ends = [add("inner.end", take, [key], replica, shard) for replica, key in enumerate(inner)]
+            function = partial(outer_step, [self.table[name] for name in members], job.precision, job.local)
+            needs = [(STATE, shard), (STATE, shards + shard), *ends]
+            outer.append(add("outer.step", function, needs, shard))
+        return graph, inner, outer
 
     def mean(self, timed: Sequence[Mapping[int, Timed]]) -> list[Outcome]:
         """Return the mean outcome of each step over the replicas of all ranks."""
@@ -209,63 +243,17 @@ class LocalSteps(Steps):
 
     def rank_of(self, replica: int) -> int:
         """Return the rank that has a replica."""
-        count = self.peers.count if self.peers else 1
-        return next(rank for rank in range(count) if replica in share_of_rank(rank, count, self.replicas))
+        ranks = range(self.rank_count)
+        return next(rank for rank in ranks if replica in share_of_rank(rank, self.rank_count, self.replicas))
 
     def home(self, pack: int) -> int:
         """Return the replica whose rank has a pack of the state."""
         shards = len(self.shards)
         return pack % shards if pack < 2 * shards else (pack - 2 * shards) % self.replicas
 
-
-class _Stretch:
-    """The graph of some steps of a round.
-
-    inner   the tasks of the replicas' steps
-    homes   task -> the replica whose rank runs it: its own, or the one with the number of its shard
-    """
-
-    def __init__(self, steps: LocalSteps, state: State, batches: Sequence[Batch], length: int) -> None:
-        self.steps, self.begins = steps, len(state.packs) < len(steps.layout.packs)
-        self.graph: Graph = {}
-        self.homes: dict[Key, int] = {}
-        job, peers, size = steps.job, steps.peers, steps.job.replica_shape[0]
-        here = share_of_rank(peers.number, peers.count, steps.replicas) if peers else range(steps.replicas)
-        inputs = []
-        for number, batch in enumerate(batches, state.step):
-            random = streams_of(job.optimizer, job.run.seed, number, job.batch_shape[0])
-            own = None if random is None else random[size * here.start : size * here.stop]
-            inputs.append(StepInputs(*batch, hyper_of(job.optimizer, steps.step.row, number, length), own))
-        self.inner = []
-        for replica in range(steps.replicas):
-            first = size * (replica - here.start)
-            mine = [each.of(first, first + size) for each in inputs] if replica in here else []
-            self.inner.append(self._inner(replica, mine))
-
-    def _inner(self, replica: int, inputs: Sequence[StepInputs]) -> Key:
-        """Add the steps of a replica, whose inputs are needed only where it is here."""
-        steps, shards = self.steps, len(self.steps.shards)
-        numbers = list(range(shards)) if self.begins else [2 * shards + steps.replicas + replica]
-        weights = steps.layout.packs[:shards] if self.begins else (steps.weights,)
-        names = Layout((*weights, steps.moments))
-        function = partial(inner_steps, steps.step.runnable, names, inputs, self.begins)
-        needs = [(STATE, number) for number in [*numbers, 2 * shards + replica]]
-        return self._add("inner.steps", function, needs, replica)
-
-    def outer(self, shard: int) -> Key:
-        """Add the outer step of a shard; return its task."""
-        steps, names = self.steps, self.steps.shards[shard]
-        places = {name: place for place, name in enumerate(steps.table)}
-        take = partial(end_of_round, [places[name] for name in names])
-        ends = [self._add("inner.end", take, [key], r, shard) for r, key in enumerate(self.inner)]
-        own = [steps.table[name] for name in names]
-        function = partial(outer_step, own, steps.job.precision, steps.job.local)
-        return self._add("outer.step", function, [(STATE, shard), (STATE, len(steps.shards) + shard), *ends], shard)
-
-    def _add(self, kind: str, function: Callable[..., Any], needs: Sequence[Key], home: int, part: int = 0) -> Key:
-        key = (f"{kind}-replicas_-{self.steps.step.recorded.token}", home, part)
-        self.graph[key], self.homes[key] = task(key, function, needs), home
-        return key
+    def is_here(self, pack: int) -> bool:
+        """Return whether this rank has a pack of the state."""
+        return self.rank_of(self.home(pack)) == self.rank
 
 
 def _shards(sizes: Mapping[str, int], count: int) -> list[tuple[str, ...]]:

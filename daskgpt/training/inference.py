@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import dask.array as da
 import numpy as np
@@ -18,9 +17,10 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.data.dataset import validation_batches
 from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.graph.fuse import Fusion
-from daskgpt.graph.nodes import Key, from_numpy, task
-from daskgpt.graph.recording import GraphRun, Layout, StepGraph
+from daskgpt.graph.nodes import from_numpy
+from daskgpt.graph.recording import Layout, StepGraph
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
+from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
@@ -29,12 +29,14 @@ from daskgpt.training.step import (
     EARLY_LAYERS,
     Lazy,
     State,
-    StepInputs,
+    as_weights,
     gradients_of,
     input_leaves,
     input_values,
     named_parameters,
-    parameter_leaves,
+    run_on_packs,
+    state_leaves,
+    weights_in,
 )
 
 Found = TypeVar("Found")
@@ -51,11 +53,9 @@ def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[s
     """
     if scheduler.in_place:
         return function(state.parameters(scheduler))
-    own, token = state.weights, uuid4().hex[:8]
-    leaves: dict[Key, Any] = {(f"state-{number}_-{token}",): pack for number, pack in enumerate(own.packs)}
-    key = (f"model.call_-{token}",)
-    graph = {key: task(key, partial(_call, function, own.layout), list(leaves))}
-    results: list[Found] = scheduler.fetch(scheduler.run(GraphRun(graph, leaves, [key])))
+    own = state.weights
+    call = partial(_call, function, own.layout), own.packs
+    results: list[Found] = scheduler.fetch(run_on_packs(scheduler, "model.call", [call]))
     return results[0]
 
 
@@ -83,7 +83,8 @@ class Inference:
         outputs: Lazy = {}
         tape = Tape(precision, Groups(groups))
         inputs = input_leaves(tape, batch_shape, chunk)
-        weights = parameter_leaves(tape, config, precision)
+        state = state_leaves(tape, as_weights(tensors(config)), precision)
+        weights = weights_in(state)
         if "logits" in wanted:
             outputs["logits"] = logits(Tape(precision), config, weights, inputs)
         if "activations" in wanted:
@@ -92,7 +93,6 @@ class Inference:
             outputs["loss"] = mean_loss(tape, config, weights, inputs)
         if "gradients" in wanted:
             outputs |= gradients_of(tape, weights, outputs["loss"])
-        state = {f"weight.{name}": weight for name, weight in weights.items()}
         recorded = StepGraph.of(tape.token, inputs, outputs, state, {}, layout=layout)
         # A task a chunk: there is work for all threads, and larger tasks only hand on less.
         self.runnable = recorded.merged(Fusion("chunk", EARLY_LAYERS).groups(recorded.unmerged))
@@ -107,7 +107,7 @@ class Inference:
         self, scheduler: Scheduler, state: State, batches: Sequence[tuple[np.ndarray, np.ndarray | None]]
     ) -> list[dict[str, np.ndarray]]:
         """Return the same for several batches, which are one graph and overlap."""
-        values = [input_values(StepInputs(tokens, targets)) for tokens, targets in batches]
+        values = [input_values(tokens, targets) for tokens, targets in batches]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
         return [self.runnable.output(own) for own in self.runnable.split_window(fetched, len(batches))]

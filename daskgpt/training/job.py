@@ -269,6 +269,11 @@ class Job:
             found |= {of_replica(name, replica): tensor for name, tensor in own.items()}
         return found
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The arrays of the state: "weight.NAME" and "MOMENT.NAME" -> tensor of the model."""
+        return {f"weight.{name}": tensor for name, tensor in tensors(self.config).items()} | self.moments
+
     def round_end(self, step: int) -> int:
         """Return how many steps precede the end of a step's round; without replicas, each step is a round."""
         length = self.local.local_steps or 1

@@ -20,13 +20,12 @@ from daskgpt.graph.calls import PHASES
 from daskgpt.graph.recording import StepGraph
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
-from daskgpt.model.precision import values_of
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
 from daskgpt.schedulers.worker_metrics import WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
-from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, run_on_packs
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, named_parameters, run_on_packs
 
 PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
 RECORD_EVERY = 10.0  # seconds between two recorded steps: recording a small step costs about 1 % of it
@@ -227,15 +226,11 @@ class Finite:
 def not_finite(scheduler: Scheduler, state: State) -> list[str]:
     """Return the names of the parameters that hold a NaN or an infinity, found where the scheduler keeps them."""
     state = state.weights
-    names = [[name for name in pack if name.startswith("weight.")] for pack in state.layout.packs]
-    places = [[pack.index(name) for name in own] for pack, own in zip(state.layout.packs, names)]
-    checks = [partial(_are_finite, own) for own in places]
-    found = scheduler.fetch(run_on_packs(scheduler, "parameters.finite", checks, state.packs))
-    checked = zip(chain(*names), chain(*found))
-    return [name.removeprefix("weight.") for name, is_finite in checked if not is_finite]
+    calls = [(partial(_not_finite, names), [pack]) for names, pack in zip(state.layout.packs, state.packs)]
+    return list(chain(*scheduler.fetch(run_on_packs(scheduler, "parameters.finite", calls))))
 
 
-def _are_finite(places: list[int], pack: tuple[Any, ...]) -> list[bool]:
+def _not_finite(names: Sequence[str], pack: tuple[Any, ...]) -> list[str]:
     # A NaN is both the least and the largest value; unlike isfinite, this needs no array of the tensor's size.
-    arrays = (values_of(pack[place]) for place in places)
-    return [bool(np.isfinite(array.min()) and np.isfinite(array.max())) for array in arrays]
+    values = named_parameters(dict(zip(names, pack)))
+    return [name for name, value in values.items() if not np.isfinite([value.min(), value.max()]).all()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +24,7 @@ from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.task_stream import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.step import Batch, JobSteps, Limits, Outcome, State
+from daskgpt.training.step import Arrays, Batch, JobSteps, Limits, Outcome, State, as_weights, weights_in
 
 Rows = list[tuple[int, int]]  # from which row to which
 Owned = dict[str, Rows]  # of each array of a state
@@ -73,48 +73,48 @@ class RankProgram:
     def owned(self) -> Owned:
         """Return the rows of each array that are updated here."""
         found: Owned = {}
-        weights = {f"weight.{name}": tensor for name, tensor in tensors(self.job.config).items()}
-        for name, tensor in (weights | self.job.moments).items():
-            rows = self.steps.step.owned_rows(name.partition(".")[2])
+        for name, tensor in self.job.state.items():
+            rows = self.steps.step.owned_rows(tensor.name)
             found[name] = [own.indices(tensor.shape[0])[:2] for own in rows]
         return {name: rows for name, rows in found.items() if rows}
 
     def load(self, step: int, names: Sequence[Sequence[str]] | int, *packs: Sequence[Any]) -> None:
         """Begin with a state: packs of arrays with these names; `names` is a seed for random weights."""
         if isinstance(names, int):
-            values = {f"weight.{name}": value for name, value in RandomParameters(self.job.config, names).items()}
+            values = as_weights(RandomParameters(self.job.config, names))
         else:
             values = {name: value for own, pack in zip(names, packs) for name, value in zip(own, pack)}
         self.state = self._state(values, step)
 
-    def _state(self, values: Mapping[str, np.ndarray], step: int) -> State:
+    def _state(self, values: Arrays, step: int) -> State:
         """Return the state of this rank from all weights, and the owned moments, or none for zeros."""
-        parameters = {name.removeprefix("weight."): np.array(v) for name, v in values.items() if name[:7] == "weight."}
-        state: State = self.steps.initial(parameters, None, step)
+        weights = {name: np.array(value) for name, value in weights_in(values).items()}
+        state: State = self.steps.initial(weights, None, step)
         held = state.layout.unpack(state.packs)
-        for name, value in values.items():
-            if not name.startswith("weight."):
-                for rows in self.steps.step.owned_rows(name.partition(".")[2]):
-                    held[name][rows] = value[rows]
+        for name, tensor in self.job.moments.items():
+            for rows in self.steps.step.owned_rows(tensor.name) if name in values else ():
+                held[name][rows] = values[name][rows]
         return state
 
     def window(self, first: int, length: int, ids: Sequence[np.ndarray], limits: Limits, kept: bool) -> Window:
         """Make some steps, one a batch.
 
-        ids    tokens and targets of the batches, (steps, sequences, T) of unsigned integers
-        kept   whether to keep the kernel calls for a timeline
+        length   of the run in steps
+        ids      tokens and targets of the batches, (steps, sequences, T) of unsigned integers
+        kept     whether to keep their kernel calls for a timeline
         """
         tokens, targets = (part.astype(np.int32) for part in ids)
         batches = list(zip(tokens, targets))
         with self.busy:
-            self.last = self._window(first, length, batches, limits, kept)
+            self.job.horizon.changes = [(0, length)]
+            self.last = self._window(first, batches, limits, kept)
             return self.last
 
-    def _window(self, first: int, length: int, batches: Sequence[Batch], limits: Limits, kept: bool) -> Window:
+    def _window(self, first: int, batches: Sequence[Batch], limits: Limits, kept: bool) -> Window:
         start = time.perf_counter()
         with recorded_spans() as spans:
             try:
-                outcomes = self._run(first, length, batches, limits)
+                outcomes = self._run(first, batches, limits)
             except BaseException:
                 self.link.fail("a rank has failed")
                 raise
@@ -128,7 +128,7 @@ class RankProgram:
         calls = shown_calls(spans, clock_offset())
         return Window(outcomes, seconds, messages, calls, step.runnable.tasks, step.grain)
 
-    def _run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
+    def _run(self, first: int, batches: Sequence[Batch], limits: Limits) -> Any:
         """Make a step a batch; return their outcomes."""
         state = self.state_after(first)
         self.first = first - self.scheduler.runs
@@ -136,7 +136,7 @@ class RankProgram:
         while len(outcomes) < len(batches):
             together = min(self.steps.together(state.step), len(batches) - len(outcomes))
             some = batches[len(outcomes) : len(outcomes) + together]
-            more, state = self.steps.run(state, some, limits, length)
+            more, state = self.steps.run(state, some, limits)
             outcomes += more
         self.state = state
         return outcomes
@@ -187,31 +187,17 @@ class LocalRankProgram(RankProgram):
     def _steps(self, number: int) -> Any:
         return LocalSteps(self.job, self.scheduler, self.messages.append, Peers(number, self.count, self.link))
 
-    def _is_here(self, pack: int) -> bool:
-        own: bool = self.steps.rank_of(self.steps.home(pack)) == self.steps.peers.number
-        return own
-
     def owned(self) -> Owned:
-        known, packs = tensors(self.job.config), enumerate(self.steps.layout.packs)
-        names = [name for number, own in packs if self._is_here(number) for name in own]
+        names = [name for n, own in enumerate(self.steps.layout.packs) if self.steps.is_here(n) for name in own]
+        known = tensors(self.job.config)
         return {name: [(0, known[name.partition(".")[2]].shape[0])] for name in names}
 
-    def _state(self, values: Mapping[str, np.ndarray], step: int) -> State:
-        layout, apart = self.steps.layout, not self.job.begins_round(step)
-        names = layout.packs if apart else layout.packs[: -self.job.local.replicas]
-        packs = [self._pack(own, values) if self._is_here(number) else None for number, own in enumerate(names)]
-        return State(layout, packs, step)
+    def _state(self, values: Arrays, step: int) -> State:
+        state: State = self.steps.state_of({name: np.array(value) for name, value in values.items()}, step)
+        return state
 
-    def _pack(self, names: Sequence[str], values: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
-        known, pack = tensors(self.job.config), []
-        for name in names:
-            tensor = known[name.partition(".")[2]]
-            value = np.array(values[name]) if name in values else np.full(tensor.shape, 0, self.job.precision.dtype)
-            pack.append(self.job.precision.hold(tensor, value) if name.startswith("weight") else value)
-        return tuple(pack)
-
-    def _run(self, first: int, length: int, batches: Sequence[Batch], limits: Limits) -> Any:
-        outcomes, self.state = self.steps.run_own(self.state_after(first), batches, length)
+    def _run(self, first: int, batches: Sequence[Batch], limits: Limits) -> Any:
+        outcomes, self.state = self.steps.run_own(self.state_after(first), batches)
         return outcomes
 
 

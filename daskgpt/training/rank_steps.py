@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from math import prod
 from typing import Any
 from uuid import uuid4
@@ -15,7 +16,7 @@ import numpy as np
 
 from daskgpt.config.groups import groups_of_rank, share_of_rank
 from daskgpt.graph.recording import Layout
-from daskgpt.model.parameters import RandomParameters, tensors
+from daskgpt.model.parameters import RandomParameters
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors
 from daskgpt.schedulers.links import end_programs, leaving
@@ -25,7 +26,7 @@ from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, run_on_packs
+from daskgpt.training.step import NO_LIMITS, Arrays, Batch, Limits, Outcome, State, Steps, run_on_packs
 
 PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
@@ -54,8 +55,9 @@ class LiveState(State):
         if not self.steps.job.precision.packed:
             return State(layout, copies, self.step)
         if not self.held:
-            hold = [partial(rank_program.hold_pack, self.steps.sent_job, names) for names in layout.packs]
-            self.held = run_on_packs(self.steps.scheduler, "state.hold", hold, copies)
+            hold = partial(rank_program.hold_pack, self.steps.sent_job)
+            calls = [(partial(hold, names), [copy]) for names, copy in zip(layout.packs, copies)]
+            self.held = run_on_packs(self.steps.scheduler, "state.hold", calls)
         return State(layout, self.held, self.step)
 
     def _copied(self, numbers: Sequence[int]) -> list[Any]:
@@ -127,9 +129,7 @@ class RankSteps(Steps):
             return Layout(self.layout.packs[: -self.local.replicas])
         return self.layout
 
-    def initial(
-        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
-    ) -> State:
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return a state that ranks can begin with, its packs on workers; random weights need none."""
         if isinstance(parameters, RandomParameters) and not moments:
             return State(Layout(()), [], step)
@@ -328,15 +328,14 @@ class RankSteps(Steps):
 
 def _packs(job: Job) -> Iterator[tuple[str, ...]]:
     """Yield the names of the arrays of a state in packs: by kind, small arrays together."""
-    known = tensors(job.config)
-    for names in ([f"weight.{name}" for name in known], list(job.moments)):
+    state = job.state
+    for _, names in groupby(state, lambda name: name.partition(".")[0]):
         pack, size = list[str](), 0
-        for name in sorted(names, key=lambda name: name.partition(".")[0]):
-            nbytes = prod(known[name.partition(".")[2]].shape) * job.precision.dtype.itemsize
-            if pack and (size + nbytes > PACK_BYTES or pack[0].partition(".")[0] != name.partition(".")[0]):
+        for name in names:
+            nbytes = prod(state[name].shape) * job.precision.dtype.itemsize
+            if pack and size + nbytes > PACK_BYTES:
                 yield tuple(pack)
                 pack, size = [], 0
             pack.append(name)
             size += nbytes
-        if pack:
-            yield tuple(pack)
+        yield tuple(pack)

@@ -14,7 +14,6 @@ from uuid import uuid4
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.errors import require
 from daskgpt.config.groups import Groups
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
@@ -52,74 +51,48 @@ from daskgpt.training.job import Job
 EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """The data of one step, from which its inputs are made.
-
-    tokens, targets   (B, T) int32; targets are None if nothing needs them
-    hyper             numbers of the updates that change from step to step, float64 (S,)
-    streams           keys of the random numbers of each sequence, int64 (B,), see `kernels.dropout`; None if there are
-                      none
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray | None = None
-    hyper: np.ndarray | None = None
-    streams: np.ndarray | None = None
-
-    def of(self, first: int, last: int) -> StepInputs:
-        """Return the data of some sequences."""
-        targets, streams = (None if each is None else each[first:last] for each in (self.targets, self.streams))
-        return replace(self, tokens=self.tokens[first:last], targets=targets, streams=streams)
-
-
-@dataclass(frozen=True)
-class Input:
-    """One row.
-
-    axes    a letter per axis: b and t are cut into the chunks of the batch, others are whole
-    value   returns the whole array of a step, None if the step has none (nothing must read it then)
-    """
-
-    name: str
-    axes: str
-    dtype: np.typing.DTypeLike
-    value: Callable[[StepInputs], np.ndarray | None]
-
-
-INPUTS: tuple[Input, ...] = (
-    Input("tokens", "bt", np.int32, lambda step: step.tokens),
-    Input("targets", "bt", np.int32, lambda step: step.targets),
-    # The position of a chunk in its sequence.
-    Input("positions", "t", np.int32, lambda step: np.arange(step.tokens.shape[1], dtype=np.int32)),
-    Input("streams", "b", np.int64, lambda step: step.streams),
-    Input("hyper", "S", np.float64, lambda step: step.hyper),
-)
-
-
-def input_leaves(
-    tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int], hyper_size: int = 0
-) -> dict[str, da.Array]:
-    """Return Dask arrays without data for every row, cut into chunks."""
-    cut = {axis: (part,) * (whole // part) for axis, part, whole in zip("bt", chunk, batch_shape)}
-    chunks = cut | {"S": (hyper_size,)}
-    leaves = {}
-    for row in INPUTS:
-        own = tuple(chunks[axis] for axis in row.axes)
-        leaves[row.name] = array_of(f"{row.name}-{tape.token}", tuple(map(sum, own)), own, row.dtype)
-    return leaves
-
-
-def input_values(inputs: StepInputs) -> Mapping[str, np.ndarray]:
-    """Return the arrays of a step for the rows that it has."""
-    values = {row.name: row.value(inputs) for row in INPUTS}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 Lazy = dict[str, da.Array]
+Arrays = Mapping[str, np.ndarray]
 Batch = tuple[np.ndarray, np.ndarray]
 Limits = tuple[float, float]  # limits of loss and norm, above which the update of a step is skipped
 NO_LIMITS: Limits = (math.inf, math.inf)
+
+# The inputs of a step other than its state, with axes and dtype: b and t are cut into the chunks of the batch.
+INPUTS: Mapping[str, tuple[str, type]] = {
+    "tokens": ("bt", np.int32),
+    "targets": ("bt", np.int32),
+    "positions": ("t", np.int32),  # of tokens in their sequence
+    "streams": ("b", np.int64),  # keys of the random numbers of each sequence, see `kernels.dropout`
+    "hyper": ("S", np.float64),  # numbers of the updates that change from step to step
+}
+
+
+def input_leaves(tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int], hyper_size: int = 0) -> Lazy:
+    """Return Dask arrays without data for every input, cut into chunks."""
+    cut = {axis: (part,) * (whole // part) for axis, part, whole in zip("bt", chunk, batch_shape)}
+    cut["S"] = (hyper_size,)
+    leaves = {}
+    for name, (axes, dtype) in INPUTS.items():
+        own = tuple(cut[axis] for axis in axes)
+        leaves[name] = array_of(f"{name}-{tape.token}", tuple(map(sum, own)), own, dtype)
+    return leaves
+
+
+def input_values(
+    tokens: np.ndarray,
+    targets: np.ndarray | None = None,
+    hyper: np.ndarray | None = None,
+    streams: np.ndarray | None = None,
+) -> Arrays:
+    """Return the inputs of a step by name, as whole arrays, without those that nothing reads."""
+    positions = np.arange(tokens.shape[1], dtype=np.int32)
+    values = {"tokens": tokens, "targets": targets, "positions": positions, "streams": streams, "hyper": hyper}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def of_sequences(inputs: Arrays, rows: slice) -> Arrays:
+    """Return the inputs of some sequences."""
+    return {name: value[rows] if INPUTS[name][0].startswith("b") else value for name, value in inputs.items()}
 
 
 class Outcome(NamedTuple):
@@ -153,9 +126,7 @@ class State:
     step: int = 0
 
     @classmethod
-    def of_weights(
-        cls, config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: Precision = FLOAT32
-    ) -> State:
+    def of_weights(cls, config: GPT2Config, parameters: Arrays, precision: Precision = FLOAT32) -> State:
         """Return a state of parameters alone, for inference."""
         weights = held_weights(config, parameters, precision)
         layout = Layout((tuple(weights),))
@@ -173,28 +144,39 @@ class State:
         return named_parameters(own.layout.unpack(scheduler.fetch(own.packs)))
 
 
+def as_weights(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return something of each parameter under its name in a state."""
+    return {f"weight.{name}": value for name, value in values.items()}
+
+
+def weights_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state's names have for the parameters, under the names of these."""
+    return {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
+
+
 def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the parameters among a state's arrays."""
-    weights = {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
-    return {name: values_of(value) for name, value in weights.items()}
+    return {name: values_of(value) for name, value in weights_in(values).items()}
 
 
-def run_on_packs(
-    scheduler: Scheduler, name: str, functions: Iterable[Callable[..., Any]], packs: Sequence[Any]
-) -> list[Any]:
-    """Run a function of each pack of a state where the scheduler holds it; return handles of the results."""
-    token = uuid4().hex[:8]  # another client of the cluster may run the same tasks
-    leaves: dict[Key, Any] = {(f"{name}.of-{number}_-{token}",): pack for number, pack in enumerate(packs)}
-    graph: Graph = {}
-    for number, (function, leaf) in enumerate(zip(functions, leaves)):
-        key = (f"{name}-{number}_-{token}",)
-        graph[key] = task(key, function, [leaf])
-    return scheduler.run(GraphRun(graph, leaves, list(graph)))
-
-
-def held_weights(config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: Precision) -> dict[str, Any]:
+def held_weights(config: GPT2Config, parameters: Arrays, precision: Precision) -> dict[str, Any]:
     """Return parameters as a step holds them, under their names in a state."""
-    return {f"weight.{name}": precision.hold(tensor, parameters[name]) for name, tensor in tensors(config).items()}
+    return as_weights({name: precision.hold(tensor, parameters[name]) for name, tensor in tensors(config).items()})
+
+
+Calls = Iterable[tuple[Callable[..., Any], Sequence[Any]]]  # functions, each with packs of a state for its arguments
+
+
+def run_on_packs(scheduler: Scheduler, name: str, calls: Calls) -> list[Any]:
+    """Call functions of packs where the scheduler holds these; return handles of the results."""
+    token = uuid4().hex[:8]  # another client of the cluster may run the same tasks
+    graph, leaves = Graph(), dict[Key, Any]()
+    for number, (function, packs) in enumerate(calls):
+        key: Key = (f"{name}-{number}_-{token}",)
+        own: dict[Key, Any] = {(f"{name}.of-{number}_-{token}", place): pack for place, pack in enumerate(packs)}
+        graph[key] = task(key, function, own)
+        leaves |= own
+    return scheduler.run(GraphRun(graph, leaves, list(graph)))
 
 
 @dataclass(frozen=True)
@@ -235,7 +217,7 @@ class TrainingStep:
     ) -> None:
         """rank   this process among several that share the batch in place; None if it is alone"""
         first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
-        self.rank, self.sequences, self.whole_shape = rank, (first, last), batch_shape
+        self.rank, self.sequences, self.whole_shape = rank, slice(first, last), batch_shape
         self.distribution: Distribution | None = None
         self.config, self.optimizer, self.precision, self.options = config, optimizer, precision, options
         self.in_place, self.barrier = options.in_place, options.barrier
@@ -257,17 +239,16 @@ class TrainingStep:
         config, optimizer, precision = self.config, self.optimizer, self.precision
         tape = Tape(precision, self.rank.groups_of(self.rank.number) if self.rank else Groups(self.options.groups))
         inputs = input_leaves(tape, self.batch_shape, chunk, hyper_size(optimizer, self.row))
-        weights = parameter_leaves(tape, config, precision)
-        state = {f"weight.{name}": leaf for name, leaf in weights.items()}
-        state |= _leaves(tape, self.row.state(tensors(config)), precision)
+        known = tensors(config)
+        state = state_leaves(tape, as_weights(known) | self.row.state(known), precision)
+        weights = weights_in(state)
         loss = mean_loss(tape, config, weights, inputs, optimizer.dropout, math.prod(self.whole_shape))
         gradients = gradients_of(tape, weights, loss)
         grad_info, outputs = inputs["hyper"], {"loss": loss}
         if guards(optimizer):
-            grad_info = outputs["grad_info"] = guarded(
-                gradients, tensors(config), loss, grad_info, optimizer, self.row, tape
-            )
-        new = update(tensors(config), state, gradients, grad_info, optimizer, self.row, tape)
+            grad_info = guarded(gradients, known, loss, grad_info, optimizer, self.row, tape)
+            outputs["grad_info"] = grad_info
+        new = update(known, state, gradients, grad_info, optimizer, self.row, tape)
         rewrite = partial(self._rewritten, loss=keys_of(loss)[0], token=tape.token)
         own = {name: state[name] for name in new}
         self.recorded = StepGraph.of(tape.token, inputs, outputs, own, new, rewrite=rewrite)
@@ -315,9 +296,7 @@ class TrainingStep:
             runnable = runnable.with_barriers(stage, tokens=not self.in_place)
         self.runnable, self.grain = runnable, grain
 
-    def initial(
-        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
-    ) -> State:
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return the state before a step. In place it is overwritten: keep a copy of the given arrays if you need them.
 
         moments   "MOMENT.NAME" of every tensor that has it; None = zeros
@@ -352,7 +331,7 @@ class TrainingStep:
         self, scheduler: Scheduler, state: State, batch: Batch, steps: int, limits: Limits = NO_LIMITS
     ) -> tuple[list[Any], State]:
         """Submit a step; return handles of its loss, and the state after it, without waiting on a cluster."""
-        results = scheduler.run(self.runnable.submission(self._values(batch, state.step, steps, limits), state.packs))
+        results = scheduler.run(self.runnable.submission(self.inputs(batch, state.step, steps, limits), state.packs))
         handles, packs = self.runnable.split(results, state.packs)
         return handles, State(state.layout, packs, state.step + 1)
 
@@ -361,11 +340,9 @@ class TrainingStep:
     ) -> tuple[list[Outcome], State]:
         """Make several overlapping steps as one graph; return their outcomes, and the state after them.
 
-        Errors   RuntimeError unless the state is updated in place: each step would begin with the state of the first
+        The state must be updated in place: otherwise each step would begin with the state of the first.
         """
-        rule, advice = "steps that overlap must update their state in place", "Submit one after the other."
-        require(self.in_place, "TrainingStep.window", rule, {"in_place": False}, advice, RuntimeError)
-        values = [self._values(batch, state.step + number, steps) for number, batch in enumerate(batches)]
+        values = [self.inputs(batch, number, steps) for number, batch in enumerate(batches, state.step)]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         outcomes = [self.outcome(scheduler, own) for own in self.runnable.split_window(results, len(batches))]
         return outcomes, State(state.layout, state.packs, state.step + len(batches))
@@ -374,17 +351,16 @@ class TrainingStep:
         """Wait for a submitted step and return its outcome."""
         return Outcome.of(self.runnable.output(scheduler.fetch(handles)))
 
-    def _values(self, batch: Batch, step: int, steps: int, limits: Limits = NO_LIMITS) -> Mapping[str, np.ndarray]:
-        hyper = hyper_of(self.optimizer, self.row, step, steps, limits)
-        random = streams_of(self.optimizer, self.options.seed, step, self.whole_shape[0])
-        if random is not None:
-            random = random[slice(*self.sequences)]
-        return input_values(StepInputs(*batch, hyper, random))
+    def inputs(
+        self, batch: Batch, step: int, steps: int, limits: Limits = NO_LIMITS, rows: slice | None = None
+    ) -> Arrays:
+        """Return the inputs of a step of a run of this length.
 
-
-def streams_of(optimizer: OptimizerConfig, seed: int, step: int, sequences: int) -> np.ndarray | None:
-    """Return the keys of the random numbers of each sequence of a step, int64 (sequences,); None if it needs none."""
-    return streams(seed, step, sequences) if optimizer.dropout else None
+        rows   which sequences of the run's batch these are; None for those of this rank
+        """
+        hyper, rows = hyper_of(self.optimizer, self.row, step, steps, limits), rows or self.sequences
+        random = streams(self.options.seed, step, rows.stop)[rows] if self.optimizer.dropout else None
+        return input_values(*batch, hyper, random)
 
 
 def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
@@ -394,13 +370,8 @@ def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
     return {name: gradients[weight.name] for name, weight in weights.items()}
 
 
-def parameter_leaves(tape: Tape, config: GPT2Config, precision: Precision) -> Lazy:
-    """Return arrays without data in the shapes of all parameters."""
-    leaves = _leaves(tape, {f"weight.{name}": tensor for name, tensor in tensors(config).items()}, precision)
-    return {name.removeprefix("weight."): leaf for name, leaf in leaves.items()}
-
-
-def _leaves(tape: Tape, known: Mapping[str, Tensor], precision: Precision) -> Lazy:
+def state_leaves(tape: Tape, known: Mapping[str, Tensor], precision: Precision) -> Lazy:
+    """Return arrays of one chunk and without data for tensors, by their names in a state."""
     return {
         name: array_of(f"{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype)
         for name, tensor in known.items()
@@ -457,9 +428,7 @@ class Steps(ABC):
         """Return how many steps from this one on may run together."""
 
     @abstractmethod
-    def initial(
-        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
-    ) -> State:
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return the state before a step, see `TrainingStep.initial`."""
 
     @abstractmethod
@@ -542,16 +511,11 @@ class JobSteps(Steps):
         alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.open
         return 1 if alone else self.job.dataflow.window
 
-    def initial(
-        self, parameters: Mapping[str, np.ndarray], moments: Mapping[str, np.ndarray] | None = None, step: int = 0
-    ) -> State:
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         return self.step.initial(parameters, moments, step)
 
-    def run(
-        self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS, length: int = 0
-    ) -> tuple[list[Outcome], State]:
-        """See `Steps.run`; length: of the run in steps, 0 = the job's."""
-        length = length or self.job.horizon.at(state.step)
+    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
+        length = self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
                 handles, state = self.step.submit(self.scheduler, state, batches[0], length, limits)
