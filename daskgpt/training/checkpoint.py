@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of, replacing, set_aside, sync_folder
+from daskgpt.config.files import appearing, digest_of, replacing, set_aside, sync_folder
 from daskgpt.config.model import GPT2Config
 from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
@@ -88,32 +88,21 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def write_checkpoint(run: Path, checkpoint: Checkpoint, before_rename: Callable[[], None] = lambda: None) -> Path:
+def write_checkpoint(run: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint of a run and point `latest` to it; return its folder.
-
-    before_rename   called when the whole checkpoint is on the disk, before it gets its name
 
     Cost     one tensor of the model and one moment at a time
     Errors   OSError with path and reason where the system refuses; nothing of the checkpoint is left then
     """
     target = step_folder(run, checkpoint.step)
-    temporary = run / f".{target.name}.{_unique()}.tmp"
-    temporary.mkdir()
-    try:
+    with appearing(target, "write_checkpoint") as folder:
         with ThreadPoolExecutor(1) as pool:  # side by side: a SHA-256 of one file is slower than a good disk
-            model = pool.submit(write_run_model, temporary / MODEL_FILE, checkpoint.model)
-            digests = _write_moments(temporary, checkpoint) | {MODEL_FILE: model.result()}
-        files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": own} for name, own in digests.items()}
+            model = pool.submit(write_run_model, folder / MODEL_FILE, checkpoint.model)
+            digests = _write_moments(folder, checkpoint) | {MODEL_FILE: model.result()}
+        files = {name: {"bytes": (folder / name).stat().st_size, "sha256": own} for name, own in digests.items()}
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
-        with replacing(temporary / STATE, "write_checkpoint") as file:
+        with replacing(folder / STATE, "write_checkpoint") as file:
             file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
-        sync_folder(temporary)
-        before_rename()
-        os.rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(run)
     point(run / LATEST, target.name)
     return target
 

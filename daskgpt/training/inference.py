@@ -19,7 +19,7 @@ from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy
 from daskgpt.graph.recording import Layout, StepGraph
-from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss, transformer
+from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
@@ -66,7 +66,7 @@ def _call(function: Callable[[dict[str, np.ndarray]], Found], layout: Layout, *p
 class Inference:
     """The results of a model for a batch, recorded once for states of one layout.
 
-    wanted   any of "loss", "logits", "activations" (after the last layernorm) and "gradients" (one a parameter)
+    wanted   any of "loss", "logits" and "gradients" (one a parameter)
     groups   number of groups of sequences by which sums over the batch are made
     """
 
@@ -87,8 +87,6 @@ class Inference:
         weights = weights_in(state)
         if "logits" in wanted:
             outputs["logits"] = logits(Tape(precision), config, weights, inputs)
-        if "activations" in wanted:
-            outputs["activations"] = transformer(Tape(precision), config, weights, inputs)
         if "loss" in wanted or "gradients" in wanted:
             outputs["loss"] = mean_loss(tape, config, weights, inputs)
         if "gradients" in wanted:

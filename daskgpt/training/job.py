@@ -6,7 +6,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -184,29 +184,22 @@ class Job:
             raise refusal(RuntimeError, "Job", "training needs a dataset", "dataset=None", "Make the job with one.")
         return self.dataset
 
-    def resolved(self, scheduler: Scheduler, chunk: tuple[int, int], grain: str) -> dict[str, Any]:
-        """Return every configuration by name, with no setting left on `auto` and absolute paths.
+    def resolved(self, scheduler: Scheduler, chunk: tuple[int, int], grain: str) -> dict[str, dict[str, Any]]:
+        """Return the fields of every configuration by its name, with no setting left on `auto` and absolute paths.
 
         chunk, grain   of the steps, once they are chosen
         """
-        data, run = self.data, self.run
+        data, run, encoding = self.data, self.run, self.tokens.encoding_name
         source = data.data if data.data == STANDARD_LIBRARY else from_root(data.data)
-        encoding = self.tokens.encoding_name
+        dials = {"batch_chunk": chunk[0], "sequence_chunk": chunk[1], "grain": grain, "threads": scheduler.threads}
+        dials |= {"scheduler": resolved_address(self.dataflow.scheduler), "precision": self.precision.name}
         return {
-            "model": self.config,
-            "data": replace(data, data=source, encoding=encoding, order=self.order, groups=self.groups),
-            "optimizer": self.optimizer,
-            "local": self.local,
-            "dataflow": replace(
-                self.dataflow,
-                batch_chunk=chunk[0],
-                sequence_chunk=chunk[1],
-                scheduler=resolved_address(self.dataflow.scheduler),
-                grain=grain,
-                precision=self.precision.name,
-                threads=scheduler.threads,
-            ),
-            "run": replace(run, init=from_root(run.init), out=from_root(run.out), steps=self.steps),
+            "model": asdict(self.config),
+            "data": asdict(data) | {"data": source, "encoding": encoding, "order": self.order, "groups": self.groups},
+            "optimizer": asdict(self.optimizer),
+            "local": asdict(self.local),
+            "dataflow": asdict(self.dataflow) | dials,
+            "run": asdict(run) | {"init": from_root(run.init), "out": from_root(run.out), "steps": self.steps},
         }
 
     @property

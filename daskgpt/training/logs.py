@@ -8,17 +8,17 @@ import math
 import os
 import platform
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.files import not_written, open_no_link, replacing, set_aside
 
+Sections = Mapping[str, Mapping[str, Any]]  # a run's configuration
 Encode = Callable[[Mapping[str, Any]], bytes]
 
 
@@ -38,7 +38,7 @@ class RecordFile:
         self.path, self.encode = path, encode
         self.file = open_no_link(path, "x+b" if new else "a+b")
         self.unwritten = [header] if header else []
-        self.writing = Lock()  # a record that is being written is not one without room
+        self.writing = RLock()  # a record that is being written is not one without room
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record.
@@ -48,7 +48,7 @@ class RecordFile:
         encoded = self.encode(record)
         with self.writing:
             self.unwritten.append(encoded)
-            self._write()
+            self.write()
 
     def write(self) -> None:
         """Write the records that are not written yet.
@@ -56,19 +56,16 @@ class RecordFile:
         Errors   OSError if there is no room: only whole records are in the file then
         """
         with self.writing:
-            self._write()
-
-    def _write(self) -> None:
-        while self.unwritten:
-            rest, before = self.unwritten[0], self.file.tell()
-            try:
-                while rest:
-                    rest = rest[self.file.write(rest) :]
-            except OSError as error:
-                self.file.truncate(before)
-                self.file.seek(before)
-                raise not_written(error, "RunFolder", self.path) from error
-            del self.unwritten[0]
+            while self.unwritten:
+                rest, before = self.unwritten[0], self.file.tell()
+                try:
+                    while rest:
+                        rest = rest[self.file.write(rest) :]
+                except OSError as error:
+                    self.file.truncate(before)
+                    self.file.seek(before)
+                    raise not_written(error, "RunFolder", self.path) from error
+                del self.unwritten[0]
 
     def sync(self) -> None:
         """Flush the records to the disk.
@@ -94,7 +91,7 @@ class RecordFile:
 METRICS = "metrics.jsonl"
 
 
-def open_metrics(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
+def open_metrics(folder: Path, sections: Sections, done: int | None) -> RecordFile:
     """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
 
     Errors   FileExistsError if another run has begun here
@@ -115,13 +112,13 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(record, allow_nan=False)}\n".encode()
 
 
-def metrics_lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the records of the first steps in a file of metrics, with their lines.
+def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
+    """Return the records of the first steps in a file of metrics, in their order, with their lines.
 
-    Lines that are no records, such as the one that a killed process was writing, are left out. Of the others the
-    largest number whose steps rise is taken: one damaged step number costs its own line.
+    Lines that are no records, such as the one that a killed process was writing, are left out. Of several records of
+    one step the first counts.
     """
-    found = []
+    found: dict[int, tuple[dict[str, Any], bytes]] = {}
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             record = json.loads(line)
@@ -129,31 +126,8 @@ def metrics_lines(path: Path, steps: int) -> Iterator[tuple[dict[str, Any], byte
         except (ValueError, TypeError, KeyError):
             continue
         if line.endswith(b"\n") and type(step) is int and 0 <= step < steps:
-            found.append((record, line))
-    yield from (found[number] for number in longest_rise([record["step"] for record, _ in found]))
-
-
-def longest_rise(numbers: Sequence[int]) -> list[int]:
-    """Return the places of a longest strictly rising subsequence.
-
-    >>> longest_rise([0, 1, 50, 2, 2, 3])
-    [0, 1, 3, 5]
-    """
-    least: list[int] = []  # for each length, the least number that such a subsequence ends with so far
-    ends: list[int] = []  # the place of that number
-    before: list[int] = []  # the place before each place in its subsequence
-    for place, number in enumerate(numbers):
-        length = bisect_left(least, number)
-        before.append(ends[length - 1] if length else -1)
-        if least[length : length + 1] == [number]:
-            continue  # the first of equal numbers is taken
-        least[length:] = [number, *least[length + 1 :]]
-        ends[length:] = [place, *ends[length + 1 :]]
-    places, place = [], ends[-1] if ends else -1
-    while place >= 0:
-        places.append(place)
-        place = before[place]
-    return places[::-1]
+            found.setdefault(step, (record, line))
+    return [found[step] for step in sorted(found)]
 
 
 FORMAT = "brain.Event:2"  # the version that TensorBoard's files begin with
@@ -168,7 +142,7 @@ LEFT_OUT = ("step", "tokens", "seconds")  # an event has step and time, and each
 GROUP = {name: group for group, names in GROUPS.items() for name in names}
 
 
-def open_tensorboard(folder: Path, sections: Mapping[str, Any], done: int | None) -> RecordFile:
+def open_tensorboard(folder: Path, sections: Sections, done: int | None) -> RecordFile:
     """Open a file of events beside a run's metrics: `tensorboard --logdir RUNS` shows each run by its folder's name.
 
     done   how many steps of a resumed run count: TensorBoard drops later ones from earlier files
@@ -216,18 +190,17 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def as_markdown(sections: Mapping[str, Any]) -> str:
+def as_markdown(sections: Sections) -> str:
     """Return a run's configuration as a table for TensorBoard's text page."""
     rows = ["| setting | value |", "|---|---|"]
-    for title, section in sections.items():
-        values = section if isinstance(section, Mapping) else vars(section)
+    for title, values in sections.items():
         rows += [f"| {title}.{name} | {value} |" for name, value in values.items()]
     return "\n".join(rows)
 
 
 # The forms in which metrics are written. A function opens the file of a run, for (folder, configuration by sections,
 # steps that a resumed run has made or None). All but the first need the package, and have the extra, of their name.
-SINKS: dict[str, Callable[[Path, Mapping[str, Any], int | None], RecordFile]] = {
+SINKS: dict[str, Callable[[Path, Sections, int | None], RecordFile]] = {
     "metrics": open_metrics,  # always written: a resumed run reads its losses
     "tensorboard": open_tensorboard,
 }
@@ -259,7 +232,7 @@ class Logs:
     def __init__(self) -> None:
         self.files: list[RecordFile] = []
 
-    def open(self, name: str, folder: Path, sections: Mapping[str, Any], done: int | None) -> None:
+    def open(self, name: str, folder: Path, sections: Sections, done: int | None) -> None:
         self.files.append(SINKS[name](folder, sections, done))
 
     def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:

@@ -165,14 +165,13 @@ class RunFolder:
         return former, self.path
 
     def configure(self, sections: Mapping[str, Any]) -> None:
-        """Write the resolved configuration: a TOML table for each dataclass or mapping.
+        """Write the resolved configuration: a TOML table for each part.
 
         Errors   FolderLost if the folder is no longer this run's
         """
         self.require_held()
         self.sections, lines = sections, list[str]()
-        for title, section in sections.items():
-            values = section if isinstance(section, Mapping) else asdict(section)
+        for title, values in sections.items():
             lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
         with replacing(self.path / CONFIG, "RunFolder") as file:
             file.write("\n".join(lines).encode())
@@ -366,11 +365,6 @@ class Saver:
 
     def _write(self, save: _Save, arrays: Arrays, facts: Mapping[str, Any], background: bool) -> None:
         start, job, folder = time.perf_counter(), self.job, self.folder
-
-        def before_rename() -> None:
-            folder.logs.sync()
-            folder.require_held()
-
         try:
             if background and sys.platform == "linux":  # elsewhere it would be the priority of the whole process
                 own = threading.get_native_id()
@@ -382,7 +376,8 @@ class Saver:
             checkpoint = Checkpoint(save.step, model, moments, facts, shapes)
             try:
                 folder.require_held()
-                write_checkpoint(folder.path, checkpoint, before_rename)
+                folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
+                write_checkpoint(folder.path, checkpoint)
             except (FolderLost, FileNotFoundError):
                 if folder.is_held():
                     raise

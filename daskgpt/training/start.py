@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from math import nan
 from pathlib import Path
@@ -201,7 +201,7 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
         "seed": job.run.seed,
         "data": {"next_batch": step, "position": "batches are a pure function of seed and step"}
         | fingerprint(job.tokens),
-        "configuration": {name: asdict(section) for name, section in resolved.items()},
+        "configuration": resolved,
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
         "arithmetic": arithmetic(job),
