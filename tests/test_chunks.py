@@ -118,7 +118,7 @@ def test_chunks_stay_without_a_clear_gain():
 
 def test_library_product_fixes_the_chunks(monkeypatch):
     monkeypatch.setenv(VARIABLE, "numpy")
-    choice = ChunkChoice(TINY, (12, 64), DataflowConfig(), FLOAT32, 4, in_place=True)
+    choice = ChunkChoice(TINY, (12, 64), DataflowConfig(), FLOAT32, 4)
     assert (choice.first, choice.open) == ((3, 64), False)
     assert "other chunks change bits" in choice.reason
 
@@ -137,7 +137,7 @@ FREE = [
 def test_step_beyond_free_memory_gets_smaller_chunks(available, chunk, peak, reason, warning):
     """Logits take most of the memory here: the cut decides how many of them there are at once."""
     config = replace(SMALL, vocabulary=4000, padded_vocabulary=4000)
-    choice = ChunkChoice(config, (64, 12), DataflowConfig(), FLOAT32, 2, in_place=True)
+    choice = ChunkChoice(config, (64, 12), DataflowConfig(), FLOAT32, 2)
     step = TrainingStep(
         config, (64, 12), choice.first, OptimizerConfig(), options=StepOptions(grain="segment", in_place=True)
     )
@@ -147,7 +147,7 @@ def test_step_beyond_free_memory_gets_smaller_chunks(available, chunk, peak, rea
     assert Trial(step).peak <= peak
     assert choice.reason.endswith(reason) or (warning and reason in choice.reason)
     dataflow = DataflowConfig(batch_chunk=step.chunk[0], sequence_chunk=12)
-    given = ChunkChoice(config, (64, 12), dataflow, FLOAT32, 2, in_place=True)
+    given = ChunkChoice(config, (64, 12), dataflow, FLOAT32, 2)
     assert given.fit(step, 1, 100_000).startswith("a step takes")
     assert (step.chunk, given.reason) == (chunk, "")
 

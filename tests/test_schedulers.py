@@ -121,19 +121,6 @@ def test_losses_raise_one_error():
             assert type(caught.value) is kind
 
 
-def test_run_without_progress_between_losses_ends():
-    counted = recovery.Losses()
-    loss = failures.WorkerLost("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
-    for done in range(20):
-        counted.count(done, 0, loss)  # a step more each time
-    for restart in range(1, 20):
-        counted.count(19, restart, loss)  # from a later point each time
-    for _ in range(recovery.MOST_IN_VAIN - 1):
-        counted.count(19, 19, loss)
-    with pytest.raises(failures.ClusterLost, match="10 in a row at step=19; the last: KilledWorker"):
-        counted.count(19, 19, loss)
-
-
 @pytest.mark.parametrize(
     ("run", "again"),
     [({"snapshot_every": 3}, 1), ({"snapshot_every": 0, "save_every": 5}, 3), ({"snapshot_every": 0}, 8)],
@@ -172,6 +159,19 @@ def recovering(who, *, asked=False, minutes=10.0):
     job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))
     steps = SimpleNamespace(look=told.append, scheduler=scheduler)
     return recovery.Recovery(job, steps, None, None, said.append, lambda: asked), said, told
+
+
+def test_run_without_progress_between_losses_ends():
+    counted, _, _ = recovering([])
+    loss = failures.WorkerLost("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
+    for done in range(20):
+        counted.count(done, 0, loss)  # a step more each time
+    for restart in range(1, 20):
+        counted.count(19, restart, loss)  # from a later point each time
+    for _ in range(recovery.MOST_IN_VAIN - 1):
+        counted.count(19, 19, loss)
+    with pytest.raises(failures.ClusterLost, match="10 in a row at step=19; the last: KilledWorker"):
+        counted.count(19, 19, loss)
 
 
 def test_worker_changes_are_reported():

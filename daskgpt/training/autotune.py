@@ -62,7 +62,7 @@ class Work:
     attention: float
 
     @classmethod
-    def expected(cls, config: GPT2Config, batch_shape: tuple[int, int]) -> Work:
+    def expected(cls, config: GPT2Config, batch_shape: Chunk) -> Work:
         """Return the work by the operations of the products, forward and backward with respect to activations."""
         count, length = math.prod(batch_shape), batch_shape[1]
         attention = 6 * config.blocks * config.channels * (length + 1) * ATTENTION_SLOWER
@@ -97,7 +97,7 @@ class Candidate:
 
 
 def candidates(
-    config: GPT2Config, batch_shape: tuple[int, int], dataflow: DataflowConfig, threads: int, work: Work | None = None
+    config: GPT2Config, batch_shape: Chunk, dataflow: DataflowConfig, threads: int, work: Work | None = None
 ) -> list[Candidate]:
     """Return all sizes of chunks that the given settings leave open, the best one first.
 
@@ -146,23 +146,14 @@ class ChunkChoice:
     """
 
     def __init__(
-        self,
-        config: GPT2Config,
-        batch_shape: tuple[int, int],
-        dataflow: DataflowConfig,
-        precision: Precision,
-        threads: int,
-        *,
-        in_place: bool = False,
+        self, config: GPT2Config, batch_shape: Chunk, dataflow: DataflowConfig, precision: Precision, threads: int
     ) -> None:
-        """threads   how many tasks can run at once
-        in_place  whether the state has the same layout with any chunks, so that they may change
-        """
+        """threads   how many tasks can run at once"""
         self.config, self.batch_shape, self.dataflow, self.threads = config, batch_shape, dataflow, threads
         self.candidates = candidates(config, batch_shape, dataflow, threads)
         self.first = self.candidates[0].chunk
         self.free = one_order(precision.dtype)
-        self.open = in_place and self.free and len(self.candidates) > 1
+        self.open = self.free and len(self.candidates) > 1
         self.reason = ""
         if not (dataflow.batch_chunk and dataflow.sequence_chunk):
             self.reason = f"auto, for {threads} thread{'s' * (threads != 1)}"
@@ -222,7 +213,7 @@ class ChunkChoice:
         return described(self.batch_shape, chunk) + (f" ({self.reason})" if self.reason else "")
 
 
-def described(batch_shape: tuple[int, int], chunk: Chunk) -> str:
+def described(batch_shape: Chunk, chunk: Chunk) -> str:
     """Return number and size of chunks, for people."""
     count = math.prod(whole // part for whole, part in zip(batch_shape, chunk))
     return f"{count} of {chunk[0]} x {chunk[1]}"

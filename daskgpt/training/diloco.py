@@ -123,7 +123,7 @@ class LocalSteps(Steps):
         """peers   set where other ranks have some of the replicas"""
         self.job, self.scheduler, self.replicas, self.peers = job, scheduler, job.local.replicas, peers
         self.rank, self.rank_count = (peers.number, peers.count) if peers else (0, 1)
-        self.chunks = ChunkChoice(job.config, job.replica_shape, job.dataflow, job.precision, 1, in_place=True)
+        self.chunks = ChunkChoice(job.config, job.replica_shape, job.dataflow, job.precision, 1)
         self.step = replica_step(job, self.chunks.first)
         free, at_once = available_memory(), min(self.replicas, scheduler.threads)
         if scheduler.in_place and (warning := self.chunks.fit(self.step, 1, free and free // at_once)):

@@ -125,9 +125,10 @@ class RecoveryPoints:
             self._report()
 
     def _bytes(self) -> int:
-        own = self.job.local.replicas if self.job.local.local_steps else 0  # weights of replicas within a round
-        moments = sum(math.prod(tensor.shape) for tensor in self.job.moments.values())
-        return ((1 + own) * value_count(self.job.config) + moments) * self.job.precision.dtype.itemsize
+        values = sum(math.prod(tensor.shape) for tensor in self.job.state.values())
+        if self.job.local.local_steps:  # within a round, each replica has weights of its own
+            values += self.job.local.replicas * value_count(self.job.config)
+        return values * self.job.precision.dtype.itemsize
 
     def _report(self) -> None:
         """Print once where the state is kept, and how often."""
@@ -147,35 +148,17 @@ MOST_IN_VAIN = 10  # losses in a row without progress, after which a run ends: s
 
 
 @dataclass
-class Losses:
-    """Counts losses: a run may lose any number of workers as long as it makes progress between two losses.
-
-    done     how many steps had been made before the last loss
-    restart  the step that the run went back to
-    in_vain  how many losses in a row have left both as they were
-    """
-
-    done: int = -1
-    restart: int = -1
-    in_vain: int = 0
-
-    def count(self, done: int, restart: int, error: WorkerLost) -> None:
-        """Count a loss. Errors   ClusterLost if the run makes no progress"""
-        self.in_vain = 0 if (done, restart) > (self.done, self.restart) else self.in_vain + 1
-        self.done, self.restart = done, restart
-        if self.in_vain >= MOST_IN_VAIN:
-            rule = "a run must make progress between losses"
-            raise ClusterLost("train", rule, f"{self.in_vain} in a row at step={done}; the last: {error.got}")
-
-
-@dataclass
 class Recovery:
     """Takes a run back to the newest state that is left when something of it is lost, and reports what that costs.
+
+    A run may lose any number of workers as long as it makes progress between two losses.
 
     folder          of the run; None if nothing is written
     stop_requested  returns whether the run shall end
     known           the workers at the last look
     gone            the workers that had gone at the last look
+    reached         how many steps had been made before the last loss, and the step that the run went back to
+    in_vain         how many losses in a row have left both as they were
     again           how many steps are to be repeated
     """
 
@@ -185,10 +168,11 @@ class Recovery:
     folder: Path | None
     say: Callable[[str], None]
     stop_requested: Callable[[], bool]
-    losses: Losses = field(default_factory=Losses)
     known: set[str] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
     looked: float = 0.0
+    reached: tuple[int, int] = (-1, -1)
+    in_vain: int = 0
     lost_at: float = 0.0
     again: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -199,7 +183,7 @@ class Recovery:
 
     def after(self, state: State) -> None:
         """Make recovery points and look at the workers; called after each step."""
-        if self.again and state.step >= self.losses.done:
+        if self.again and state.step >= self.reached[0]:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.after(state)
@@ -227,12 +211,20 @@ class Recovery:
         who = ", ".join(f"worker {each}" for each in self._named(gone)) or "a worker's results"
         self._await_worker(error)
         state, source = self._newest()
-        self.losses.count(done, state.step, error)
+        self.count(done, state.step, error)
         self.again = done - state.step
         steps = f"{self.again} step{'s' * (self.again != 1)}"
         seconds = time.perf_counter() - start
         self.say(f"lost       {who}: from step {done} back to {state.step}, {source} ({steps} again, {seconds:.1f} s)")
         return state
+
+    def count(self, done: int, restart: int, error: WorkerLost) -> None:
+        """Count a loss. Errors   ClusterLost if the run makes no progress"""
+        self.in_vain = 0 if (done, restart) > self.reached else self.in_vain + 1
+        self.reached = done, restart
+        if self.in_vain >= MOST_IN_VAIN:
+            rule = "a run must make progress between losses"
+            raise ClusterLost("train", rule, f"{self.in_vain} in a row at step={done}; the last: {error.got}")
 
     def _newest(self) -> tuple[State, str]:
         """Return the newest state that is left, and its origin in words."""

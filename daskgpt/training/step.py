@@ -476,9 +476,7 @@ class JobSteps(Steps):
             shape = (last - first) // micro_batches_of(job, rank), shape[1]
             # The given number is of the whole batch.
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
-        self.chunks = ChunkChoice(
-            job.config, shape, dataflow, job.precision, scheduler.threads, in_place=scheduler.in_place
-        )
+        self.chunks = ChunkChoice(job.config, shape, dataflow, job.precision, scheduler.threads)
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
         self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, rank)
         if scheduler.in_place:
@@ -505,7 +503,8 @@ class JobSteps(Steps):
 
     @property
     def open(self) -> bool:  # type: ignore[override]
-        return self.chunks.open or self.choice.open
+        # Out of place the state has another layout with other chunks, and with another grain.
+        return self.scheduler.in_place and (self.chunks.open or self.choice.open)
 
     def together(self, number: int) -> int:
         alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.open
