@@ -14,7 +14,7 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_text, text_table
-from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig
 from daskgpt.graph.distribute import Rank
 from daskgpt.model.parameters import tensors, value_count
 from daskgpt.schedulers import machine
@@ -22,6 +22,7 @@ from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
 from daskgpt.training.diloco import SOME_STEPS, replica_step
 from daskgpt.training.job import Job, facts
+from daskgpt.training.start import configurations
 from daskgpt.training.step import JobSteps, TrainingStep, training_step
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
@@ -99,13 +100,8 @@ class Plan:
 
 def job_from(config: GPT2Config, **given: Any) -> Job:
     """Return the job of some configurations (data, optimizer ...), each an object, its fields, or None."""
-    kinds: dict[str, Any] = {"data": DataConfig, "optimizer": OptimizerConfig, "dataflow": DataflowConfig}
-    kinds |= {"run": RunConfig, "local": LocalConfig}
-    made: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        own = given.get(name)
-        made[name] = kind(**own) if isinstance(own, Mapping) else own or kind()
-    return Job(config, **made)
+    made = configurations("plan", {"model": config, **given})
+    return Job(made.pop("model"), **made)
 
 
 def plan(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import daskgpt
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, is_token_folder, is_token_source, load_dataset, load_prepared
@@ -62,6 +62,26 @@ OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
 PACKAGES = ("numpy", "numba", "dask")
+
+
+def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every configuration by its name, each from one, from a mapping of some of its fields, or from None.
+
+    Errors   TypeError for another kind of object, ValueError for an unknown field; `where` opens the message
+    """
+    found = {}
+    for section, kind in SECTIONS.items():
+        settings = {} if given.get(section) is None else given[section]
+        if isinstance(settings, Mapping):
+            known = [f.name for f in fields(kind)]
+            for name in settings:
+                rule = f"every field must be one of {kind.__name__}'s"
+                require(name in known, where, rule, {"field": name}, nearest(str(name), known))
+            settings = kind(**settings)
+        rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(settings)[:40]}
+        require(isinstance(settings, kind), where, rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
+        found[section] = settings
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +289,7 @@ class Resumed:
         rule = "the data must be those that the run was trained on"
         got = f"data={c['data'].data}, {short(''.join(other[:1]), 100)}"
         require(not other, "train", rule, got, "Restore them, or start a new run with --init.")
-        self.job = Job(c["model"], c["data"], c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
+        self.job = Job(c.pop("model"), dataset=dataset, **c)
         horizon, done = state.get("horizon", {}), state["step"]
         self.job.horizon.resume(horizon, done)
         steps = self.job.steps

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from threading import RLock
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
@@ -35,15 +35,15 @@ from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import RunFolder, Saver, reason
 from daskgpt.training.start import (
-    SECTIONS,
     Resumed,
     ResumeState,
     WarmStart,
     checkpoint_facts,
+    configurations,
     open_dataset,
     start_values,
 )
-from daskgpt.training.step import JobSteps, State, Steps
+from daskgpt.training.step import Arrays, JobSteps, State, Steps
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
@@ -128,15 +128,12 @@ class Callback(Protocol):
 
         steps   what runs them
         """
-        ...
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context manager that is entered around steps which are run together."""
-        ...
 
     def end(self) -> None:
         """Write what was observed; called after the last step, when the model has been saved."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ def fit(
     run: RunConfig | Changes | None = None,
     *,
     local: LocalConfig | Changes | None = None,
-    parameters: Mapping[str, np.ndarray] | None = None,
+    parameters: Arrays | None = None,
     resume: str | os.PathLike[str] = "",
     client: Any = None,
     on_step: Any = None,
@@ -204,48 +201,28 @@ def fit(
     if resume:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
-        resumed = Resumed(
-            os.fspath(resume), {"model": _changes(config)} | {n: _changes(v) for n, v in sections.items()}
-        )
+        resumed = Resumed(os.fspath(resume), {name: _changes(own) for name, own in sections.items()})
         job, folder, initial = resumed.job, resumed.folder, resumed.initial
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
-        job, initial = _new_job(check_config("fit", config), parameters, sections)
+        check_config("fit", config)
+        job, initial = _new_job(sections, parameters)
         folder = RunFolder(job.run.out) if job.run.out else None
     return train(job, initial, folder, Observers(on_step, callbacks, quiet=quiet), client)
 
 
-def _new_job(
-    config: GPT2Config, parameters: Mapping[str, np.ndarray] | None, sections: Mapping[str, Any]
-) -> tuple[Job, ResumeState]:
+def _new_job(sections: Mapping[str, Any], parameters: Arrays | None) -> tuple[Job, ResumeState]:
     """Return the job of a new run, and the state that it begins with."""
-    c = {name: _configuration(kind, sections[name]) for name, kind in SECTIONS.items() if name != "model"}
-    data: DataConfig = c["data"]
-    origin = WarmStart.read(c["run"].init) if c["run"].init else None
+    c = configurations("fit", sections)
+    config, origin = c.pop("model"), WarmStart.read(c["run"].init) if c["run"].init else None
     if origin:
         rule = "the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    dataset = open_dataset(data, config.vocabulary, origin)
-    job = Job(config, data, c["optimizer"], c["dataflow"], c["run"], dataset, c["local"])
+    dataset = open_dataset(c["data"], config.vocabulary, origin)
+    job = Job(config, dataset=dataset, **c)
     require_memory(job)
     return job, ResumeState(start_values(job, origin, parameters))
-
-
-def _configuration(kind: Any, settings: Any) -> Any:
-    """Return a configuration from one, from a mapping of some of its fields, or from None.
-
-    Errors   TypeError for another kind of object, ValueError for an unknown field
-    """
-    if settings is None or isinstance(settings, kind):
-        return kind() if settings is None else settings
-    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(settings)[:40]}
-    require(isinstance(settings, Mapping), "fit", rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
-    known = [f.name for f in fields(kind)]
-    for name in settings:
-        rule = f"every field must be one of {kind.__name__}'s"
-        require(name in known, "fit", rule, {"field": name}, nearest(str(name), known))
-    return kind(**settings)
 
 
 def _changes(settings: Any) -> Mapping[str, Any]:
