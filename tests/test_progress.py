@@ -45,7 +45,7 @@ def shown_in_terminal(columns, steps):
     with os.fdopen(theirs, "w") as stream:
         progress = Progress(2 * steps, stream=stream)
         progress.begin()
-        progress.expect(steps)  # as a run by minutes does
+        progress.steps = steps  # as a run by minutes does
         for step in range(1, steps + 1):
             validated = {"validation_loss": 11.25, "best": step == 20} if step % 20 == 0 else {}
             progress.line.mininterval = 0

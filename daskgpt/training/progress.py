@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from textwrap import fill
 from typing import Any, TextIO
 
@@ -91,18 +92,12 @@ class Progress:
                 self.closed.add(self.stream)
                 self.line = None
 
-    def expect(self, steps: int) -> None:
-        """Change the number of all steps."""
-        self.steps = steps
-
     def close(self) -> None:
         """Remove the live line; printed lines stay."""
-        if self.line is not None:
-            try:
-                self.line.close()
-            except OSError:
-                self.closed.add(self.stream)
-            self.line = None
+        line, self.line = self.line, None
+        if line is not None:
+            with suppress(OSError):
+                line.close()
 
     def live_words(self, room: int) -> str:
         """Return the words beside the bar, as many as there is room for."""

@@ -141,13 +141,11 @@ class RankProgram:
         self.state = state
         return outcomes
 
-    def copy(
-        self, step: int, names: Sequence[str], rows: Sequence[Rows], left_by: int | None = None
-    ) -> list[list[np.ndarray]]:
-        """Return copies of rows of the state after some steps; left_by: of which rank that has left."""
+    def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows], rank: int) -> list[list[np.ndarray]]:
+        """Return copies of the rows of a rank of the state after some steps: of this one, or one that has left."""
         held = self._held(self.state_after(step))
-        if left_by is not None:
-            return [self.inherited[left_by].get(name, []) for name in names]
+        if rank in self.inherited:
+            return [self.inherited[rank].get(name, []) for name in names]
         values = [values_of(held[name]) for name in names]
         return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
 
@@ -164,7 +162,7 @@ class RankProgram:
                 return
             held = self._held(self.state)
             owned = {name: rows for name, rows in self.owned().items() if name in held}
-            rows = self.copy(self.state.step, list(owned), list(owned.values()))
+            rows = self.copy(self.state.step, list(owned), list(owned.values()), self.link.number)
         self.link.hand_over((dict(zip(owned, rows)), self.last))
 
     def inherit(self, rank: int) -> Window | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from daskgpt.config.groups import groups_of_rank, share_of_rank
+from daskgpt.config.groups import share_of_rank
 from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.schedulers.cluster import ClusterScheduler
@@ -75,6 +76,7 @@ class RankSteps(Steps):
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
     local   the local steps of the job, if it has any
+    parts   number of parts of the batch that ranks share: replicas, or groups of sequences
     """
 
     ranks = True
@@ -86,6 +88,7 @@ class RankSteps(Steps):
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.client.id} {uuid4().hex[:8]}", ""
         self.local = LocalSteps(job, scheduler, say) if job.local.local_steps else None
+        self.parts = job.local.replicas if self.local else job.groups
         self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, scheduler.threads)
         self.layout = self.local.layout if self.local else Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
@@ -177,17 +180,13 @@ class RankSteps(Steps):
 
     def _sequences(self, rank: int) -> slice:
         """Return the sequences of the batch that a rank works on."""
-        count = len(self.addresses)
-        if self.local:
-            replicas, size = share_of_rank(rank, count, self.local.replicas), self.job.replica_shape[0]
-            return slice(replicas.start * size, replicas.stop * size)
-        own, size = groups_of_rank(rank, count, self.job.groups), self.job.batch_shape[0] // self.job.groups
-        return slice(own.first * size, (own.first + own.count) * size)
+        own, size = share_of_rank(rank, len(self.addresses), self.parts), self.job.batch_shape[0] // self.parts
+        return slice(own.start * size, own.stop * size)
 
     def _ranks(self) -> list[str]:
         """Return the addresses of the workers that share the batch from now on."""
         addresses = sorted(self.scheduler.addresses(), key=lambda a: (a not in self.addresses, a))
-        return addresses[: self.local.replicas if self.local else self.job.groups]
+        return addresses[: self.parts]
 
     def _begin(self, state: State) -> None:
         """Make the present workers ranks with this state.
@@ -237,18 +236,16 @@ class RankSteps(Steps):
     def _copies(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
         found = []
         for names in packs:
-            parts, rows = [], list[list[rank_program.Rows]]()
-            most, where = 0, ""
+            rows, calls, size = list[list[rank_program.Rows]](), list[Any](), Counter[str]()
             for rank, owned in enumerate(self.owned):
                 own = [owned.get(name, []) for name in names]
                 if any(own):
+                    heir = self.heirs.get(rank, rank)
                     rows.append(own)
-                    left_by = rank if rank in self.heirs else None
-                    rank = self.heirs.get(rank, rank)
-                    parts.append(self._call(rank, "state.rows", "copy", state.step, names, own, left_by))
-                    if (count := sum(last - first for places in own for first, last in places)) > most:
-                        most, where = count, self.addresses[rank]
-            found.append(self.scheduler.submit_to(where, "state.copy", rank_program.join_rows, rows, *parts))
+                    calls.append(self._call(heir, "state.rows", "copy", state.step, names, own, rank))
+                    size[self.addresses[heir]] += sum(last - first for places in own for first, last in places)
+            ((most, _),) = size.most_common(1)
+            found.append(self.scheduler.submit_to(most, "state.copy", rank_program.join_rows, rows, *calls))
         self.scheduler.settle(found)
         return found
 
@@ -272,10 +269,9 @@ class RankSteps(Steps):
             except WorkerLost:
                 if not (left := self._left()):
                     raise
-                here = [rank for rank in range(len(futures)) if rank not in left]
-                ended = self.scheduler.fetch_together([futures[rank] for rank in here])
-                found = left | dict(zip(here, ended))
-                return [found[rank] for rank in range(len(futures))]
+                here = {rank: future for rank, future in enumerate(futures) if rank not in left}
+                found = left | dict(zip(here, self.scheduler.fetch_together(list(here.values()))))
+                return [found[rank] for rank in sorted(found)]
 
     def _left(self) -> dict[int, Any]:
         """Note which rank has the rows of those that have left since the last call.

@@ -293,6 +293,7 @@ def only_run(scheduler: Scheduler) -> Iterator[None]:
         alone.release()
 
 
+@dataclass(eq=False, repr=False)
 class _Trainer:
     """One run, from the state that it begins with to its result.
 
@@ -300,18 +301,16 @@ class _Trainer:
     enough      whether `on_step` has ended the run
     """
 
-    def __init__(
-        self,
-        job: Job,
-        scheduler: Scheduler,
-        initial: ResumeState,
-        folder: RunFolder | None,
-        observers: Observers,
-        progress: Progress,
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        self.job, self.scheduler, self.initial, self.folder = job, scheduler, initial, folder
-        self.observers, self.progress, self.stop_requested = observers, progress, stop_requested
+    job: Job
+    scheduler: Scheduler
+    initial: ResumeState
+    folder: RunFolder | None
+    observers: Observers
+    progress: Progress
+    stop_requested: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        job, scheduler, initial, folder, progress = self.job, self.scheduler, self.initial, self.folder, self.progress
         self.losses, self.validation_loss, self.bits_a_byte = list(initial.losses), initial.validation, math.nan
         self.validated: dict[int, float] = {}
         self.enough = False
@@ -329,7 +328,7 @@ class _Trainer:
             from daskgpt.training.recovery import Recovery
 
             path, own = folder.path if folder else None, cast(Any, self.steps)
-            self.recovery = Recovery(job, own, initial, path, progress.say, stop_requested)
+            self.recovery = Recovery(job, own, initial, path, progress.say, self.stop_requested)
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
@@ -405,7 +404,7 @@ class _Trainer:
 
             meets = job.meets(state.step)  # replicas that make steps of their own have no common model to save
             if first_time and meets and not steps.open and job.horizon.passed(state.step, self.seconds):
-                self.progress.expect(job.steps)
+                self.progress.steps = job.steps
             if (self.enough or self.stop_requested()) and meets:
                 self.progress.say(f"stopped after {state.step} of {job.steps} steps")
                 return state, True
@@ -498,9 +497,8 @@ class _Trainer:
 
     def _facts(self, state: State) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json."""
-        known = checkpoint_facts(self.job, self._resolved(), state.step)
-        known["horizon"] = self.job.horizon.facts(self.seconds)
-        return known | {"outliers": self.outliers.facts(state.step)}
+        own = {"horizon": self.job.horizon.facts(self.seconds), "outliers": self.outliers.facts(state.step)}
+        return checkpoint_facts(self.job, self._resolved(), state.step) | own
 
     def _result(self, state: State, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
