@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
         run = from_flags(RunConfig, values)
         run = replace(run, out=run.out or new_folder())
         folder = RunFolder(run.out)
-        start = WarmStart.read(run.init) if run.init else None
+        start = WarmStart(run.init) if run.init else None
         job = job_of(values, run, start)
     if shown.timeline:
         require_shared_steps(job)

@@ -79,7 +79,7 @@ def test_worker_metrics_have_names():
 @pytest.mark.parametrize("name", SINKS)
 def test_records_wait_for_disk_space(name, tmp_path):
     found = Logs()
-    found.open(name, tmp_path, {"run": {"steps": 50}}, None)
+    found.open(name, tmp_path, None)
     errors = []
     with full_disk(1500):
         for step in range(50):

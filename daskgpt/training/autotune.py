@@ -274,25 +274,19 @@ class Account:
     def __init__(self) -> None:
         self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
 
-    def add(self, name: str, size: int) -> None:
-        self.made[name] += size
-        self.alive[name] += size
-        if self.alive.total() > self.at_peak.total():
-            self.at_peak = self.alive.copy()
-
-    def remove(self, name: str, size: int) -> None:
-        self.alive[name] -= size
-
 
 class StandIn:
     """An array without data; the account counts its bytes as long as it is referenced."""
 
     def __init__(self, account: Account, name: str, nbytes: int) -> None:
         self.account, self.name, self.nbytes = account, name, nbytes
-        account.add(name, nbytes)
+        account.made[name] += nbytes
+        account.alive[name] += nbytes
+        if account.alive.total() > account.at_peak.total():
+            account.at_peak = account.alive.copy()
 
     def __del__(self) -> None:
-        self.account.remove(self.name, self.nbytes)
+        self.account.alive[self.name] -= self.nbytes
 
 
 class Message:

@@ -27,10 +27,9 @@ from daskgpt.model.precision import Precision, copy_of, values_of
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.job import OUTER, Job, of_replica
+from daskgpt.training.job import OUTER, Arrays, Job, of_replica
 from daskgpt.training.step import (
     NO_LIMITS,
-    Arrays,
     Batch,
     Limits,
     Outcome,

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import GPT2Config
@@ -35,6 +37,7 @@ from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolve
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.logs import chosen_sinks
 
+Arrays = Mapping[str, np.ndarray]
 HORIZONS = ("steps", "tokens", "minutes")
 ESTIMATES = 100  # in the time of a run
 RECENT = 10  # number of estimates over which the time of a step is averaged

@@ -18,7 +18,6 @@ from typing import Any
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.files import not_written, open_no_link, replacing, set_aside
 
-Sections = Mapping[str, Mapping[str, Any]]  # a run's configuration
 Encode = Callable[[Mapping[str, Any]], bytes]
 
 
@@ -91,7 +90,7 @@ class RecordFile:
 METRICS = "metrics.jsonl"
 
 
-def open_metrics(folder: Path, sections: Sections, done: int | None) -> RecordFile:
+def open_metrics(folder: Path, done: int | None) -> RecordFile:
     """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
 
     Errors   FileExistsError if another run has begun here
@@ -105,11 +104,7 @@ def open_metrics(folder: Path, sections: Sections, done: int | None) -> RecordFi
                 set_aside(path, "damaged")
             with replacing(path, "RunFolder") as file:
                 file.write(kept)
-    return RecordFile(path, json_line, new=done is None)
-
-
-def json_line(record: Mapping[str, Any]) -> bytes:
-    return f"{json.dumps(record, allow_nan=False)}\n".encode()
+    return RecordFile(path, lambda record: f"{json.dumps(record, allow_nan=False)}\n".encode(), new=done is None)
 
 
 def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
@@ -142,15 +137,13 @@ LEFT_OUT = ("step", "tokens", "seconds")  # an event has step and time, and each
 GROUP = {name: group for group, names in GROUPS.items() for name in names}
 
 
-def open_tensorboard(folder: Path, sections: Sections, done: int | None) -> RecordFile:
+def open_tensorboard(folder: Path, done: int | None) -> RecordFile:
     """Open a file of events beside a run's metrics: `tensorboard --logdir RUNS` shows each run by its folder's name.
 
     done   how many steps of a resumed run count: TensorBoard drops later ones from earlier files
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     def framed(**fields: Any) -> bytes:
@@ -164,12 +157,8 @@ def open_tensorboard(folder: Path, sections: Sections, done: int | None) -> Reco
 
     # TensorBoard reads the files of a folder in the order of their names.
     name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
-    text = TensorProto(dtype=DT_STRING, string_val=[as_markdown(sections).encode()])
-    kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    configuration = Summary(value=[Summary.Value(tag="configuration", tensor=text, metadata=kind)])
     header = framed(file_version=FORMAT)
     header += framed(step=done, session_log=SessionLog(status=SessionLog.START)) if done is not None else b""
-    header += framed(step=done or 0, summary=configuration)
     return RecordFile(folder / name, encode, new=True, header=header)
 
 
@@ -190,17 +179,9 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def as_markdown(sections: Sections) -> str:
-    """Return a run's configuration as a table for TensorBoard's text page."""
-    rows = ["| setting | value |", "|---|---|"]
-    for title, values in sections.items():
-        rows += [f"| {title}.{name} | {value} |" for name, value in values.items()]
-    return "\n".join(rows)
-
-
-# The forms in which metrics are written. A function opens the file of a run, for (folder, configuration by sections,
-# steps that a resumed run has made or None). All but the first need the package, and have the extra, of their name.
-SINKS: dict[str, Callable[[Path, Sections, int | None], RecordFile]] = {
+# The forms in which metrics are written. A function opens the file of a run, for (folder, steps that a resumed run has
+# made or None). All but the first need the package, and have the extra, of their name.
+SINKS: dict[str, Callable[[Path, int | None], RecordFile]] = {
     "metrics": open_metrics,  # always written: a resumed run reads its losses
     "tensorboard": open_tensorboard,
 }
@@ -232,8 +213,8 @@ class Logs:
     def __init__(self) -> None:
         self.files: list[RecordFile] = []
 
-    def open(self, name: str, folder: Path, sections: Sections, done: int | None) -> None:
-        self.files.append(SINKS[name](folder, sections, done))
+    def open(self, name: str, folder: Path, done: int | None) -> None:
+        self.files.append(SINKS[name](folder, done))
 
     def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:
         """Append the metrics of a step to each file; numbers that are not finite, which JSON does not have, as null.

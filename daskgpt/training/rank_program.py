@@ -23,8 +23,8 @@ from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.task_stream import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.diloco import LocalSteps
-from daskgpt.training.job import Job
-from daskgpt.training.step import Arrays, Batch, JobSteps, Limits, Outcome, State, as_weights, weights_in
+from daskgpt.training.job import Arrays, Job
+from daskgpt.training.step import Batch, JobSteps, Limits, Outcome, State, as_weights, weights_in
 
 Rows = list[tuple[int, int]]  # from which row to which
 Owned = dict[str, Rows]  # of each array of a state

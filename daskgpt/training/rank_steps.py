@@ -26,8 +26,8 @@ from daskgpt.schedulers.task_stream import show_calls
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
-from daskgpt.training.job import Job
-from daskgpt.training.step import NO_LIMITS, Arrays, Batch, Limits, Outcome, State, Steps, run_on_packs
+from daskgpt.training.job import Arrays, Job
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, run_on_packs
 
 PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one

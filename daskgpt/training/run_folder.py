@@ -39,7 +39,7 @@ from daskgpt.training.checkpoint import (
     step_folder,
     write_checkpoint,
 )
-from daskgpt.training.job import Job
+from daskgpt.training.job import Arrays, Job
 from daskgpt.training.logs import ALWAYS, METRICS, Logs
 from daskgpt.training.step import State
 
@@ -101,14 +101,14 @@ class RunFolder:
         else:
             self.path.mkdir(parents=True, exist_ok=True)
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
-                self.logs.open(ALWAYS, self.path, sections, None)
+                self.logs.open(ALWAYS, self.path, None)
             except FileExistsError:
                 raise self._taken() from None
             self._lock()
         try:
             self.configure(sections)
             for name in logs if self.resumed else logs[1:]:
-                self.logs.open(name, self.path, sections, done)
+                self.logs.open(name, self.path, done)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
@@ -138,12 +138,10 @@ class RunFolder:
         """Return whether the folder at this path still is this run's: its lock file is the one that is locked here."""
         if self.lock is None:
             return True
-        own = os.fstat(self.lock.fileno())
         try:
-            there = os.stat(self.path / LOCK, follow_symlinks=False)
+            return os.path.samestat(os.fstat(self.lock.fileno()), os.lstat(self.path / LOCK))
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
     def require_held(self) -> None:
         """Errors   FolderLost if the folder is no longer this run's"""
@@ -192,7 +190,6 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-Arrays = Mapping[str, np.ndarray]  # of a state, by name
 # Niceness of the writing thread: steps use all cores, and it gets the time that they leave, and a hundredth of a core.
 NICENESS = 19
 SPARE = 1.1  # free memory that a copy of the state needs, as a multiple of its size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from math import nan
 from pathlib import Path
@@ -20,7 +20,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, Optimize
 from daskgpt.data.dataset import Dataset, is_token_folder, is_token_source, load_dataset, load_prepared
 from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.stored_model import StoredModel, short
+from daskgpt.formats.stored_model import short
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
@@ -35,7 +35,7 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import HORIZONS, Job, from_root, one_horizon
+from daskgpt.training.job import HORIZONS, Arrays, Job, from_root, one_horizon, require_memory
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder
 
@@ -98,8 +98,8 @@ class ResumeState:
     best        the best checkpoint of earlier processes
     """
 
-    parameters: Mapping[str, np.ndarray]
-    moments: Mapping[str, np.ndarray] | None = None
+    parameters: Arrays
+    moments: Arrays | None = None
     step: int = 0
     losses: list[float] = field(default_factory=list)
     validation: float = nan
@@ -109,7 +109,6 @@ class ResumeState:
     best: Best = NO_BEST
 
 
-@dataclass(frozen=True)
 class WarmStart:
     """A model to start from.
 
@@ -117,20 +116,12 @@ class WarmStart:
     data   the data settings of the run that made it; empty for a model file alone
     """
 
-    init: str
-    model: StoredModel
-    data: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, init: str) -> WarmStart:
-        """Open a model. Errors   as of `daskgpt.load`"""
-        model, state = open_with_state(init)
-        return cls(init, model, state.get("configuration", {}).get("data", {}))
-
-    @property
-    def config(self) -> GPT2Config:
-        """The size of the model."""
-        return self.model.config
+    def __init__(self, init: str) -> None:
+        """Open the model. Errors   as of `daskgpt.load`"""
+        self.init = init
+        self.model, state = open_with_state(init)
+        self.config = self.model.config
+        self.data: Mapping[str, Any] = state.get("configuration", {}).get("data", {})
 
     def check_size(self, given: Mapping[str, int], where: str, rule: str, advice: str) -> None:
         """Check that numbers of a model, by the names of its configuration, are those of this one.
@@ -195,9 +186,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     )
 
 
-def start_values(
-    job: Job, start: WarmStart | None = None, parameters: Mapping[str, np.ndarray] | None = None
-) -> Mapping[str, np.ndarray]:
+def start_values(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> Arrays:
     """Return the initial parameters: those given, those of a model, or random ones.
 
     Errors   ValueError if those given are not of the job's model, TypeError unless float32
@@ -207,6 +196,21 @@ def start_values(
         check_dtypes("fit", parameters, np.float32)
         return {name: value.copy() for name, value in parameters.items()}  # a run may write over its parameters
     return start.model.loaded().parameters if start else RandomParameters(job.config, job.run.seed)
+
+
+def new_run(sections: Mapping[str, Any], parameters: Arrays | None) -> tuple[Job, ResumeState]:
+    """Return the job of a new run from its configurations by name, and the state that it begins with.
+
+    Errors   as of `daskgpt.fit`
+    """
+    c = configurations("fit", sections)
+    config, origin = c.pop("model"), WarmStart(c["run"].init) if c["run"].init else None
+    if origin:
+        rule = "the model's numbers must be those of the model to start from"
+        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
+    job = Job(config, dataset=open_dataset(c["data"], config.vocabulary, origin), **c)
+    require_memory(job)
+    return job, ResumeState(start_values(job, origin, parameters))
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:

@@ -46,13 +46,12 @@ from daskgpt.model.tape import Tape
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
-from daskgpt.training.job import Job
+from daskgpt.training.job import Arrays, Job
 
 EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
 
 Lazy = dict[str, da.Array]
-Arrays = Mapping[str, np.ndarray]
 Batch = tuple[np.ndarray, np.ndarray]
 Limits = tuple[float, float]  # limits of loss and norm, above which the update of a step is skipped
 NO_LIMITS: Limits = (math.inf, math.inf)

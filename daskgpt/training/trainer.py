@@ -29,21 +29,13 @@ from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
-from daskgpt.training.job import Job, compile_kernels, describe, require_memory
+from daskgpt.training.job import Arrays, Job, compile_kernels, describe
 from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import RunFolder, Saver, reason
-from daskgpt.training.start import (
-    Resumed,
-    ResumeState,
-    WarmStart,
-    checkpoint_facts,
-    configurations,
-    open_dataset,
-    start_values,
-)
-from daskgpt.training.step import Arrays, JobSteps, State, Steps
+from daskgpt.training.start import Resumed, ResumeState, checkpoint_facts, new_run
+from daskgpt.training.step import JobSteps, State, Steps
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
@@ -207,22 +199,9 @@ def fit(
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
         check_config("fit", config)
-        job, initial = _new_job(sections, parameters)
+        job, initial = new_run(sections, parameters)
         folder = RunFolder(job.run.out) if job.run.out else None
     return train(job, initial, folder, Observers(on_step, callbacks, quiet=quiet), client)
-
-
-def _new_job(sections: Mapping[str, Any], parameters: Arrays | None) -> tuple[Job, ResumeState]:
-    """Return the job of a new run, and the state that it begins with."""
-    c = configurations("fit", sections)
-    config, origin = c.pop("model"), WarmStart.read(c["run"].init) if c["run"].init else None
-    if origin:
-        rule = "the model's numbers must be those of the model to start from"
-        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    dataset = open_dataset(c["data"], config.vocabulary, origin)
-    job = Job(config, dataset=dataset, **c)
-    require_memory(job)
-    return job, ResumeState(start_values(job, origin, parameters))
 
 
 def _changes(settings: Any) -> Mapping[str, Any]:
