@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
-from io import BytesIO
+from io import BufferedWriter, BytesIO
 from pathlib import Path
-from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.files import not_written, open_no_link, replacing, set_aside
 
 Encode = Callable[[Mapping[str, Any]], bytes]
+WAITING_BYTES = 1 << 20  # of records for which there is no room: some thousand steps
 
 
 class RecordFile:
-    """A file that records of a run are appended to. One thread appends; others may wait for the disk.
+    """A file that records of a run are appended to. Where there is no room, they wait in memory, up to WAITING_BYTES.
 
-    encode      returns the bytes of a record
-    unwritten   encoded records for which there was no room
+    encode   returns the bytes of a record
+    waits    whether there was no room for the last record
     """
 
     def __init__(self, path: Path, encode: Encode, *, new: bool, header: bytes = b"") -> None:
@@ -34,57 +34,37 @@ class RecordFile:
 
         Errors   FileExistsError if it must not exist and does
         """
-        self.path, self.encode = path, encode
-        self.file = open_no_link(path, "x+b" if new else "a+b")
-        self.unwritten = [header] if header else []
-        self.writing = RLock()  # a record that is being written is not one without room
+        self.path, self.encode, self.waits = path, encode, False
+        # When it cannot write, Python's writer keeps what is left, and writes that first the next time.
+        self.file = BufferedWriter(cast(Any, open_no_link(path, "x+b" if new else "a+b")), WAITING_BYTES)
+        self.file.write(header)
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record.
+    def write(self, record: bytes = b"") -> None:
+        """Append an encoded record, and write those that wait.
 
-        Errors   OSError if there is no room for all of it: it is kept, and written when there is
+        Errors   OSError if there is no room
         """
-        encoded = self.encode(record)
-        with self.writing:
-            self.unwritten.append(encoded)
-            self.write()
-
-    def write(self) -> None:
-        """Write the records that are not written yet.
-
-        Errors   OSError if there is no room: only whole records are in the file then
-        """
-        with self.writing:
-            while self.unwritten:
-                rest, before = self.unwritten[0], self.file.tell()
-                try:
-                    while rest:
-                        rest = rest[self.file.write(rest) :]
-                except OSError as error:
-                    self.file.truncate(before)
-                    self.file.seek(before)
-                    raise not_written(error, "RunFolder", self.path) from error
-                del self.unwritten[0]
+        self.waits = True
+        try:
+            self.file.write(record)
+            self.file.flush()
+        except OSError as error:
+            raise not_written(error, "RunFolder", self.path) from error
+        self.waits = False
 
     def sync(self) -> None:
-        """Flush the records to the disk.
-
-        Errors   OSError if some are not written
-        """
+        """Flush the records to the disk. Errors   OSError if there is no room"""
         if not self.file.closed:
+            self.file.flush()
             os.fsync(self.file.fileno())
-        with self.writing:
-            waits = bool(self.unwritten)
-        if waits:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def copy_to(self, path: Path) -> None:
         """Copy the records so far, even if the file was moved away or removed, while others are added."""
-        with self.writing:  # another thread writes where the file's position is
-            path.write_bytes(os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0))
+        path.write_bytes(os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0))
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):  # there is no room for those that wait
+            self.file.close()
 
 
 METRICS = "metrics.jsonl"
@@ -227,20 +207,20 @@ class Logs:
         }
         errors = []
         for file in self.files:
-            waited = bool(file.unwritten)
+            waited = file.waits
             try:
-                file.log(valid)
+                file.write(file.encode(valid))
             except OSError as error:
                 errors += [(file.path, error)] * (not waited)
         return errors
 
     def write(self) -> None:
-        """Write the records that are not written yet. Errors   OSError if there is no room"""
+        """Write the records that wait. Errors   OSError if there is no room"""
         for file in self.files:
             file.write()
 
     def sync(self) -> None:
-        """Flush the records to the disk. Errors   OSError if some are not written"""
+        """Flush the records to the disk. Errors   OSError if there is no room"""
         for file in self.files:
             file.sync()
 
