@@ -76,7 +76,8 @@ def _write_shards(folder: Path) -> None:
 def _write_checkpoint(folder: Path) -> None:
     parameters = _parameters()
     moments = {f"m.{name}": values for name, values in parameters.items()}
-    write_checkpoint(folder, Checkpoint(3, StoredModel(SMALL, parameters, "bytes"), moments))
+    shapes = {name: values.shape for name, values in moments.items()}
+    write_checkpoint(folder, Checkpoint(3, StoredModel(SMALL, parameters, "bytes"), moments, shapes))
 
 
 def _write_foreign(folder: Path) -> None:

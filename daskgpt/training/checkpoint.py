@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
 from daskgpt.formats.vocabulary import KNOWN
-from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.parameters import Tensor
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
 VERSION = 1
@@ -51,16 +50,16 @@ STEP = re.compile(r"step-(\d{8,})")
 class Checkpoint:
     """The state of a run after some steps.
 
-    moments   "m.NAME" and so on, float32
+    moments   "m.NAME" and so on, float32; a mapping may hold other arrays as well
+    shapes    of the moments, in the order of the file
     facts     the other entries of state.json: configuration, versions and so on
-    shapes    of moments that do not have the parameter's shape
     """
 
     step: int
     model: StoredModel
     moments: Mapping[str, np.ndarray]
+    shapes: Mapping[str, tuple[int, ...]]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class DamagedCheckpoint(ValueError):
@@ -95,29 +94,19 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint) -> Path:
     Errors   OSError with path and reason where the system refuses; nothing of the checkpoint is left then
     """
     target = step_folder(run, checkpoint.step)
+    metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
     with appearing(target, "write_checkpoint") as folder:
         with ThreadPoolExecutor(1) as pool:  # side by side: a SHA-256 of one file is slower than a good disk
+            name, read = OPTIMIZER + ENDING, checkpoint.moments.__getitem__
             model = pool.submit(write_run_model, folder / MODEL_FILE, checkpoint.model)
-            digests = _write_moments(folder, checkpoint) | {MODEL_FILE: model.result()}
+            digest = write_tensor_file(folder / name, checkpoint.shapes, read, metadata, where="write_checkpoint")
+            digests = {name: digest, MODEL_FILE: model.result()}
         files = {name: {"bytes": (folder / name).stat().st_size, "sha256": own} for name, own in digests.items()}
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(folder / STATE, "write_checkpoint") as file:
             file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
     point(run / LATEST, target.name)
     return target
-
-
-def _write_moments(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """Write the moments in the order of the model's tensors; return the SHA-256 of the file by its name."""
-    kinds = sorted({name.partition(".")[0] for name in checkpoint.moments})
-    shapes = {
-        key: checkpoint.shapes.get(key, tensor.shape)
-        for kind, (name, tensor) in product(kinds, tensors(checkpoint.model.config).items())
-        if (key := f"{kind}.{name}") in checkpoint.moments
-    }
-    metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
-    name, read = OPTIMIZER + ENDING, checkpoint.moments.__getitem__
-    return {name: write_tensor_file(folder / name, shapes, read, metadata, where="write_checkpoint")}
 
 
 def point(link: Path, name: str) -> None:
@@ -262,7 +251,8 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
         got = {"path": files.path, name: f"{files[name].dtype} {files[name].shape}"}
         require(right, "read_checkpoint", rule, got, advice)
     values = {name: in_memory(files[name].read()) for name in moments}
-    return Checkpoint(state["step"], open_run_model(tensor_path(folder)).loaded(), values, state)
+    shapes = {name: tensor.shape for name, tensor in moments.items()}
+    return Checkpoint(state["step"], open_run_model(tensor_path(folder)).loaded(), values, shapes, state)
 
 
 @dataclass(frozen=True)

@@ -367,10 +367,9 @@ class Saver:
                 own = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
             weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
-            moments = ReadLater((n for n in arrays if not n.startswith("weight.")), arrays.__getitem__)
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             shapes = {name: tensor.shape for name, tensor in job.moments.items()}
-            checkpoint = Checkpoint(save.step, model, moments, facts, shapes)
+            checkpoint = Checkpoint(save.step, model, arrays, shapes, facts)
             try:
                 folder.require_held()
                 folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
