@@ -157,7 +157,7 @@ class LocalSteps(Steps):
                 return values[name] if name in values else np.full(moments[name].shape, 0, precision.dtype)
             return precision.hold(self.table[name.partition(".")[2]], values[name])
 
-        begins = self.job.begins_round(step)
+        begins = self.job.meets(step)
         layout = Layout(self.layout.packs[: -self.replicas]) if begins else self.layout
         packs = [tuple(map(held, names)) if self.is_here(n) else None for n, names in enumerate(layout.packs)]
         return State(self.layout, packs, step)

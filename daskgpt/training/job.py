@@ -281,12 +281,15 @@ class Job:
         return step // length * length
 
     def meets(self, done: int) -> bool:
-        """Return whether replicas meet after some steps, so that the run has one model."""
-        return self.round_end(max(done - 1, 0)) == done
+        """Return whether replicas have one model after some steps: at the start, and at the end of each round."""
+        return not done or self.round_end(done - 1) == done
 
-    def begins_round(self, done: int) -> bool:
-        """Return whether replicas begin a round after some steps: where they meet, and at the start."""
-        return not done or self.meets(done)
+    def due(self, every: int, done: int) -> bool:
+        """Return whether something is due after some steps, at the end of a round, that is done every so many steps.
+
+        What would be due within a round, where replicas have no common model, is due at its end. 0 means never.
+        """
+        return bool(every) and done // every > self.round_begin(done - 1) // every
 
 
 def require_memory(job: Job) -> None:

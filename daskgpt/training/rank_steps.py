@@ -128,7 +128,7 @@ class RankSteps(Steps):
 
     def layout_after(self, step: int) -> Layout:
         """Return the packs after some steps: where replicas meet, they have no weights of their own."""
-        if self.local and self.job.begins_round(step):
+        if self.local and self.job.meets(step):
             return Layout(self.layout.packs[: -self.local.replicas])
         return self.layout
 

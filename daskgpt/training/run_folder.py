@@ -271,9 +271,7 @@ class Saver:
             return False
         if self.better(loss):
             return True
-        # Between two rounds, replicas have no common state: a checkpoint that was due there is due at their end.
-        before = self.job.round_begin(done - 1)
-        if any(every and done // every > before // every for every in (run.save_every, run.keep_every)):
+        if self.job.due(run.save_every, done) or self.job.due(run.keep_every, done):
             return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
         return bool(late) and not (save and save.thread.is_alive())

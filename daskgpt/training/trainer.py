@@ -447,8 +447,8 @@ class _Trainer:
 
     def _sample(self, state: State) -> None:
         """Print a sample if one is due."""
-        sampler, every, before = self.observers.sampler, self.job.run.sample_every, self.job.round_begin(state.step - 1)
-        if sampler and every and state.step // every > before // every:
+        sampler = self.observers.sampler
+        if sampler and self.job.due(self.job.run.sample_every, state.step):
             with self.timed("samples"):
                 self.progress.show(sampler(self.scheduler, state))
 
