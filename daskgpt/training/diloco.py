@@ -149,17 +149,20 @@ class LocalSteps(Steps):
         return self.state_of(as_weights({name: parameters[name] for name in self.table}) | dict(moments or {}), step)
 
     def state_of(self, values: Arrays, step: int) -> State:
-        """Return the state after some steps from its arrays; moments that are missing are zeros."""
-        precision, moments = self.job.precision, self.job.moments
+        """Return the state after some steps from its arrays; moments that are missing are zeros.
+
+        Without weights of replicas, a round begins.
+        """
+        precision, moments, replicas = self.job.precision, self.job.moments, self.layout.packs[-self.replicas :]
 
         def held(name: str) -> Any:
             if name in moments:
                 return values[name] if name in values else np.full(moments[name].shape, 0, precision.dtype)
             return precision.hold(self.table[name.partition(".")[2]], values[name])
 
-        begins = self.job.meets(step)
-        layout = Layout(self.layout.packs[: -self.replicas]) if begins else self.layout
-        packs = [tuple(map(held, names)) if self.is_here(n) else None for n, names in enumerate(layout.packs)]
+        apart = any(names[0] in values for names in replicas)
+        layout = self.layout.packs if apart else self.layout.packs[: -self.replicas]
+        packs = [tuple(map(held, names)) if self.is_here(n) else None for n, names in enumerate(layout)]
         return State(self.layout, packs, step)
 
     def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:

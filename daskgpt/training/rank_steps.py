@@ -136,10 +136,11 @@ class RankSteps(Steps):
         """Return a state that ranks can begin with, its packs on workers; random weights need none."""
         if isinstance(parameters, RandomParameters) and not moments:
             return State(Layout(()), [], step)
-        layout = Layout(tuple(own for own in self.layout_after(step).packs if moments or own[0].startswith("weight.")))
+        known = moments or {}
+        layout = Layout(tuple(own for own in self.layout.packs if own[0].startswith("weight.") or own[0] in known))
         packs = []
         for names in layout.packs:  # one at a time: they may come from a file
-            own = (parameters[n.removeprefix("weight.")] if n[:7] == "weight." else (moments or {})[n] for n in names)
+            own = (known[name] if name in known else parameters[name.removeprefix("weight.")] for name in names)
             packs.append(self.scheduler.held(tuple(own)))
         return State(layout, packs, step)
 
