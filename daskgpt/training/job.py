@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_right
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -68,15 +67,11 @@ class Horizon:
 
     def at(self, step: int) -> int:
         """Return the number of all steps, as known when a step was made."""
-        return self.changes[max(self._following(step) - 1, 0)][1]
+        return next(steps for first, steps in reversed(self.changes) if first <= step)
 
     def next_change(self, step: int) -> int | None:
         """Return the next step from which on another number counts, if there is one."""
-        number = self._following(step)
-        return self.changes[number][0] if number < len(self.changes) else None
-
-    def _following(self, step: int) -> int:
-        return bisect_right(self.changes, step, key=lambda change: change[0])
+        return next((first for first, _ in self.changes if first > step), None)
 
     def passed(self, done: int, seconds: float) -> bool:
         """Note between two steps that some steps have taken some seconds; return whether the estimate has changed.
