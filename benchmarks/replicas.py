@@ -34,7 +34,7 @@ from daskgpt.schedulers.connect import borrowed_cluster
 from daskgpt.train import job_of
 from daskgpt.train import parser as flags_of_train
 from daskgpt.training.job import Job
-from daskgpt.training.start import ResumeState, start_values
+from daskgpt.training.start import first_state
 from daskgpt.training.trainer import Observers, run_job
 
 TOOL, SYNCHRONOUS = "benchmarks/replicas.py", "synchronous"
@@ -57,7 +57,7 @@ def sent(job: Job, local: Mapping[str, Any], workers: int) -> float:
             if step + 1 in (length, length * (1 + MEASURED)):
                 counts.append(sum(client.run(_sent).values()))
 
-        run_job(own, scheduler, ResumeState(start_values(own, None)), None, Observers(count, quiet=True))
+        run_job(own, scheduler, first_state(own), None, Observers(count, quiet=True))
     return (counts[1] - counts[0]) / MEASURED
 
 

@@ -27,20 +27,10 @@ from daskgpt.profiling.recorder import (
 )
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
-from daskgpt.training.inference import call_on_model
 from daskgpt.training.job import Job, one_horizon, require_memory
 from daskgpt.training.run_folder import RunFolder, new_folder
-from daskgpt.training.start import (
-    SECTIONS,
-    Resumed,
-    ResumeState,
-    WarmStart,
-    changeable,
-    may_not_change,
-    open_dataset,
-    start_values,
-)
-from daskgpt.training.step import State
+from daskgpt.training.start import SECTIONS, Resumed, WarmStart, changeable, first_state, may_not_change, open_dataset
+from daskgpt.training.step import State, call_on_model
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
 DEFAULT = "tiny"  # the preset
@@ -107,7 +97,7 @@ def main(arguments: list[str]) -> int:
         print(predict(job, values.workers or 0))
         return 0
     require_memory(job)
-    first = resumed.initial if resumed else ResumeState(start_values(job, start))
+    first = resumed.initial if resumed else first_state(job, start)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
     callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None

@@ -22,9 +22,8 @@ from daskgpt.schedulers.dask_internals import closes
 from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.schedulers.worker_metrics import METRIC
-from daskgpt.training.inference import call_on_model
 from daskgpt.training.rank_program import RankProgram
-from daskgpt.training.step import State, StepOptions, TrainingStep
+from daskgpt.training.step import State, StepOptions, TrainingStep, call_on_model
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
 engines = pytest.mark.parametrize("engine", ["ranks", "tasks"])

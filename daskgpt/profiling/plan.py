@@ -20,10 +20,10 @@ from daskgpt.model.parameters import tensors, value_count
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
-from daskgpt.training.diloco import SOME_STEPS, replica_step
+from daskgpt.training.diloco import SOME_STEPS
 from daskgpt.training.job import Job, facts
 from daskgpt.training.start import configurations
-from daskgpt.training.step import JobSteps, TrainingStep, training_step
+from daskgpt.training.step import JobSteps, TrainingStep, replica_step, training_step
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = ("totals", "weights", "rows")

@@ -123,13 +123,22 @@ def _unique() -> str:
     return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def remove_leftovers(run: Path) -> None:
-    """Remove what killed processes left half-written. The caller must hold the run's lock."""
+def tidy(run: Path, step: int) -> None:
+    """Prepare the folder of a run that continues after some steps. The caller must hold the run's lock.
+
+    What killed processes left half-written is removed. Checkpoints beyond that step are damaged, and are renamed: they
+    must not be deleted.
+    """
     for path in run.glob(".*.tmp"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    damaged = [path for path in checkpoints(run) if step_of(path) > step]
+    for path in damaged:
+        set_aside(path, "damaged")
+    if damaged:
+        point(run / LATEST, step_folder(run, step).name)
 
 
 def prune(run: Path, keep: int, keep_every: int, best: int = -1) -> None:
@@ -146,18 +155,10 @@ def prune(run: Path, keep: int, keep_every: int, best: int = -1) -> None:
             shutil.rmtree(deleted, ignore_errors=True)
 
 
-def set_damaged_aside(run: Path, step: int) -> None:
-    """Rename the checkpoints beyond the step that a run continues from: they are damaged, and must not be deleted."""
-    damaged = [path for path in checkpoints(run) if step_of(path) > step]
-    for path in damaged:
-        set_aside(path, "damaged")
-    if damaged:
-        point(run / LATEST, step_folder(run, step).name)
+Found = tuple[Path, dict[str, Any]]  # a checkpoint and its checked state
 
 
-def newest_good(
-    run: Path, say: Callable[[str], None], *, model_only: bool = False
-) -> tuple[Path, dict[str, Any]] | None:
+def newest_good(run: Path, say: Callable[[str], None], *, model_only: bool = False) -> Found | None:
     """Return the newest good checkpoint of a run and its state, or None.
 
     say          called with a line for each damaged checkpoint
@@ -172,7 +173,7 @@ def newest_good(
     return None
 
 
-def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
+def find_checkpoint(path: Path) -> Found | None:
     """Return the checkpoint that a path means, with its checked state; None if the path is something else.
 
     path     a run folder (its newest good checkpoint), a checkpoint, or the model file in a checkpoint
@@ -266,27 +267,23 @@ class Best:
     step: int = -1
     loss: float = math.inf
 
+    @classmethod
+    def of(cls, run: Path, state: Mapping[str, Any]) -> Best:
+        """Return the best checkpoint that a checkpoint's state names; none where that is missing or damaged."""
+        best = cls(**state.get("best", {}))
+        if best.step >= 0:
+            try:
+                checked_state(step_folder(run, best.step), model_only=True)
+            except DamagedCheckpoint:
+                return cls()
+        return best
 
-NO_BEST = Best()
-
-
-def best_of(run: Path, state: Mapping[str, Any]) -> Best:
-    """Return the best checkpoint that a checkpoint's state names; NO_BEST where that is missing or damaged."""
-    best = Best(**state.get("best", {}))
-    if best.step >= 0:
-        try:
-            checked_state(step_folder(run, best.step), model_only=True)
-        except DamagedCheckpoint:
-            return NO_BEST
-    return best
-
-
-def point_best(run: Path, best: Best) -> None:
-    """Point `best` to a checkpoint, or remove the link where there is none."""
-    if best.step >= 0:
-        point(run / BEST, step_folder(run, best.step).name)
-    elif (run / BEST).is_symlink():
-        (run / BEST).unlink()
+    def point(self, run: Path) -> None:
+        """Point `best` to this checkpoint, or remove the link where there is none."""
+        if self.step >= 0:
+            point(run / BEST, step_folder(run, self.step).name)
+        elif (run / BEST).is_symlink():
+            (run / BEST).unlink()
 
 
 def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:

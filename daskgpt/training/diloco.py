@@ -28,18 +28,7 @@ from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Arrays, Job, of_replica
-from daskgpt.training.step import (
-    NO_LIMITS,
-    Batch,
-    Limits,
-    Outcome,
-    State,
-    StepOptions,
-    Steps,
-    TrainingStep,
-    as_weights,
-    of_sequences,
-)
+from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, of_sequences, replica_step
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to show progress
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
@@ -99,12 +88,6 @@ def outer_step(
     return tuple(new), tuple(kept)
 
 
-def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
-    """Record a step of one replica, as one task that writes over the state."""
-    options = StepOptions(grain="step", in_place=True, groups=job.groups, seed=job.run.seed)
-    return TrainingStep(job.config, job.replica_shape, chunk, job.optimizer, job.precision, options)
-
-
 class LocalSteps(Steps):
     """Runs a job's steps by replicas, a stretch of a round at a time.
 
@@ -146,7 +129,8 @@ class LocalSteps(Steps):
 
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return the state at the beginning of a round; see `JobSteps.initial`."""
-        return self.state_of(as_weights({name: parameters[name] for name in self.table}) | dict(moments or {}), step)
+        weights = {f"weight.{name}": parameters[name] for name in self.table}
+        return self.state_of({**weights, **(moments or {})}, step)
 
     def state_of(self, values: Arrays, step: int) -> State:
         """Return the state after some steps from its arrays; moments that are missing are zeros.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -20,47 +19,11 @@ from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy
 from daskgpt.graph.recording import Layout, StepGraph
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss
-from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.step import (
-    EARLY_LAYERS,
-    Lazy,
-    State,
-    as_weights,
-    gradients_of,
-    input_leaves,
-    input_values,
-    named_parameters,
-    run_on_packs,
-    state_leaves,
-    weights_in,
-)
-
-Found = TypeVar("Found")
-
-
-def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Found]) -> Found:
-    """Return the result of a function of a state's parameters.
-
-    On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
-
-    function   of the parameters by name; a cluster pickles it and its result
-
-    Errors     those of the function; schedulers.failures.WorkerLost if a parameter is lost
-    """
-    if scheduler.in_place:
-        return function(state.parameters(scheduler))
-    own = state.weights
-    call = partial(_call, function, own.layout), own.packs
-    results: list[Found] = scheduler.fetch(run_on_packs(scheduler, "model.call", [call]))
-    return results[0]
-
-
-def _call(function: Callable[[dict[str, np.ndarray]], Found], layout: Layout, *packs: Any) -> Found:
-    return function(named_parameters(layout.unpack(packs)))
+from daskgpt.training.step import EARLY_LAYERS, Lazy, State, gradients_of, input_leaves, input_values, state_leaves
 
 
 class Inference:
@@ -83,8 +46,7 @@ class Inference:
         outputs: Lazy = {}
         tape = Tape(precision, Groups(groups))
         inputs = input_leaves(tape, batch_shape, chunk)
-        state = state_leaves(tape, as_weights(tensors(config)), precision)
-        weights = weights_in(state)
+        state, weights = state_leaves(tape, config, precision)
         if "logits" in wanted:
             outputs["logits"] = logits(Tape(precision), config, weights, inputs)
         if "loss" in wanted or "gradients" in wanted:

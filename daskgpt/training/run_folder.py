@@ -27,18 +27,7 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.checkpoint import (
-    NO_BEST,
-    Best,
-    Checkpoint,
-    checkpoints,
-    point_best,
-    prune,
-    remove_leftovers,
-    set_damaged_aside,
-    step_folder,
-    write_checkpoint,
-)
+from daskgpt.training.checkpoint import Best, Checkpoint, checkpoints, prune, step_folder, tidy, write_checkpoint
 from daskgpt.training.job import Arrays, Job
 from daskgpt.training.logs import ALWAYS, METRICS, Logs
 from daskgpt.training.step import State
@@ -96,8 +85,7 @@ class RunFolder:
         """
         done = steps if self.resumed else None
         if self.resumed:
-            remove_leftovers(self.path)
-            set_damaged_aside(self.path, steps)
+            tidy(self.path, steps)
         else:
             self.path.mkdir(parents=True, exist_ok=True)
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
@@ -249,8 +237,8 @@ class Saver:
 
     def begin(self) -> None:
         """Point `best` to the best checkpoint: an earlier process may have been killed before it did."""
-        self.best = self.best if self.job.run.keep_best else NO_BEST
-        point_best(self.folder.path, self.best)
+        self.best = self.best if self.job.run.keep_best else Best()
+        self.best.point(self.folder.path)
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
@@ -378,7 +366,7 @@ class Saver:
                 raise self._kept_elsewhere(checkpoint) from None
             self.saved = save.step
             if save.best != self.best:
-                point_best(folder.path, save.best)
+                save.best.point(folder.path)
                 self.best = save.best
             folder.require_held()
             prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
@@ -389,7 +377,7 @@ class Saver:
     def _kept_elsewhere(self, checkpoint: Checkpoint) -> CanGoOn:
         """Write a checkpoint of a run that lost its folder into a new one; return the error that ends the run."""
         former, kept = self.folder.leave()
-        self.best = NO_BEST
+        self.best = Best()
         write_checkpoint(kept, checkpoint)
         rule = "the run's folder must stay where it is while it trains"
         got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"

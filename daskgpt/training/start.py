@@ -25,16 +25,7 @@ from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address
-from daskgpt.training.checkpoint import (
-    NO_BEST,
-    Best,
-    best_of,
-    checkpoints,
-    is_checkpoint,
-    newest_good,
-    open_with_state,
-    read_checkpoint,
-)
+from daskgpt.training.checkpoint import Best, checkpoints, is_checkpoint, newest_good, open_with_state, read_checkpoint
 from daskgpt.training.job import HORIZONS, Arrays, Job, from_root, one_horizon, require_memory
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder
@@ -106,7 +97,7 @@ class ResumeState:
     messages: tuple[str, ...] = ()
     seconds: float = 0.0
     outliers: Sequence[Sequence[Any]] = ()
-    best: Best = NO_BEST
+    best: Best = field(default_factory=Best)
 
 
 class WarmStart:
@@ -186,16 +177,18 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     )
 
 
-def start_values(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> Arrays:
-    """Return the initial parameters: those given, those of a model, or random ones.
+def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> ResumeState:
+    """Return the state that a new run begins with: the given parameters, those of a model, or random ones.
 
     Errors   ValueError if those given are not of the job's model, TypeError unless float32
     """
     if parameters is not None:
         check_parameters(job.config, parameters)
         check_dtypes("fit", parameters, np.float32)
-        return {name: value.copy() for name, value in parameters.items()}  # a run may write over its parameters
-    return start.model.loaded().parameters if start else RandomParameters(job.config, job.run.seed)
+        parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
+    elif start:
+        parameters = start.model.loaded().parameters
+    return ResumeState(RandomParameters(job.config, job.run.seed) if parameters is None else parameters)
 
 
 def new_run(sections: Mapping[str, Any], parameters: Arrays | None) -> tuple[Job, ResumeState]:
@@ -210,7 +203,7 @@ def new_run(sections: Mapping[str, Any], parameters: Arrays | None) -> tuple[Job
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
     job = Job(config, dataset=open_dataset(c["data"], config.vocabulary, origin), **c)
     require_memory(job)
-    return job, ResumeState(start_values(job, origin, parameters))
+    return job, first_state(job, origin, parameters)
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -319,7 +312,7 @@ class Resumed:
             tuple(self.messages),
             horizon.get("seconds", 0.0),
             state.get("outliers", ()),
-            best_of(self.folder.path, state),
+            Best.of(self.folder.path, state),
         )
 
     def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import dask.array as da
@@ -29,17 +29,7 @@ from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
-from daskgpt.model.optimizer import (
-    OPTIMIZERS,
-    SQUARES,
-    Guarded,
-    Optimizer,
-    guarded,
-    guards,
-    hyper_of,
-    hyper_size,
-    update,
-)
+from daskgpt.model.optimizer import OPTIMIZERS, SQUARES, Guarded, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, write_rows
 from daskgpt.model.tape import Tape
@@ -51,6 +41,7 @@ from daskgpt.training.job import Arrays, Job
 EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
 
+Found = TypeVar("Found")
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 Limits = tuple[float, float]  # limits of loss and norm, above which the update of a step is skipped
@@ -178,6 +169,27 @@ def run_on_packs(scheduler: Scheduler, name: str, calls: Calls) -> list[Any]:
     return scheduler.run(GraphRun(graph, leaves, list(graph)))
 
 
+def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Found]) -> Found:
+    """Return the result of a function of a state's parameters.
+
+    On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
+
+    function   of the parameters by name; a cluster pickles it and its result
+
+    Errors     those of the function; schedulers.failures.WorkerLost if a parameter is lost
+    """
+    if scheduler.in_place:
+        return function(state.parameters(scheduler))
+    own = state.weights
+    call = partial(_call, function, own.layout), own.packs
+    results: list[Found] = scheduler.fetch(run_on_packs(scheduler, "model.call", [call]))
+    return results[0]
+
+
+def _call(function: Callable[[dict[str, np.ndarray]], Found], layout: Layout, *packs: Any) -> Found:
+    return function(named_parameters(layout.unpack(packs)))
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """Options for recording a step; only the groups and the seed change bits of the results.
@@ -222,7 +234,7 @@ class TrainingStep:
         self.in_place, self.barrier = options.in_place, options.barrier
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = options.barrier in ("layer", "phase")
-        self.row: Optimizer = OPTIMIZERS[optimizer.optimizer]
+        self.row = OPTIMIZERS[optimizer.optimizer]
         # From here on activations take more memory than weights, and tasks wait so that it is released in time.
         self.batch_shape = last - first, batch_shape[1]
         self.large = math.prod(self.batch_shape) > config.channels
@@ -239,8 +251,7 @@ class TrainingStep:
         tape = Tape(precision, self.rank.groups_of(self.rank.number) if self.rank else Groups(self.options.groups))
         inputs = input_leaves(tape, self.batch_shape, chunk, hyper_size(optimizer, self.row))
         known = tensors(config)
-        state = state_leaves(tape, as_weights(known) | self.row.state(known), precision)
-        weights = weights_in(state)
+        state, weights = state_leaves(tape, config, precision, self.row.state(known))
         loss = mean_loss(tape, config, weights, inputs, optimizer.dropout, math.prod(self.whole_shape))
         gradients = gradients_of(tape, weights, loss)
         grad_info, outputs = inputs["hyper"], {"loss": loss}
@@ -369,12 +380,15 @@ def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
     return {name: gradients[weight.name] for name, weight in weights.items()}
 
 
-def state_leaves(tape: Tape, known: Mapping[str, Tensor], precision: Precision) -> Lazy:
-    """Return arrays of one chunk and without data for tensors, by their names in a state."""
-    return {
+def state_leaves(
+    tape: Tape, config: GPT2Config, precision: Precision, moments: Mapping[str, Tensor] | None = None
+) -> tuple[Lazy, Lazy]:
+    """Return arrays without data for a state, by their names there, and those of its weights by their own names."""
+    found = {
         name: array_of(f"{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype)
-        for name, tensor in known.items()
+        for name, tensor in {**as_weights(tensors(config)), **(moments or {})}.items()
     }
+    return found, weights_in(found)
 
 
 def training_step(
@@ -393,6 +407,12 @@ def training_step(
         StepOptions(grain, job.dataflow.barrier, in_place, job.groups, micro_batches_of(job, rank), job.run.seed),
         rank,
     )
+
+
+def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
+    """Record a step of one replica, as one task that writes over the state."""
+    options = StepOptions(grain="step", in_place=True, groups=job.groups, seed=job.run.seed)
+    return TrainingStep(job.config, job.replica_shape, chunk, job.optimizer, job.precision, options)
 
 
 def micro_batches_of(job: Job, rank: Rank | None) -> int:
