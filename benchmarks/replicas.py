@@ -57,7 +57,7 @@ def sent(job: Job, local: Mapping[str, Any], workers: int) -> float:
             if step + 1 in (length, length * (1 + MEASURED)):
                 counts.append(sum(client.run(_sent).values()))
 
-        run_job(own, scheduler, first_state(own), None, Observers(count, quiet=True))
+        run_job(own, scheduler, first_state(own), Observers(count, quiet=True))
     return (counts[1] - counts[0]) / MEASURED
 
 

@@ -82,12 +82,12 @@ def main(arguments: list[str]) -> int:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
         resumed = Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
-        job, folder = resumed.job, resumed.folder
+        job = resumed.job
     else:
         one_horizon(given_flags(RunConfig, values))
         run = from_flags(RunConfig, values)
         run = replace(run, out=run.out or new_folder())
-        folder = RunFolder(run.out)
+        RunFolder(run.out)  # is refused before any data are read
         start = WarmStart(run.init) if run.init else None
         job = job_of(values, run, start)
     if shown.timeline:
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
     callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
-    result = train(job, first, folder, Observers(callbacks=callbacks, sampler=sampler))
+    result = train(job, first, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)
     return STOPPED if result.stopped else 0
 

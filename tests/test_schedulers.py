@@ -158,7 +158,7 @@ def recovering(who, *, asked=False, minutes=10.0):
     scheduler = SimpleNamespace(in_place=False, addresses=lambda: set(next(there)), silent=lambda: {"b"})
     job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))
     steps = SimpleNamespace(look=told.append, scheduler=scheduler)
-    return recovery.Recovery(job, steps, None, None, said.append, lambda: asked), said, told
+    return recovery.Recovery(job, steps, None, said.append, lambda: asked), said, told
 
 
 def test_run_without_progress_between_losses_ends():

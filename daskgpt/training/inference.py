@@ -1,4 +1,4 @@
-"""Inference with the state of a run on the machine of its parameters: losses, gradients, validation, any function."""
+"""Inference with the state of a run on the machine of its parameters: losses, gradients, validation."""
 
 from __future__ import annotations
 

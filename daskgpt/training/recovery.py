@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from daskgpt.model.parameters import value_count
@@ -153,7 +152,6 @@ class Recovery:
 
     A run may lose any number of workers as long as it makes progress between two losses.
 
-    folder          of the run; None if nothing is written
     stop_requested  returns whether the run shall end
     known           the workers at the last look
     gone            the workers that had gone at the last look
@@ -165,7 +163,6 @@ class Recovery:
     job: Job
     steps: RankSteps
     initial: ResumeState
-    folder: Path | None
     say: Callable[[str], None]
     stop_requested: Callable[[], bool]
     known: set[str] = field(default_factory=set)
@@ -230,7 +227,8 @@ class Recovery:
         """Return the newest state that is left, and its origin in words."""
         if (state := self.points.newest_whole()) is not None:
             return state, "a recovery point"
-        found = newest_good(self.folder, self.say) if self.folder and self.folder.is_dir() else None
+        folder = self.initial.folder
+        found = newest_good(folder.path, self.say) if folder else None
         if found is not None:
             own = read_checkpoint(*found, self.job.moments)
             return self.steps.initial(own.model.parameters, own.moments, own.step), "the last checkpoint"

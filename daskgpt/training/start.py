@@ -79,6 +79,7 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 class ResumeState:
     """The state that a run begins with.
 
+    folder      where it is written; None for nowhere
     moments     "MOMENT.NAME"; None for zeros
     step        how many steps earlier processes have made
     losses      their losses
@@ -89,6 +90,7 @@ class ResumeState:
     best        the best checkpoint of earlier processes
     """
 
+    folder: RunFolder | None
     parameters: Arrays
     moments: Arrays | None = None
     step: int = 0
@@ -180,7 +182,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
 def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> ResumeState:
     """Return the state that a new run begins with: the given parameters, those of a model, or random ones.
 
-    Errors   ValueError if those given are not of the job's model, TypeError unless float32
+    Errors   ValueError if those given are not of the job's model, TypeError unless float32; as of RunFolder
     """
     if parameters is not None:
         check_parameters(job.config, parameters)
@@ -188,7 +190,9 @@ def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | N
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
     elif start:
         parameters = start.model.loaded().parameters
-    return ResumeState(RandomParameters(job.config, job.run.seed) if parameters is None else parameters)
+    else:
+        parameters = RandomParameters(job.config, job.run.seed)
+    return ResumeState(RunFolder(job.run.out) if job.run.out else None, parameters)
 
 
 def new_run(sections: Mapping[str, Any], parameters: Arrays | None) -> tuple[Job, ResumeState]:
@@ -304,6 +308,7 @@ class Resumed:
             self.messages.append(f"metrics    {missing} of {done} steps are missing")
         validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
         self.initial = ResumeState(
+            self.folder,
             checkpoint.model.parameters,
             checkpoint.moments,
             done,

@@ -33,7 +33,7 @@ from daskgpt.training.job import Arrays, Job, compile_kernels, describe
 from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
-from daskgpt.training.run_folder import RunFolder, Saver, reason
+from daskgpt.training.run_folder import Saver, reason
 from daskgpt.training.start import Resumed, ResumeState, checkpoint_facts, new_run
 from daskgpt.training.step import JobSteps, State, Steps
 
@@ -189,19 +189,17 @@ def fit(
 
         dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
     sections = {"model": config, "data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
-    folder: RunFolder | None
     if resume:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
         resumed = Resumed(os.fspath(resume), {name: _changes(own) for name, own in sections.items()})
-        job, folder, initial = resumed.job, resumed.folder, resumed.initial
+        job, initial = resumed.job, resumed.initial
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
         check_config("fit", config)
         job, initial = new_run(sections, parameters)
-        folder = RunFolder(job.run.out) if job.run.out else None
-    return train(job, initial, folder, Observers(on_step, callbacks, quiet=quiet), client)
+    return train(job, initial, Observers(on_step, callbacks, quiet=quiet), client)
 
 
 def _changes(settings: Any) -> Mapping[str, Any]:
@@ -209,24 +207,20 @@ def _changes(settings: Any) -> Mapping[str, Any]:
     return {} if settings is None else settings if isinstance(settings, Mapping) else asdict(settings)
 
 
-def train(
-    job: Job, initial: ResumeState, folder: RunFolder | None, observers: Observers = Observers(), client: Any = None
-) -> Result:
-    """Compile kernels, open the scheduler of a job, and train. The folder is closed."""
+def train(job: Job, initial: ResumeState, observers: Observers = Observers(), client: Any = None) -> Result:
+    """Compile kernels, open the scheduler of a job, and train. The run's folder is closed."""
     try:
         compile_kernels(job.precision, job.uses)
         if observers.sampler:
             compile_later(np.float32, {"decoding"})
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
-            return run_job(job, scheduler, initial, folder, observers)
+            return run_job(job, scheduler, initial, observers)
     finally:
-        if folder:
-            folder.close()
+        if initial.folder:
+            initial.folder.close()
 
 
-def run_job(
-    job: Job, scheduler: Scheduler, initial: ResumeState, folder: RunFolder | None, observers: Observers
-) -> Result:
+def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Observers) -> Result:
     """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
 
     Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved; RuntimeError where another thread of this
@@ -236,7 +230,7 @@ def run_job(
     progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
     what = "round" if job.local.local_steps else "step"
     with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
-        trainer = _Trainer(job, scheduler, initial, folder, observers, progress, stop_requested)
+        trainer = _Trainer(job, scheduler, initial, observers, progress, stop_requested)
         try:
             return trainer.run()
         except Exception as error:
@@ -283,13 +277,13 @@ class _Trainer:
     job: Job
     scheduler: Scheduler
     initial: ResumeState
-    folder: RunFolder | None
     observers: Observers
     progress: Progress
     stop_requested: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        job, scheduler, initial, folder, progress = self.job, self.scheduler, self.initial, self.folder, self.progress
+        job, scheduler, initial, progress = self.job, self.scheduler, self.initial, self.progress
+        self.folder = folder = initial.folder
         self.losses, self.validation_loss, self.bits_a_byte = list(initial.losses), initial.validation, math.nan
         self.validated: dict[int, float] = {}
         self.enough = False
@@ -306,8 +300,7 @@ class _Trainer:
         if self.steps.ranks:
             from daskgpt.training.recovery import Recovery
 
-            path, own = folder.path if folder else None, cast(Any, self.steps)
-            self.recovery = Recovery(job, own, initial, path, progress.say, self.stop_requested)
+            self.recovery = Recovery(job, cast(Any, self.steps), initial, progress.say, self.stop_requested)
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
