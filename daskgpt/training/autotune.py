@@ -7,7 +7,7 @@ decide.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -71,16 +71,13 @@ class Work:
     @classmethod
     def measured(cls, recorded: StepGraph, spans: Iterable[Span]) -> Work:
         """Return the work by the kernel calls of one step."""
-        tokens = attention = 0.0
+        seconds: dict[str, float] = defaultdict(float)  # by layer
         for span in spans:
             if span.key in recorded.unmerged and chunk_of(recorded.unmerged, span.key, whole=False) is not None:
                 own = recorded.origin(span.key)
-                seconds = span.end - span.start
-                if own is not None and own.layer == ATTENTION.name:
-                    attention += seconds
-                else:
-                    tokens += seconds
-        return cls(tokens, attention)
+                seconds[own.layer if own else ""] += span.end - span.start
+        attention = seconds.pop(ATTENTION.name, 0.0)
+        return cls(sum(seconds.values()), attention)
 
 
 @dataclass(frozen=True, order=True)
@@ -253,9 +250,9 @@ class GrainChoice:
         With more threads than chunks, updates must run beside the backward pass: then no chunk is one task.
         """
         self.open = False
-        seconds: dict[Key, float] = {}
+        seconds: dict[Key, float] = defaultdict(float)
         for span in spans:
-            seconds[span.key] = seconds.get(span.key, 0.0) + span.end - span.start
+            seconds[span.key] += span.end - span.start
         means: dict[str, float] = {}
         for grain in MERGED_GRAINS if step.chunks >= threads else MERGED_GRAINS[:-1]:
             group_of = step.fusion(grain).groups(step.recorded.unmerged)
@@ -378,20 +375,15 @@ class Trial(LocalScheduler):
 
 def most_bytes(step: TrainingStep) -> int:
     """Return the bytes of everything that a step holds or makes, as if nothing were dropped: a quick upper bound."""
-    made = [
-        result
-        for key, node in step.recorded.unmerged.items()
-        if isinstance(call := getattr(node, "func", None), KernelCall)
-        for result in call.results(key)
-    ]
     known = tensors(step.config)
-    values, moments = (
-        sum(math.prod(tensor.shape) for tensor in own) * step.precision.dtype.itemsize
-        for own in (known.values(), step.row.state(known).values())
-    )
-    held = sum(step.precision.held_bytes(tensor) for tensor in known.values()) + moments
+    numbers = sum(math.prod(tensor.shape) for tensor in (*known.values(), *step.row.state(known).values()))
     # In place no call returns a gradient, but if it is summed separately, it is made nevertheless.
-    return held + values + sum(math.prod(result.shape) * result.dtype.itemsize for result in made)
+    size = numbers * step.precision.dtype.itemsize + sum(step.precision.held_bytes(tensor) for tensor in known.values())
+    for key, node in step.recorded.unmerged.items():
+        call = getattr(node, "func", None)
+        results = call.results(key) if isinstance(call, KernelCall) else ()
+        size += sum(math.prod(result.shape) * result.dtype.itemsize for result in results)
+    return size
 
 
 def _stand_ins(values: Any) -> list[Any]:
