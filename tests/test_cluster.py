@@ -295,16 +295,16 @@ def test_an_error_of_one_worker_is_the_error_of_the_run(cluster, small_text):
 
 def leave_in_a_window(dask_worker):
     """Let a worker leave after it has begun its third window."""
-    window, begun = RankProgram._window, []
+    run, begun = RankProgram._run, []
 
     def leaving(*arguments):
         begun.append(arguments)
         if len(begun) == 3:
             dask_worker.loop.add_callback(dask_worker.close_gracefully)
             wait_until(lambda: closes(dask_worker))
-        return window(*arguments)
+        return run(*arguments)
 
-    RankProgram._window = leaving
+    RankProgram._run = leaving
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in a window", "between windows"])

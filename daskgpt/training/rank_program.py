@@ -106,27 +106,22 @@ class RankProgram:
         tokens, targets = (part.astype(np.int32) for part in ids)
         batches = list(zip(tokens, targets))
         with self.busy:
-            self.job.horizon.changes = [(0, length)]
-            self.last = self._window(first, batches, limits, kept)
+            start, self.job.horizon.changes = time.perf_counter(), [(0, length)]
+            with recorded_spans() as spans:
+                try:
+                    outcomes = self._run(first, batches, limits)
+                except BaseException:
+                    self.link.fail("a rank has failed")
+                    raise
+            self.kept += spans if kept else []
+            messages, self.messages[:] = self.messages[:], []
+            seconds, done = time.perf_counter() - start, self.link.ranks.done
+            kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
+            done["busy"] += sum(span.end - span.start for span in kernels) - seconds
+            step, calls = self.steps.step, shown_calls(spans, clock_offset())
+            done["tasks"] += len(batches) * step.runnable.tasks
+            self.last = Window(outcomes, seconds, messages, calls, step.runnable.tasks, step.grain)
             return self.last
-
-    def _window(self, first: int, batches: Sequence[Batch], limits: Limits, kept: bool) -> Window:
-        start = time.perf_counter()
-        with recorded_spans() as spans:
-            try:
-                outcomes = self._run(first, batches, limits)
-            except BaseException:
-                self.link.fail("a rank has failed")
-                raise
-        self.kept += spans if kept else []
-        messages, self.messages[:] = self.messages[:], []
-        seconds, done = time.perf_counter() - start, self.link.ranks.done
-        kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
-        done["busy"] += sum(span.end - span.start for span in kernels) - seconds
-        step = self.steps.step
-        done["tasks"] += len(batches) * step.runnable.tasks
-        calls = shown_calls(spans, clock_offset())
-        return Window(outcomes, seconds, messages, calls, step.runnable.tasks, step.grain)
 
     def _run(self, first: int, batches: Sequence[Batch], limits: Limits) -> Any:
         """Make a step a batch; return their outcomes."""
