@@ -154,16 +154,9 @@ def report(job: Job, result: Result, seconds: float) -> None:
 def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     """Return generated text between two lines; the first one has the number of steps."""
     encoding, steps = get_encoding(job.tokens.encoding_name), state.step
-    writing = partial(
-        sampled,
-        job.config,
-        prompt=encoding.encode("\n"),
-        count=job.run.sample_tokens,
-        context=job.data.sequence_length,
-        temperature=0.8,
-        seed=job.run.seed,
-        threads=0 if scheduler.in_place else 1,
-    )
+    threads, length = 0 if scheduler.in_place else 1, job.data.sequence_length
+    options = {"temperature": 0.8, "seed": job.run.seed, "threads": threads, "context": length}
+    writing = partial(sampled, job.config, prompt=encoding.encode("\n"), count=job.run.sample_tokens, **options)
     text = "".join(readable(encoding, call_on_model(scheduler, state, writing)))
     return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"
 

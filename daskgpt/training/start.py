@@ -170,13 +170,8 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     encoding = _named(encoding)
     if encoding == "auto":
         encoding = "gpt2" if is_token_source(data.data) else encoding_of(vocabulary)
-    return load_dataset(
-        data.data,
-        encoding,
-        validation_fraction=data.validation_fraction,
-        held_out=data.held_out,
-        sequence_length=data.sequence_length,
-    )
+    share, part, length = data.validation_fraction, data.held_out, data.sequence_length
+    return load_dataset(data.data, encoding, validation_fraction=share, held_out=part, sequence_length=length)
 
 
 def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> ResumeState:

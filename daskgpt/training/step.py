@@ -398,15 +398,8 @@ def training_step(
 
     rank    the rank that makes it, where several processes share a batch
     """
-    return TrainingStep(
-        job.config,
-        job.batch_shape,
-        chunk,
-        job.optimizer,
-        job.precision,
-        StepOptions(grain, job.dataflow.barrier, in_place, job.groups, micro_batches_of(job, rank), job.run.seed),
-        rank,
-    )
+    options = StepOptions(grain, job.dataflow.barrier, in_place, job.groups, micro_batches_of(job, rank), job.run.seed)
+    return TrainingStep(job.config, job.batch_shape, chunk, job.optimizer, job.precision, options, rank)
 
 
 def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
