@@ -140,7 +140,7 @@ def test_replicas_share_the_masks_of_one_model(small_text):
 
 def test_keys_follow_sequences_and_bad_rates_are_refused():
     tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
-    part = of_sequences(input_values(tokens, None, np.zeros(3), streams(0, 1, 4)), slice(2, 4))
+    part = of_sequences(input_values(tokens, hyper=np.zeros(3), streams=streams(0, 1, 4)), slice(2, 4))
     np.testing.assert_array_equal(part["tokens"], tokens[2:])
     np.testing.assert_array_equal(part["streams"], streams(0, 1, 4)[2:])
     assert ("targets" in part, len(part["hyper"]), len(part["positions"])) == (False, 3, 2)

@@ -27,18 +27,19 @@ from daskgpt.model.precision import Precision, copy_of, values_of
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.job import OUTER, Arrays, Job, of_replica
+from daskgpt.training.job import OUTER, Arrays, Job, Say, of_replica
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, of_sequences, replica_step
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to show progress
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"
 
+Pack = tuple[Any, ...]  # of a state
 Timed = tuple[list[Outcome], float]  # outcomes of a replica's steps, and how long they took
 
 
 def inner_steps(
-    runnable: CompiledStep, names: Layout, inputs: Sequence[Arrays], shared: bool, *packs: tuple[Any, ...]
-) -> tuple[Timed, tuple[Any, ...], tuple[Any, ...]]:
+    runnable: CompiledStep, names: Layout, inputs: Sequence[Arrays], shared: bool, *packs: Pack
+) -> tuple[Timed, Pack, Pack]:
     """Make some steps of one replica; return their outcomes and duration, the weights, and the moments.
 
     The moments are updated in place, and so are the weights, unless replicas share them.
@@ -61,19 +62,14 @@ def inner_steps(
     return (outcomes, perf_counter() - begin), weights, moments
 
 
-def end_of_round(places: Sequence[int], result: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
+def end_of_round(places: Sequence[int], result: tuple[Timed, Pack, Pack]) -> Pack:
     """Return some weights that a replica has at the end of a round, from the result of its `inner_steps`."""
     return tuple(values_of(result[1][place]) for place in places)
 
 
 def outer_step(
-    tensors: Sequence[Tensor],
-    precision: Precision,
-    local: LocalConfig,
-    weights: tuple[Any, ...],
-    momenta: tuple[np.ndarray, ...],
-    *ends: tuple[np.ndarray, ...],
-) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]]:
+    tensors: Sequence[Tensor], precision: Precision, local: LocalConfig, weights: Pack, momenta: Pack, *ends: Pack
+) -> tuple[Pack, Pack]:
     """Make the outer step of some tensors; return the new weights as a step holds them, and the new momenta.
 
     ends   the weights that each replica has at the end of the round, in the order of the replicas
@@ -99,9 +95,7 @@ class LocalSteps(Steps):
 
     described_tasks = SOME_STEPS
 
-    def __init__(
-        self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, peers: Peers | None = None
-    ) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, say: Say = print, peers: Peers | None = None) -> None:
         """peers   set where other ranks have some of the replicas"""
         self.job, self.scheduler, self.replicas, self.peers = job, scheduler, job.local.replicas, peers
         self.rank, self.rank_count = (peers.number, peers.count) if peers else (0, 1)

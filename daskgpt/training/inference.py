@@ -67,7 +67,7 @@ class Inference:
         self, scheduler: Scheduler, state: State, batches: Sequence[tuple[np.ndarray, np.ndarray | None]]
     ) -> list[dict[str, np.ndarray]]:
         """Return the same for several batches, which are one graph and overlap."""
-        values = [input_values(tokens, targets) for tokens, targets in batches]
+        values = [input_values(tokens, targets=targets) for tokens, targets in batches]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
         return [self.runnable.output(own) for own in self.runnable.split_window(fetched, len(batches))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.logs import chosen_sinks
 
 Arrays = Mapping[str, np.ndarray]
+Say = Callable[[str], None]  # prints a line
 HORIZONS = ("steps", "tokens", "minutes")
 ESTIMATES = 100  # in the time of a run
 RECENT = 10  # number of estimates over which the time of a step is averaged

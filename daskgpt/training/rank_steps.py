@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from daskgpt.schedulers.task_stream import show_calls
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
-from daskgpt.training.job import Arrays, Job
+from daskgpt.training.job import Arrays, Job, Say
 from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, run_on_packs
 
 PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
@@ -82,7 +82,7 @@ class RankSteps(Steps):
     ranks = True
     described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
 
-    def __init__(self, job: Job, scheduler: ClusterScheduler, say: Callable[[str], None] = print) -> None:
+    def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)

@@ -14,7 +14,7 @@ from daskgpt.model.parameters import value_count
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
-from daskgpt.training.job import Job
+from daskgpt.training.job import Job, Say
 from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.start import ResumeState
 from daskgpt.training.step import State
@@ -50,7 +50,7 @@ class RecoveryPoints:
     alone  whether there is only one worker
     """
 
-    def __init__(self, job: Job, scheduler: ClusterScheduler, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
         self.every = job.run.snapshot_every
         self.kept: Point | None = None
@@ -163,7 +163,7 @@ class Recovery:
     job: Job
     steps: RankSteps
     initial: ResumeState
-    say: Callable[[str], None]
+    say: Say
     stop_requested: Callable[[], bool]
     known: set[str] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -28,7 +28,7 @@ from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import Best, Checkpoint, checkpoints, prune, step_folder, tidy, write_checkpoint
-from daskgpt.training.job import Arrays, Job
+from daskgpt.training.job import Arrays, Job, Say
 from daskgpt.training.logs import ALWAYS, METRICS, Logs
 from daskgpt.training.step import State
 
@@ -222,9 +222,7 @@ class Saver:
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
     """
 
-    def __init__(
-        self, job: Job, folder: RunFolder, scheduler: Scheduler, say: Callable[[str], None], newest: int, best: Best
-    ) -> None:
+    def __init__(self, job: Job, folder: RunFolder, scheduler: Scheduler, say: Say, newest: int, best: Best) -> None:
         """newest   step of the checkpoint that the run was resumed from, 0 for a new run
         best     the best checkpoint of earlier processes
         """

@@ -36,7 +36,7 @@ from daskgpt.model.tape import Tape
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
-from daskgpt.training.job import Arrays, Job
+from daskgpt.training.job import Arrays, Job, Say
 
 EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
@@ -68,15 +68,9 @@ def input_leaves(tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int
     return leaves
 
 
-def input_values(
-    tokens: np.ndarray,
-    targets: np.ndarray | None = None,
-    hyper: np.ndarray | None = None,
-    streams: np.ndarray | None = None,
-) -> Arrays:
-    """Return the inputs of a step by name, as whole arrays, without those that nothing reads."""
-    positions = np.arange(tokens.shape[1], dtype=np.int32)
-    values = {"tokens": tokens, "targets": targets, "positions": positions, "streams": streams, "hyper": hyper}
+def input_values(tokens: np.ndarray, **others: np.ndarray | None) -> Arrays:
+    """Return the inputs of a step by name, as whole arrays, without those that are None: nothing reads them."""
+    values = {"tokens": tokens, "positions": np.arange(tokens.shape[1], dtype=np.int32), **others}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -368,9 +362,10 @@ class TrainingStep:
 
         rows   which sequences of the run's batch these are; None for those of this rank
         """
-        hyper, rows = hyper_of(self.optimizer, self.row, step, steps, limits), rows or self.sequences
+        (tokens, targets), rows = batch, rows or self.sequences
+        hyper = hyper_of(self.optimizer, self.row, step, steps, limits)
         random = streams(self.options.seed, step, rows.stop)[rows] if self.optimizer.dropout else None
-        return input_values(*batch, hyper, random)
+        return input_values(tokens, targets=targets, hyper=hyper, streams=random)
 
 
 def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
@@ -475,9 +470,7 @@ class JobSteps(Steps):
     choice   the choice of its grain
     """
 
-    def __init__(
-        self, job: Job, scheduler: Scheduler, say: Callable[[str], None] = print, rank: Rank | None = None
-    ) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, say: Say = print, rank: Rank | None = None) -> None:
         """say   prints a line on what was chosen
         rank  see `training_step`
         """

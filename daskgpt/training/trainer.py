@@ -29,7 +29,7 @@ from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
-from daskgpt.training.job import Arrays, Job, compile_kernels, describe
+from daskgpt.training.job import Arrays, Job, Say, compile_kernels, describe
 from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
@@ -242,7 +242,7 @@ def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Obs
             trainer.close()
 
 
-def steps_of(job: Job, scheduler: Scheduler, say: Callable[[str], None] = print) -> Steps:
+def steps_of(job: Job, scheduler: Scheduler, say: Say = print) -> Steps:
     """Return what runs the steps of a job: in this process, on the ranks of a cluster, or by replicas."""
     if scheduler.in_place or not (job.local.local_steps or job.dataflow.engine == "ranks"):
         return (LocalSteps if job.local.local_steps else JobSteps)(job, scheduler, say)
