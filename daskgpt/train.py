@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from daskgpt.config.flags import Parser, add_flags, add_plan_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
@@ -155,7 +156,7 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     """Return generated text between two lines; the first one has the number of steps."""
     encoding, steps = get_encoding(job.tokens.encoding_name), state.step
     threads, length = 0 if scheduler.in_place else 1, job.data.sequence_length
-    options = {"temperature": 0.8, "seed": job.run.seed, "threads": threads, "context": length}
+    options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "threads": threads, "context": length}
     writing = partial(sampled, job.config, prompt=encoding.encode("\n"), count=job.run.sample_tokens, **options)
     text = "".join(readable(encoding, call_on_model(scheduler, state, writing)))
     return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"

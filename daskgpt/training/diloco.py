@@ -197,17 +197,17 @@ class LocalSteps(Steps):
         for replica in range(self.replicas):
             own = slice(size * (replica - here.start), size * (replica - here.start + 1))
             mine = [of_sequences(each, own) for each in inputs] if replica in here else []
-            function = partial(inner_steps, self.step.runnable, names, mine, begins)
+            steps = partial(inner_steps, self.step.runnable, names, mine, begins)
             weights = range(shards) if begins else [2 * shards + self.replicas + replica]
             needs = [(STATE, number) for number in (*weights, 2 * shards + replica)]
-            inner.append(add("inner.steps", function, needs, replica))
+            inner.append(add("inner.steps", steps, needs, replica))
         places = {name: place for place, name in enumerate(self.table)}
         for shard, members in enumerate(self.shards if meets else ()):
             take = partial(end_of_round, [places[name] for name in members])
             ends = [add("inner.end", take, [key], replica, shard) for replica, key in enumerate(inner)]
-            function = partial(outer_step, [self.table[name] for name in members], job.precision, job.local)
+            step = partial(outer_step, [self.table[name] for name in members], job.precision, job.local)
             needs = [(STATE, shard), (STATE, shards + shard), *ends]
-            outer.append(add("outer.step", function, needs, shard))
+            outer.append(add("outer.step", step, needs, shard))
         return graph, inner, outer
 
     def mean(self, timed: Sequence[Mapping[int, Timed]]) -> list[Outcome]:
