@@ -92,11 +92,12 @@ def test_progress_words_fit_the_width():
     ]
 
 
-def test_progress_in_a_file():
+def test_progress_in_a_file(monkeypatch):
     written = {}
     for every in (0, 3600):
+        monkeypatch.setattr("daskgpt.training.progress.PLAIN_EVERY", every)
         stream = io.StringIO()
-        progress = Progress(4, stream=stream, plain_every=every)
+        progress = Progress(4, stream=stream)
         progress.begin()
         for loss in (8.0, 4.0, 4.0, 4.0):
             progress.step({"loss": loss, "tokens_per_s": 100.0})

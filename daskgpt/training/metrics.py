@@ -55,6 +55,7 @@ class StepMetrics:
         self.timers = dict.fromkeys(PARTS, 0.0)
         self.process = psutil.Process()
         self.recorded_at = -float("inf")
+        self.recorded: StepGraph | None = None
         self.recordings: list[ProcessSpans] = []
 
     @contextmanager
@@ -72,7 +73,7 @@ class StepMetrics:
 
         recorded   the graph of a step; None if steps have none of their own, and nothing is recorded
         """
-        self.recordings = []
+        self.recorded, self.recordings = recorded, []
         due = time.perf_counter() - self.recorded_at >= RECORD_EVERY
         if recorded is None or not self.scheduler.in_place or not due:
             yield
@@ -81,14 +82,8 @@ class StepMetrics:
         with self.scheduler.record() as self.recordings:
             yield
 
-    def of_window(
-        self, window: range, outcomes: Sequence[Outcome], seconds: float, recorded: StepGraph | None
-    ) -> list[dict[str, Any]]:
-        """Return the metrics of each of some steps.
-
-        seconds    that all of them took
-        recorded   as of `record`
-        """
+    def of_window(self, window: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
+        """Return the metrics of each of some steps; seconds: that all of them took."""
         shared, own = self._shared(seconds / len(outcomes)), self.job.optimizer
         records = []
         for number, outcome in zip(window, outcomes):
@@ -97,8 +92,8 @@ class StepMetrics:
             metrics |= {} if outcome.made else {"skipped": True}
             metrics["learning_rate"] = learning_rate(own, number, self.job.horizon.at(number))
             records.append(metrics)
-        if recorded is not None and self.recordings:
-            records[-1] |= self._of_passes(recorded, len(outcomes), seconds)
+        if self.recorded and self.recordings:
+            records[-1] |= self._of_passes(self.recorded, len(outcomes), seconds)
         return records
 
     def _shared(self, seconds: float) -> dict[str, Any]:

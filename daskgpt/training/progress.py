@@ -15,6 +15,7 @@ from tqdm.std import EMA
 
 SMOOTHING = 0.1  # share of the newest step in the numbers that are shown: a mean of about ten steps
 OUTLIER = 5  # times the mean: no step counts for more in the estimate of the time that is left
+PLAIN_EVERY = 30  # seconds between the lines in a file
 LEAST_BAR = 6  # columns; a shorter bar is left out
 MOST_COLUMNS = 120  # of the live line, however wide the window
 DEFAULT_COLUMNS = 80  # of a notebook, and of a terminal of unknown width
@@ -29,15 +30,11 @@ class Progress:
 
     done     how many steps earlier processes have made
     quiet    whether to show nothing
-    plain_every   seconds between the lines in a file
     stream   of the lines; None for stdout in a notebook, which shows streams apart, else stderr
     """
 
-    def __init__(
-        self, steps: int, *, done: int = 0, quiet: bool = False, stream: TextIO | None = None, plain_every: float = 30
-    ) -> None:
-        notebook = in_notebook()
-        self.steps, self.plain_every = steps, plain_every
+    def __init__(self, steps: int, *, done: int = 0, quiet: bool = False, stream: TextIO | None = None) -> None:
+        self.steps, notebook = steps, in_notebook()
         self.stream = stream or (sys.stdout if notebook else sys.stderr)
         self.quiet = quiet or self.stream is None
         self.live = not self.quiet and (notebook or self.stream.isatty())
@@ -76,7 +73,7 @@ class Progress:
         validated = "validation_loss" in metrics
         if validated:
             self.validation = f"{metrics['validation_loss']:.3f}"
-        if not self.quiet and (validated or (not self.live and now - self.last_line >= self.plain_every)):
+        if not self.quiet and (validated or (not self.live and now - self.last_line >= PLAIN_EVERY)):
             self.last_line = now
             room = columns(self.stream) - 1 if self.stream.isatty() else sys.maxsize
             # With the time since the start after a validation, else with the time that is left.

@@ -363,7 +363,7 @@ class _Trainer:
             with self.timed("logs"):
                 for number, outcome in zip(window, outcomes):
                     self.outliers.note(number, outcome)
-                records = self.metrics.of_window(window, outcomes, seconds, steps.recorded)
+                records = self.metrics.of_window(window, outcomes, seconds)
             if first_time and state.step == self._next_validation(window[-1]):
                 with self.timed("validation"):
                     records[-1] |= validation.of(state, steps.chunk)
