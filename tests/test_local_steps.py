@@ -1,6 +1,7 @@
 """Tests of local steps: they have the bits of a plain program of replicas and Nesterov steps on any scheduler."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -125,6 +126,30 @@ def test_stopped_run_ends_with_its_round_and_resumes(small_text, whole, tmp_path
     assert steps_in(out) == [7, 14, 21, 24]
     assert same(out, whole)
     assert daskgpt.load(out)[1].keys() == again.parameters.keys()
+
+
+def test_run_that_ended_within_a_round_continues(cluster, whole, tmp_path):
+    """Its last round was a shorter one, and with more steps it would not end there."""
+    cluster.have(2)
+    for name, scheduler in (("here", "sync"), ("there", cluster.address)):
+        train(None, None, resume=shutil.copytree(whole, tmp_path / name, symlinks=True), scheduler=scheduler, steps=30)
+    assert len(losses_of(tmp_path / "here")) == 30
+    assert same(tmp_path / "here", tmp_path / "there")
+
+
+def test_estimated_end_within_a_round_has_the_same_bits(cluster, small_text, tmp_path, monkeypatch):
+    """As of a run by minutes, of which workers know only what the client tells them."""
+    cluster.have(2)
+
+    def passed(self, done, seconds):
+        self.changes += [(7, 17)] * (done == 7)
+        return done == 7
+
+    monkeypatch.setattr("daskgpt.training.job.Horizon.passed", passed)
+    for name, scheduler in (("here", "sync"), ("there", cluster.address)):
+        train(small_text, tmp_path / name, scheduler=scheduler)
+    assert len(losses_of(tmp_path / "here")) == 17
+    assert same(tmp_path / "here", tmp_path / "there")
 
 
 def test_validations_wait_for_the_end_of_a_round(small_text, tmp_path):
