@@ -55,7 +55,7 @@ class RecordFile:
     def sync(self) -> None:
         """Flush the records to the disk. Errors   OSError if there is no room"""
         if not self.file.closed:
-            self.file.flush()
+            self.write()
             os.fsync(self.file.fileno())
 
     def copy_to(self, path: Path) -> None:
@@ -213,11 +213,6 @@ class Logs:
             except OSError as error:
                 errors += [(file.path, error)] * (not waited)
         return errors
-
-    def write(self) -> None:
-        """Write the records that wait. Errors   OSError if there is no room"""
-        for file in self.files:
-            file.write()
 
     def sync(self) -> None:
         """Flush the records to the disk. Errors   OSError if there is no room"""

@@ -58,8 +58,7 @@ class Progress:
 
     def show(self, text: str) -> None:
         """Print a text on stdout, its lines as they are."""
-        if not self.quiet:
-            self._print(text, sys.stdout)
+        self._print(text, sys.stdout)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Show a step that was made, by the metrics of its line in metrics.jsonl."""
@@ -128,7 +127,7 @@ class Progress:
         return next((text for text in texts if len(text) <= room), "")
 
     def _print(self, text: str, stream: TextIO) -> None:
-        if stream is None or stream in self.closed:
+        if self.quiet or stream is None or stream in self.closed:
             return
         try:
             tqdm.write(text, file=stream)

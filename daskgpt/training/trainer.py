@@ -490,7 +490,7 @@ class _Trainer:
             self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
             if self.job.run.minutes:  # the number of steps is known now
                 self.saver.folder.configure(self._resolved())
-            self.saver.folder.logs.write()
+            self.saver.folder.logs.sync()
         return Result(
             self.job.config,
             read,
