@@ -284,7 +284,7 @@ class _Trainer:
     def __post_init__(self) -> None:
         job, scheduler, initial, progress = self.job, self.scheduler, self.initial, self.progress
         self.folder = folder = initial.folder
-        self.losses, self.validation_loss, self.bits_a_byte = list(initial.losses), initial.validation, math.nan
+        self.losses = list(initial.losses)
         self.validated: dict[int, float] = {}
         self.enough = False
         self.start = time.perf_counter()
@@ -294,7 +294,8 @@ class _Trainer:
         self.finite = Finite(job, self.losses, self.wait)
         self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
         self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
-        self.timed = self.metrics.timed
+        self.timed, timers = self.metrics.timed, self.metrics.timers
+        self.result = Result(job.config, dict, self.losses, initial.validation, 0.0, first=initial.step, timers=timers)
         self.saver = Saver(job, folder, scheduler, progress.say, initial.step, initial.best) if folder else None
         self.recovery: Recovery | None = None
         if self.steps.ranks:
@@ -321,7 +322,7 @@ class _Trainer:
             try:
                 # No name refers to the first state here: it would stay on the workers until the end of the run.
                 state, stopped = self._train(self._first_state(lost))
-                result = self._result(state, stopped)
+                result = self._finished(state, stopped)
                 if not stopped:  # whoever stops a run does not want to wait
                     self._sample_last(state)
             except ClusterLost:
@@ -422,18 +423,17 @@ class _Trainer:
         with self.timed("logs"):
             self.losses.append(metrics["loss"])
             if "validation_loss" in metrics:
-                self.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
-                self.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
-                if self.saver and self.saver.better(self.validation_loss):
-                    metrics = {**metrics, "best": True}
+                loss = self.result.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
+                self.result.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
+                if self.saver and self.saver.better(loss):
+                    metrics["best"] = True
             self.progress.step(metrics)
             if self.recovery:
-                metrics = {**metrics, **self.recovery.news()}
+                metrics |= self.recovery.news()
             self.events.note(metrics)
             if self.saver:
-                for path, error in self.saver.folder.logs.log(
-                    {**metrics, **self.saver.news(), **self.worker_metrics.news()}
-                ):
+                written = metrics | self.saver.news() | self.worker_metrics.news()
+                for path, error in self.saver.folder.logs.log(written):
                     self.progress.say(f"metrics    {path} waits for room: {reason(error)}; training goes on")
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
@@ -472,16 +472,17 @@ class _Trainer:
         own = {"horizon": self.job.horizon.facts(self.seconds), "outliers": self.outliers.facts(state.step)}
         return checkpoint_facts(self.job, self._resolved(), state.step) | own
 
-    def _result(self, state: State, stopped: bool) -> Result:
+    def _finished(self, state: State, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
         self.events.flush()
-        seconds = time.perf_counter() - self.start
+        result = self.result
+        result.seconds, result.stopped = time.perf_counter() - self.start, stopped
         self.finite.require_state(self.scheduler, state, max(state.step - 1, 0))
-        checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
-        if checkpoint and not self.scheduler.in_place:
-            read = partial(_parameters_in, checkpoint)
+        result.checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
+        if result.checkpoint and not self.scheduler.in_place:
+            result.read = partial(_parameters_in, result.checkpoint)
         else:
-            read = partial(dict, state.parameters(self.scheduler))
+            result.read = partial(dict, state.parameters(self.scheduler))
         self.progress.close()
         for line in self.worker_metrics.lines():
             self.progress.say(line)
@@ -491,18 +492,7 @@ class _Trainer:
             if self.job.run.minutes:  # the number of steps is known now
                 self.saver.folder.configure(self._resolved())
             self.saver.folder.logs.sync()
-        return Result(
-            self.job.config,
-            read,
-            self.losses,
-            self.validation_loss,
-            seconds,
-            checkpoint,
-            first=self.initial.step,
-            stopped=stopped,
-            bits_a_byte=self.bits_a_byte,
-            timers=self.metrics.timers,
-        )
+        return result
 
     @property
     def seconds(self) -> float:
