@@ -186,8 +186,7 @@ class LocalRankProgram(RankProgram):
         return {name: [(0, known[name.partition(".")[2]].shape[0])] for name in names}
 
     def _state(self, values: Arrays, step: int) -> State:
-        state: State = self.steps.state_of({name: np.array(value) for name, value in values.items()}, step)
-        return state
+        return cast(State, self.steps.state_of({name: np.array(value) for name, value in values.items()}, step))
 
     def _run(self, first: int, batches: Sequence[Batch], limits: Limits) -> Any:
         outcomes, self.state = self.steps.run_own(self.state_after(first), batches)

@@ -301,18 +301,13 @@ class Resumed:
         losses = [records.get(number, {}).get("loss") for number in range(done)]
         if missing := sum(loss is None for loss in losses):
             self.messages.append(f"metrics    {missing} of {done} steps are missing")
+        losses = [nan if loss is None else loss for loss in losses]
         validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
+        last, seconds = validated[-1] if validated else nan, horizon.get("seconds", 0.0)
+        parameters, moments, messages = checkpoint.model.parameters, checkpoint.moments, tuple(self.messages)
+        outliers, best = state.get("outliers", ()), Best.of(self.folder.path, state)
         self.initial = ResumeState(
-            self.folder,
-            checkpoint.model.parameters,
-            checkpoint.moments,
-            done,
-            [nan if loss is None else loss for loss in losses],
-            validated[-1] if validated else nan,
-            tuple(self.messages),
-            horizon.get("seconds", 0.0),
-            state.get("outliers", ()),
-            Best.of(self.folder.path, state),
+            self.folder, parameters, moments, done, losses, last, messages, seconds, outliers, best
         )
 
     def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:
