@@ -281,9 +281,11 @@ class Job:
         return not done or self.round_end(done - 1) == done
 
     def due(self, every: int, done: int) -> bool:
-        """Return whether something is due after some steps, at the end of a round, that is done every so many steps.
+        """Return whether what is done every so many steps is due after some steps, at the end of a round.
 
-        What would be due within a round, where replicas have no common model, is due at its end. 0 means never.
+        What would be due within a round, where replicas have no common model, is due at its end.
+
+        every   0 for what is never done
         """
         return bool(every) and done // every > self.round_begin(done - 1) // every
 

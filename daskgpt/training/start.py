@@ -268,11 +268,11 @@ class Resumed:
             raise
 
     def _read(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
-        known = checkpoints(Path(self.path))
+        damaged = checkpoints(Path(self.path))
         found = newest_good(Path(self.path), self.messages.append)
         if found is None:
-            got = f"resume={self.path} ({f'{len(known)} damaged' if known else 'none'})"
-            advice = "Nothing of it can be resumed" if known else "It ended before its first"
+            got = f"resume={self.path} ({f'{len(damaged)} damaged' if damaged else 'none'})"
+            advice = "Nothing of it can be resumed" if damaged else "It ended before its first"
             rule, got = "the run must have a good checkpoint", "; ".join([got, *self.messages])
             raise refusal(FileNotFoundError, "train", rule, got, f"{advice}: start again with another --out.")
         folder, state = found
@@ -301,13 +301,13 @@ class Resumed:
         losses = [records.get(number, {}).get("loss") for number in range(done)]
         if missing := sum(loss is None for loss in losses):
             self.messages.append(f"metrics    {missing} of {done} steps are missing")
-        losses = [nan if loss is None else loss for loss in losses]
+        known = [nan if loss is None else loss for loss in losses]
         validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
         last, seconds = validated[-1] if validated else nan, horizon.get("seconds", 0.0)
         parameters, moments, messages = checkpoint.model.parameters, checkpoint.moments, tuple(self.messages)
         outliers, best = state.get("outliers", ()), Best.of(self.folder.path, state)
         self.initial = ResumeState(
-            self.folder, parameters, moments, done, losses, last, messages, seconds, outliers, best
+            self.folder, parameters, moments, done, known, last, messages, seconds, outliers, best
         )
 
     def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:

@@ -69,7 +69,10 @@ def input_leaves(tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int
 
 
 def input_values(tokens: np.ndarray, **others: np.ndarray | None) -> Arrays:
-    """Return the inputs of a step by name, as whole arrays, without those that are None: nothing reads them."""
+    """Return the inputs of a step by name, as whole arrays; those that are None are left out, for nothing reads them.
+
+    others   by their names in INPUTS
+    """
     values = {"tokens": tokens, "positions": np.arange(tokens.shape[1], dtype=np.int32), **others}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -129,12 +132,12 @@ class State:
 
 
 def as_weights(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return something of each parameter under its name in a state."""
+    """Return values by parameter under the names that parameters have in a state: weight.NAME."""
     return {f"weight.{name}": value for name, value in values.items()}
 
 
 def weights_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state's names have for the parameters, under the names of these."""
+    """Return those values of a state that belong to parameters, under the names of the parameters."""
     return {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
 
 
