@@ -116,13 +116,8 @@ class Progress:
         """Return losses, rate and time; where there is no room for all, the less important ones are left out."""
         loss = f"loss {self.loss():.3f}"
         long, short = ((f"{name} {validation}" if validation else "") for name in ("validation", "val"))
-        variants = (
-            (loss, long, rate, duration),
-            (loss, short, rate, duration),
-            (loss, short, duration),
-            (loss, short),
-            (loss,),
-        )
+        fewer = (loss, short, duration), (loss, short), (loss,)
+        variants = (loss, long, rate, duration), (loss, short, rate, duration), *fewer
         texts = (", ".join(filter(None, words)) for words in variants)
         return next((text for text in texts if len(text) <= room), "")
 

@@ -40,7 +40,6 @@ from daskgpt.training.job import Arrays, Job, Say
 
 EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
-
 Found = TypeVar("Found")
 Lazy = dict[str, da.Array]
 Batch = tuple[np.ndarray, np.ndarray]
