@@ -166,7 +166,7 @@ class Machines:
             def there() -> bool:
                 for _ in range(workers - len(self.alive())):  # also for one that ended before it was connected
                     self.start_worker()
-                return len(running(client)) == workers
+                return len(running(client, prepared=False)) == workers
 
             wait_until(there, "workers")
 

@@ -284,7 +284,7 @@ def test_an_error_of_one_worker_is_the_error_of_the_run(cluster, small_text):
         RankProgram.window = dask_worker.whole_window
 
     with Client(cluster.address) as client:
-        one = running(client)[:1]
+        one = running(client, prepared=False)[:1]
         client.run(fail, workers=one)
         try:
             with pytest.raises(ZeroDivisionError, match="an error in a step"):
@@ -311,7 +311,7 @@ def leave_in_a_window(dask_worker):
 def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tmp_path, capsys):
     cluster.have(3)
     with Client(cluster.address) as client:
-        one = running(client)[:1]
+        one = running(client, prepared=False)[:1]
 
         def leave(step, metrics):
             if step == 8:
@@ -343,7 +343,7 @@ def test_joining_worker_takes_part_and_changes_no_bit(cluster, small_text, whole
         if step == 3:
             cluster.start_worker()
             with Client(cluster.address) as client:
-                wait_until(lambda: len(running(client, METRIC)) == 2, "a second worker")
+                wait_until(lambda: len(running(client)) == 2, "a second worker")
 
     own = {"on_step": join, "snapshot_every": 1}
     assert same(fit(small_text, tmp_path / "run", cluster.address, **own), whole)

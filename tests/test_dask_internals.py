@@ -23,7 +23,7 @@ def workers_of(cluster):
     return {worker.address: worker for worker in cluster[0].workers.values()}
 
 
-def test_scheduler_identity_holders_and_sizes(cluster):
+def test_scheduler_identity_and_holders(cluster):
     _, client = cluster
     known = internals.scheduler_identity(client)
     assert set(known["workers"]) == set(workers_of(cluster))
@@ -34,22 +34,22 @@ def test_scheduler_identity_holders_and_sizes(cluster):
     array = client.submit(np.zeros, 1000, workers=[address])
     array.result()
     assert list(internals.holders(client, [array.key])[array.key]) == [address]
-    assert internals.sizes(client, [array.key])[array.key] >= 8000
     assert internals.holders(client, []) == {}
 
 
-def test_plugins_are_listed_and_removed(cluster):
+def test_plugins_are_removed(cluster):
     _, client = cluster
 
     class Named(WorkerPlugin):
         name = "daskgpt-test"
 
     client.register_plugin(Named())
-    assert "daskgpt-test" in client.run_on_scheduler(lambda dask_scheduler: internals.plugin_names(dask_scheduler)[1])
     assert all("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values())
 
     async def remove(dask_scheduler):
-        await internals.remove_plugins(dask_scheduler, ["daskgpt-test", "never there"])
+        await internals.remove_plugins(dask_scheduler, "daskgpt-", "other")
+        assert "daskgpt-test" in dask_scheduler.worker_plugins
+        await internals.remove_plugins(dask_scheduler, "daskgpt-", "-test")
 
     client.run_on_scheduler(remove)
     wait_until(lambda: not any("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values()))
@@ -86,7 +86,6 @@ def test_worker_counts_tasks_seconds_and_bytes(cluster):
     _, client = cluster
     (first, one), (second, other) = sorted(workers_of(cluster).items())
     assert internals.thread_count(one) == 2
-    assert internals.memory(one) > 1e6
     received, before = internals.Received(other), internals.executed(one)
     array = client.submit(np.ones, 10**6, workers=[first], pure=False)
     client.submit(np.sum, array, workers=[second], pure=False).result()

@@ -242,7 +242,7 @@ def test_concurrent_runs_keep_their_plugins(threads, client, small_text):
 
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
-def test_local_cluster_address_and_intervals(setting, monkeypatch):
+def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
     (tick, profile, disk), asked = connect.BETWEEN_TASKS, {}
 
     def started(**options):
@@ -256,9 +256,11 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch):
         monkeypatch.setattr(connect, "DASHBOARD_PORT", taken.getsockname()[1])
         with daskgpt.open_scheduler("local", 1) as scheduler:
             assert scheduler.description.startswith("local cluster, 1 worker processes, dashboard http://127.0.0.1:")
+            assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
         assert dask.config.get(tick) == setting, "of this process"
     options = {"n_workers": 1, "threads_per_worker": 1, "processes": True, "host": "127.0.0.1"}
-    options |= {"dashboard_address": "127.0.0.1:0", "heap": "1", profile: "100ms", disk: False}
+    options |= {"dashboard_address": f"127.0.0.1:{connect.DASHBOARD_PORT}", "heap": "1", profile: "100ms", disk: False}
+    assert not [warned for warned in recwarn if "Port" in str(warned.message)]
     assert asked == options | {tick: "500ms" if setting == "20ms" else setting}
 
 
@@ -325,8 +327,9 @@ def test_worker_usage_is_reported():
 
 def test_worker_usage_counts_from_its_start(monkeypatch):
     monkeypatch.setattr(workers, "product_rate", lambda *_: 5.0)
-    state, monitor = SimpleNamespace(nthreads=2, executed_count=3), SimpleNamespace(recent=lambda: {"memory": 11})
-    worker = type("Worker", (), {"state": state, "monitor": monitor, "transfer_outgoing_bytes_total": 50})()
+    monkeypatch.setattr(workers, "resident_memory", lambda: 11)
+    state = SimpleNamespace(nthreads=2, executed_count=3)
+    worker = type("Worker", (), {"state": state, "transfer_outgoing_bytes_total": 50})()
     worker.transfer_incoming_log, sums = [{"total": 100}], {("execute", "a", "thread-cpu", "s"): 1.0}
     worker.digests_total, found = sums, []
     count = workers.Count(worker)

@@ -19,16 +19,15 @@ from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.failures import HeartbeatMonitor, copies_apart, loss, losses_as_errors, present
 from daskgpt.schedulers.local import ahead_of
-from daskgpt.schedulers.membership import check_versions, members, register, running
-from daskgpt.schedulers.protocol import ProcessSpans, WorkerLost
-from daskgpt.schedulers.worker_metrics import METRIC
-from daskgpt.schedulers.workers import RecordSpans, take_spans
+from daskgpt.schedulers.membership import check_versions, members, running
+from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, WorkerLost
+from daskgpt.schedulers.workers import begin_spans, take_spans
 
 LOOKING = 0.5  # seconds between two looks at the workers while waiting for results
 TAG = "daskgpt"  # of the span of a run's tasks
 
 
-class ClusterScheduler:
+class ClusterScheduler(Scheduler):
     """A `dask.distributed` cluster: results are futures and stay on the workers until they are fetched.
 
     Keys contain the number of the run, since equal keys mean equal results on a cluster. A future at a leaf is not
@@ -40,14 +39,14 @@ class ClusterScheduler:
     in_place = False  # Dask may compute a lost result again from its inputs
 
     def __init__(self, client: Any, description: str) -> None:
-        self.client, self.description, self.runs = client, description, 0
+        self.client, self.description = client, description
         with span(TAG):  # otherwise Dask opens a span for each submission, and keeps it
             self.annotation = {"span": dask.get_annotations()["span"]}
-        self.silence = HeartbeatMonitor(client, METRIC)
+        self.silence = HeartbeatMonitor(client)
         self.needed: set[str] = set()
 
     @property
-    def threads(self) -> int:
+    def threads(self) -> int:  # type: ignore[override]
         """Threads of all workers together."""
         with losses_as_errors(self.client):
             return sum(self.client.nthreads().values())
@@ -129,11 +128,11 @@ class ClusterScheduler:
         The result is empty if there is only one worker.
         """
         with losses_as_errors(self.client), dask.annotate(**self.annotation):
-            return copies_apart(self.client, handles, METRIC)
+            return copies_apart(self.client, handles)
 
     def addresses(self) -> set[str]:
         with losses_as_errors(self.client):
-            return set(running(self.client, METRIC))
+            return set(running(self.client))
 
     def admit(self, packed: bool, silence: float = 0.0) -> None:
         if packed:  # everything else was checked when the cluster was opened
@@ -182,18 +181,15 @@ class ClusterScheduler:
     def record(self) -> Iterator[list[ProcessSpans]]:
         found: list[ProcessSpans] = []
         with losses_as_errors(self.client):
-            register(self.client, RecordSpans())
+            self.client.run(begin_spans, on_error="ignore")  # workers may leave at any moment
         try:
             yield found
         finally:
             with losses_as_errors(self.client):
                 taken = self.client.run(take_spans, on_error="ignore")
-                with suppress(OSError):  # of a worker that leaves; the others were reached
-                    self.client.unregister_worker_plugin(RecordSpans.name)
             workers = members(self.client)
         names = {address: f"worker {worker['name']}" for address, worker in workers.items()}
-        stayed = taken.keys() & names.keys()  # workers may leave at any moment
-        for address in sorted(stayed, key=lambda address: names[address]):
+        for address in sorted(taken.keys() & names.keys(), key=lambda address: names[address]):
             offset, spans = taken[address]
             found.append(ProcessSpans(names[address], workers[address]["nthreads"], offset, spans))
 

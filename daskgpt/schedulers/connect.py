@@ -6,9 +6,9 @@ import gc
 import ipaddress
 import logging
 import multiprocessing
-import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -25,7 +25,6 @@ from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.dask_internals import scheduler_identity
 from daskgpt.schedulers.local import ENVIRONMENT
 from daskgpt.schedulers.membership import RemovePlugins, check_versions, register, remove_run, running
-from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.schedulers.workers import PrepareWorker
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -68,28 +67,20 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
             SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT},
         }
         settings |= {name: own for name, (usual, own) in BETWEEN_TASKS.items() if dask.config.get(name) == usual}
-        with delayed_interrupts(), dask.config.set(settings):
+        with delayed_interrupts(), dask.config.set(settings), warnings.catch_warnings():
+            # Another dashboard may have the usual port: Dask takes a free one then.
+            warnings.filterwarnings("ignore", r"Port \d+ is already in use")
             return LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
                 processes=True,
                 host="127.0.0.1",
-                dashboard_address=f"127.0.0.1:{_dashboard_port()}",
+                dashboard_address=f"127.0.0.1:{DASHBOARD_PORT}",
             )
     except RuntimeError as error:
         rule, script = "the worker processes of a local cluster must start", "the script that is running"
         advice = f'Each of them imports {script}: put its code under `if __name__ == "__main__":`.'
         raise refusal(RuntimeError, "open_scheduler", rule, str(error).rstrip("."), advice) from None
-
-
-def _dashboard_port() -> int:
-    """Return Dask's usual port if it is free, otherwise 0 for any: another dashboard may use it."""
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", DASHBOARD_PORT))
-        except OSError:
-            return 0
-        return DASHBOARD_PORT
 
 
 @contextmanager
@@ -218,7 +209,7 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     check_versions(client, packed=False)  # before workers compile kernels
     register(client, PrepareWorker(client))
     deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared
-    while len(running(client, METRIC)) < len(running(client)) and time.monotonic() < deadline:
+    while len(running(client)) < len(running(client, prepared=False)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return ClusterScheduler(client, description)
 

@@ -42,12 +42,6 @@ def holders(client: Any, keys: Sequence[Any]) -> Mapping[Any, Collection[str]]:
     return found
 
 
-def sizes(client: Any, keys: Sequence[Any]) -> Mapping[Any, int]:
-    """Return the bytes of each result. Errors   KeyError if the scheduler has forgotten one"""
-    found: Mapping[Any, int] = client.sync(client.scheduler.nbytes, keys=keys, summary=False)
-    return found
-
-
 def end_worker(client: Any, address: str) -> None:
     """Let the scheduler close a worker that may not answer, and its nanny start another."""
     how = {"wait_for_workers": False, "on_error": "return", "timeout": NANNY_SECONDS}
@@ -57,17 +51,13 @@ def end_worker(client: Any, address: str) -> None:
 # Of the scheduler's process.
 
 
-def plugin_names(dask_scheduler: Any) -> tuple[list[str], list[str]]:
-    """Return the names of a scheduler's own plugins, and of those that it gives to workers."""
-    return list(dask_scheduler.plugins), list(dask_scheduler.worker_plugins)
-
-
-async def remove_plugins(dask_scheduler: Any, names: Collection[str]) -> None:
-    """Remove plugins of these names from a scheduler and from all workers."""
-    for name in names:
-        dask_scheduler.plugins.pop(name, None)
-        if name in dask_scheduler.worker_plugins:
-            await dask_scheduler.unregister_worker_plugin(None, name)
+async def remove_plugins(dask_scheduler: Any, begin: str, end: str) -> None:
+    """Remove plugins whose names begin and end so, the scheduler's own ones and those that it gives to workers."""
+    for name in [*dask_scheduler.plugins, *dask_scheduler.worker_plugins]:
+        if name.startswith(begin) and name.endswith(end):
+            dask_scheduler.plugins.pop(name, None)
+            if name in dask_scheduler.worker_plugins:
+                await dask_scheduler.unregister_worker_plugin(None, name)
 
 
 def forget_failures(dask_scheduler: Any) -> None:
@@ -134,11 +124,6 @@ def closes(worker: Any) -> bool:
 def thread_count(worker: Any) -> int:
     """Return how many tasks a worker runs at once."""
     return int(worker.state.nthreads)
-
-
-def memory(worker: Any) -> float:
-    """Return the bytes of a worker's process that are in memory."""
-    return float(worker.monitor.recent()["memory"])
 
 
 def executed(worker: Any) -> tuple[int, float, float]:

@@ -14,12 +14,14 @@ from uuid import uuid4
 import dask
 from distributed import Future, KilledWorker
 from distributed.client import ClosedClientError
+from distributed.comm.addressing import get_address_host
 from distributed.scheduler import heartbeat_interval
 
 from daskgpt.graph.nodes import Graph, as_it_is, task
-from daskgpt.schedulers.dask_internals import end_worker, holders, sizes
+from daskgpt.schedulers.dask_internals import end_worker, holders
 from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
+from daskgpt.schedulers.worker_metrics import METRIC
 
 COPY = "recovery.copy"  # the names of tasks that copy begin so
 EVERY = 0.5  # seconds between two looks at heartbeats
@@ -66,21 +68,20 @@ def present(client: Any, handles: Sequence[Any]) -> list[bool]:
     return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
 
 
-def copies_apart(client: Any, handles: Sequence[Future], ready: str = "") -> list[Future]:
+def copies_apart(client: Any, handles: Sequence[Future]) -> list[Future]:
     """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
 
     Empty if there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
-    such as those of `Client.replicate`. A copy may be made elsewhere where its worker dies meanwhile.
-
-    ready   as of `running`; workers without it are used only where there are no others
+    such as those of `Client.replicate`. A copy may be made elsewhere where its worker dies meanwhile. Workers that are
+    not prepared are used only where there are no others.
     """
     keys = [handle.key for handle in handles]
     held = holders(client, keys)
     try:
-        nbytes = sizes(client, keys)
+        nbytes = client.nbytes(keys, summary=False)
     except KeyError:  # the scheduler has forgotten one meanwhile
         raise loss(client, "a result") from None
-    workers = running(client, ready) or running(client)
+    workers = running(client) or running(client, prepared=False)
     if len(workers) < 2:
         return []
     places = places_apart([(nbytes[key], held.get(key, ())) for key in keys], workers)
@@ -100,8 +101,8 @@ def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequen
     places = {}
     for number, (size, where) in sorted(enumerate(results), key=lambda item: -item[1][0]):
         others = [worker for worker in workers if worker not in where] or list(workers)
-        hosts = {_host(worker) for worker in where}
-        elsewhere = [worker for worker in others if _host(worker) not in hosts] or others
+        hosts = {get_address_host(worker) for worker in where}
+        elsewhere = [worker for worker in others if get_address_host(worker) not in hosts] or others
         places[number] = min(elsewhere, key=lambda worker: given[worker])
         given[places[number]] += size
     return [places[number] for number in range(len(results))]
@@ -121,9 +122,8 @@ class HeartbeatMonitor:
     left     addresses of the workers that were ended
     """
 
-    def __init__(self, client: Any, ready: str) -> None:
-        """ready   a metric in the heartbeats of workers that are prepared"""
-        self.client, self.ready, self.seconds, self.left = client, ready, 0.0, set[str]()
+    def __init__(self, client: Any) -> None:
+        self.client, self.seconds, self.left = client, 0.0, set[str]()
         self.looked = 0.0
         self.heard: dict[str, tuple[float, float]] = {}  # of a worker: its last heartbeat, and silence since then
 
@@ -139,7 +139,7 @@ class HeartbeatMonitor:
         for address, worker in workers.items():
             last, silence = before.get(address, (0.0, 0.0))
             self.heard[address] = worker["last_seen"], silence + passed if worker["last_seen"] == last else 0.0
-            prepared = self.ready in worker["metrics"]  # before that, compilation delays heartbeats
+            prepared = METRIC in worker["metrics"]  # before that, compilation delays heartbeats
             if prepared and self.heard[address][1] >= patience:
                 self._end(address)
 
@@ -147,8 +147,3 @@ class HeartbeatMonitor:
         logging.getLogger("distributed.scheduler").warning("%s sent no heartbeat for %g s", address, self.seconds)
         self.left.add(address)
         end_worker(self.client, address)
-
-
-def _host(address: str) -> str:
-    """Return the host of a worker's address, protocol://host:port."""
-    return address.rpartition("://")[2].rpartition(":")[0]

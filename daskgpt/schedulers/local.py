@@ -16,7 +16,7 @@ import dask.threaded
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.program import counting_from, recorded_spans
 from daskgpt.graph.recording import GraphRun
-from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
+from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
 # From <malloc.h>
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
@@ -43,14 +43,13 @@ def keep_memory() -> bool:
 PLACES = 512  # items in one graph, see `Scheduler.each`
 
 
-class LocalScheduler:
+class LocalScheduler(Scheduler):
     """Dask's synchronous or threaded scheduler: results are arrays of this process."""
 
     in_place = True  # no worker can be lost, so no task runs twice
 
     def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
         self.get, self.description, self.threads = get, description, threads
-        self.runs = 0
 
     def run(self, submission: GraphRun) -> list[Any]:
         number, self.runs = self.runs, self.runs + submission.runs
@@ -59,24 +58,6 @@ class LocalScheduler:
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         return handles
-
-    def settle(self, handles: list[Any]) -> None:
-        pass
-
-    def addresses(self) -> set[str]:
-        return {""}
-
-    def admit(self, packed: bool, silence: float = 0.0) -> None:
-        pass
-
-    def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
-        return [function(*arguments)]
-
-    def worker_metrics(self, name: str) -> dict[str, Any]:
-        return {}
-
-    def publish(self, topic: str, message: Any) -> None:
-        pass
 
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]

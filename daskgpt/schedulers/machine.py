@@ -6,9 +6,9 @@ import os
 import platform
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -25,31 +25,25 @@ from daskgpt.kernels.float32.blas import matmul
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # A group's files with its limit and with what it holds, in the two versions of control groups.
 VERSION_1, VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
-MEMORY_INFO = Path("/proc/meminfo")
 STATUS, CLEAR_REFS, CPU_INFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/cpuinfo")
 BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
 
 
 def memory_limit() -> tuple[int, str]:
     """Return the bytes that this process and its children can use, and the origin of that limit: the machine or a
-    container (the least of the control groups that this process is in). 0 if unknown.
+    container (the least of the control groups that this process is in).
     """
-    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
+    physical = psutil.virtual_memory().total
     least = min((limit for limit, _held in _groups()), default=physical)
     return (least, "this container") if least < physical else (physical, "this machine")
 
 
-def available_memory() -> int | None:
-    """Return the bytes that are available without swapping; None if unknown.
+def available_memory() -> int:
+    """Return the bytes that are available without swapping.
 
     This is the lesser of the system's own estimate and the rest of a control group: its limit less its use.
     """
-    found = _field(MEMORY_INFO, "MemAvailable")
-    if not found:
-        return None
-    free = int(found.split()[0]) * 1024
-    return max(0, min([free, *(limit - held for limit, held in _groups())]))
+    return max(0, min([psutil.virtual_memory().available, *(limit - held for limit, held in _groups())]))
 
 
 def _groups() -> Iterator[tuple[int, int]]:
@@ -169,13 +163,10 @@ def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -
 
 def seconds_of_all(work: Callable[[int, int], None], threads: int, count: int) -> float:
     """Return the seconds until the last of some threads is done."""
-    workers = [threading.Thread(target=work, args=(number, count)) for number in range(threads)]
-    start = perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return perf_counter() - start
+    with ThreadPoolExecutor(threads) as pool:
+        start = perf_counter()
+        list(pool.map(work, range(threads), [count] * threads))
+        return perf_counter() - start
 
 
 COPIED, COPY_ROUNDS = 1 << 27, 5  # bytes: more than the caches of most machines

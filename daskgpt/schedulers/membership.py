@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,8 @@ import daskgpt
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.schedulers.dask_internals import (
-    forget_failures,
-    plugin_names,
-    refuse_work,
-    remove_plugins,
-    scheduler_identity,
-)
+from daskgpt.schedulers.dask_internals import forget_failures, refuse_work, remove_plugins, scheduler_identity
+from daskgpt.schedulers.worker_metrics import METRIC
 
 PREFIX = "daskgpt-"  # of the names of plugins
 TRIES, PAUSE = 10, 0.2  # seconds between two
@@ -65,10 +59,8 @@ async def remove_run(client: str, dask_scheduler: Any) -> None:
 
     client   its id
     """
-    names = dict.fromkeys(chain(*plugin_names(dask_scheduler)))
-    own = [name for name in names if name.startswith(PREFIX) and name.endswith(f"-{client}")]
     with suppress(Exception):  # a worker has just gone, or the scheduler is closing
-        await remove_plugins(dask_scheduler, own)
+        await remove_plugins(dask_scheduler, PREFIX, f"-{client}")
     forget_failures(dask_scheduler)
 
 
@@ -90,15 +82,15 @@ def members(client: Any) -> dict[str, dict[str, Any]]:
     return dict(scheduler_identity(client)["workers"])
 
 
-def running(client: Any, ready: str = "") -> list[str]:
+def running(client: Any, *, prepared: bool = True) -> list[str]:
     """Return the addresses of the workers that take tasks: not of those that start, end, or are out of memory.
 
-    ready   a metric that their heartbeats must contain
+    prepared   whether their heartbeats must contain `METRIC`, since they have compiled kernels
 
-    Errors   those of `scheduler_identity`
+    Errors     those of `scheduler_identity`
     """
-    known = members(client).items()
-    return [a for a, worker in known if worker["status"] == "running" and (not ready or ready in worker["metrics"])]
+    there = {address: own for address, own in members(client).items() if own["status"] == "running"}
+    return [address for address, own in there.items() if METRIC in own["metrics"] or not prepared]
 
 
 def identity(packed: bool) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, Protocol
+from typing import Any
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.program import Span
@@ -44,43 +45,39 @@ class ClusterLost(WorkerLost):
     """The cluster is lost: the scheduler is gone, or no worker came in time."""
 
 
-class Scheduler(Protocol):
-    """Runs submissions of recorded graphs.
+class Scheduler(ABC):
+    """Runs submissions of recorded graphs. Methods that are not abstract fit a scheduler of this process.
 
     description  for the header of a run
     in_place     whether no task is ever run twice, so that tasks may update arrays in place
+    threads      number of tasks that can run at once
     runs         number of the next run, which distinguishes spans
     """
 
     description: str
     in_place: bool
-    runs: int
+    threads: int
+    runs = 0
 
-    @property
-    def threads(self) -> int:
-        """Number of tasks that can run at once."""
-        ...
-
+    @abstractmethod
     def run(self, submission: GraphRun) -> list[Any]:
         """Submit a graph; return handles of its results, which stay where they are made."""
-        ...
 
+    @abstractmethod
     def fetch(self, handles: list[Any]) -> list[Any]:
         """Wait for results and return them.
 
         Errors   WorkerLost if one was lost with the process that held it
         """
-        ...
 
-    def settle(self, handles: list[Any]) -> None:
+    def settle(self, handles: list[Any]) -> None:  # noqa: B027
         """Wait until results are made, and leave them where they are."""
-        ...
 
     def addresses(self) -> set[str]:
         """Return the addresses of the processes that take tasks now; "" is this one."""
-        ...
+        return {""}
 
-    def admit(self, packed: bool, silence: float = 0.0) -> None:
+    def admit(self, packed: bool, silence: float = 0.0) -> None:  # noqa: B027
         """Let only processes run tasks that are equal to this one in versions and arithmetic, from here on.
 
         packed    whether products run in bfloat16
@@ -88,11 +85,10 @@ class Scheduler(Protocol):
 
         Errors   RuntimeError naming a process and what differs
         """
-        ...
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         """Call a function in each process that runs tasks, with `here` also in this one; return the results."""
-        ...
+        return [function(*arguments)]
 
     def worker_metrics(self, name: str) -> dict[str, Any]:
         """Return a metric of the latest heartbeats by the names of the processes, without waiting for any of them.
@@ -100,12 +96,12 @@ class Scheduler(Protocol):
 
         Errors   WorkerLost if the scheduler is gone
         """
-        ...
+        return {}
 
-    def publish(self, topic: str, message: Any) -> None:
+    def publish(self, topic: str, message: Any) -> None:  # noqa: B027
         """Publish an event on the scheduler, without waiting."""
-        ...
 
+    @abstractmethod
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
@@ -116,11 +112,10 @@ class Scheduler(Protocol):
 
         Errors   those of items, function and take; as of `fetch`
         """
-        ...
 
+    @abstractmethod
     def record(self) -> AbstractContextManager[list[ProcessSpans]]:
         """Record every kernel call inside the `with` statement; the list is filled when it ends."""
-        ...
 
 
 def clock_offset() -> float:

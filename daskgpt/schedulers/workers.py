@@ -1,4 +1,4 @@
-"""Plugins of worker processes: preparation for tasks, counts of what they do, and recording of kernel calls."""
+"""Preparation of worker processes for tasks, counts of what they do, and recording of kernel calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.program import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.dask_internals import KERNEL, Received, closes, executed, memory, send_heartbeat, thread_count
+from daskgpt.schedulers.dask_internals import KERNEL, Received, closes, executed, send_heartbeat, thread_count
 from daskgpt.schedulers.links import end_programs, leave, ranks_of
 from daskgpt.schedulers.local import keep_memory
-from daskgpt.schedulers.machine import IN_BRIEF, product_rate
+from daskgpt.schedulers.machine import IN_BRIEF, product_rate, resident_memory
 from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.worker_metrics import METRIC
@@ -78,7 +78,7 @@ class Count:
         tasks, busy, received, sent = (now - before for now, before in zip(self._sums(worker), self.before))
         work = {"tasks": tasks, "busy": busy, "received": received, "sent": sent}
         known = {"began": self.began, "seconds": time.time() - self.began, "threads": thread_count(worker)}
-        return known | work | {"memory": memory(worker), "products": self.products}
+        return known | work | {"memory": resident_memory(), "products": self.products}
 
     def _sums(self, worker: Any) -> tuple[float, float, float, float]:
         """Return tasks, busy seconds, received and sent bytes, as counted by Dask and by ranks."""
@@ -87,19 +87,12 @@ class Count:
         return tasks + done["tasks"], busy + done["busy"], self.received.count() + done["received"], sent + done["sent"]
 
 
-class RecordSpans(WorkerPlugin):
-    """Records every kernel call of a worker from its setup on."""
-
-    name = "daskgpt-spans"
-
-    def setup(self, worker: Any) -> None:
-        RECORDER.spans = []
-
-    def teardown(self, worker: Any) -> None:
-        RECORDER.spans = None
+def begin_spans() -> None:
+    """Record every kernel call of a worker from now on."""
+    RECORDER.spans = []
 
 
 def take_spans() -> tuple[float, list[Span]]:
-    """Return a worker's clock offset and the spans that it has recorded so far."""
-    spans, RECORDER.spans = RECORDER.spans or [], []
+    """Stop recording; return a worker's clock offset and the spans that it has recorded."""
+    spans, RECORDER.spans = RECORDER.spans or [], None
     return clock_offset(), spans
