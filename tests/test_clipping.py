@@ -15,8 +15,7 @@ from small_runs import OPTIMIZER, fit, losses_of, stopping_at, tensors_of
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.calls import origin_of
-from daskgpt.graph.fuse import is_sum
+from daskgpt.graph.calls import is_sum, origin_of
 from daskgpt.kernels.optimizers import UNIT_ROWS, adamw, adamw_inplace, guard, squares
 from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
@@ -245,8 +244,8 @@ def test_sums_of_layers_stay_apart_between_barriers():
     step, stages = TrainingStep(*model, options), {}
     graph = step.recorded.unmerged
     group_of = step.fusion("chunk").groups(graph)
-    for key in graph:
-        if is_sum(graph, key):
-            stages.setdefault(group_of(key), set()).add(origin_of(graph[key]).stage)
+    for key, node in graph.items():
+        if is_sum(node):
+            stages.setdefault(group_of(key), set()).add(origin_of(node).stage)
     assert len(stages) > 20
     assert {len(own) for group, own in stages.items() if group is not None} == {1}

@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
 
-from daskgpt.graph.calls import ChunkSum, Exchange, Origin, RowSum, wait
+from daskgpt.graph.calls import ChunkSum, Exchange, Origin, RowSum, call_of, wait
 from daskgpt.graph.nodes import Graph, Key, all_keys, is_leaf, key_trees, task, waiting_for
 from daskgpt.graph.update_in_place import start_of
 
@@ -37,9 +37,9 @@ class MicroBatches:
 
     def of_task(self, graph: Graph, key: Key) -> int | None:
         """Return the micro-batch that a task belongs to; None for updates and the loss."""
-        call = getattr(graph[key], "func", None)
-        if self.count == 1 or call is None:
+        if self.count == 1:
             return None
+        call = call_of(graph[key])
         return self.of_chunk(key[1]) if call.axes.startswith("b") else call.micro
 
 
@@ -51,13 +51,11 @@ def accumulate(graph: Graph, micro_batches: MicroBatches, token: str, *, over: b
     ranked   whether sums that continue from another one stay unchanged, since they include other ranks' sequences
     """
     new, links = dict(graph), defaultdict[int, list[Key]](list)
-    sums = {key for key, node in graph.items() if isinstance(getattr(node, "func", None), ChunkSum)}
-    starts = {key: start_of(graph, key) for key in sums}
-    for key in graph:
-        call = graph[key].func if key in sums else None
+    starts = {key: start_of(graph, key) for key, node in graph.items() if isinstance(call_of(node), ChunkSum)}
+    for key, start in starts.items():
+        call = graph[key].func
         # The loss, and a sum over one chunk of sequences, stay as they are.
-        divided = call is not None and call.shape and len(call.order.sequences) > 1
-        if divided and not (ranked and starts[key] is not None):
+        if call.shape and len(call.order.sequences) > 1 and not (ranked and start is not None):
             own = _chain(graph, key, micro_batches, begun=key in starts.values(), over=over)
             new |= own
             for link, made in own.items():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Callable, Mapping
 
-from daskgpt.config.errors import refusal
 from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.calls import KernelCall, RowSum, is_pick, origin_of, wait
-from daskgpt.graph.fuse import in_order
+from daskgpt.graph.fuse import in_order, one_by_one
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 
 LOOKAHEAD = 2  # number of blocks, and of chunks in the head, that may be in progress
@@ -53,11 +51,7 @@ def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable
         for key in keys:
             needs[stage] |= {stage_of(d) for d in graph[key].dependencies if d in graph and not is_leaf(graph[d])}
         needs[stage].discard(stage)
-    try:
-        return list(TopologicalSorter(needs).static_order())
-    except CycleError as error:
-        rule, got = "stages must follow one another", f"a cycle of {error.args[1]}"
-        raise refusal(RuntimeError, "with_barriers", rule, got, "Use a finer grain.") from None
+    return one_by_one(needs, "with_barriers", "stages must not wait for each other in a cycle")
 
 
 def stage_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> Callable[[Key], str]:
@@ -86,9 +80,8 @@ def memory_waits(graph: Graph, head: str, micro_batches: MicroBatches, *, ranked
     of all gradients), since it would close a cycle.
     """
     lowest = _lowest_blocks(graph)
-    done: dict[Hashable, list[Key]] = defaultdict(
-        list
-    )  # micro-batch or None, and block -> the tasks that release its memory
+    # Micro-batch or None, and block -> the tasks that release its memory.
+    done = defaultdict[tuple[int | None, int], list[Key]](list)
     backward: dict[Key, tuple[int | None, int]] = {}
     for key, node in graph.items():
         origin, micro = origin_of(node), micro_batches.of_task(graph, key)

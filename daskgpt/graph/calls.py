@@ -106,20 +106,18 @@ class Memory(Protocol):
 
     def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[Any]:
         """Return arrays of a kind: "gradients" or "activations"."""
-        ...
 
     def updated(self, parameter: str) -> list[Any]:
         """Return new arrays for the weight and the moments of a parameter."""
-        ...
 
     def message(self) -> Any:
         """Return a stand-in for a message between ranks, which is not counted; each of its items is the same."""
-        ...
 
 
 class TaskCall:
     """A call that a task runs. All attributes are hints for the passes.
 
+    kernel   that it calls
     axes     of the grid of a kernel call: their indices follow the name in the keys of its tasks
     origin   the call of a layer that it belongs to
     by_rows  whether it works on some rows of a tensor, whose number is in the keys of its tasks
@@ -128,6 +126,7 @@ class TaskCall:
              readers, if they share one
     """
 
+    kernel: Callable[..., Any] | None = None
     axes: str = ""
     origin: Origin | None = None
     by_rows: bool = False
@@ -154,9 +153,9 @@ class KernelCall(TaskCall):
     """
 
     KEPT_HERE: ClassVar[tuple[str, ...]] = ("origin", "outputs", "chunks")
-    kernel: Callable[..., Any]
+    kernel: Callable[..., Any] = field()  # without TaskCall's default
     inputs: Sequence[str]
-    axes: str = field()  # without TaskCall's default
+    axes: str = field()
     options: Mapping[str, Any]
     outputs: Sequence[Output]
     chunks: Mapping[str, tuple[int, ...]]
@@ -536,11 +535,25 @@ def apply(
     )
 
 
+NO_CALL = TaskCall()
+
+
+def call_of(node: GraphNode) -> Any:
+    """Return the call of a task; for data and other tasks one without properties."""
+    call = getattr(node, "func", None)
+    return call if isinstance(call, TaskCall) else NO_CALL
+
+
 def origin_of(node: GraphNode) -> Any:
     """Return the origin of a task; None for data and for tasks without an origin."""
-    return getattr(getattr(node, "func", None), "origin", None)
+    return call_of(node).origin
 
 
 def is_pick(node: GraphNode) -> bool:
     """Return whether a task only takes one of several results out of a tuple."""
-    return isinstance(getattr(node, "func", None), Pick)
+    return isinstance(call_of(node), Pick)
+
+
+def is_sum(node: GraphNode) -> bool:
+    """Return whether a task makes a sum over the batch, or a part of one."""
+    return isinstance(call_of(node), ChunkSum | RowSum)

@@ -34,14 +34,15 @@ import numpy as np
 from daskgpt.config.groups import Groups, groups_of_rank
 from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
 from daskgpt.graph.messages import Peers, receive, send
-from daskgpt.graph.nodes import Graph, Key, all_keys, key_trees, only_key, task
+from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, dependents_of, row_sum, shares
+from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares
 from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
 SHARD_COST = 1 << 15  # fixed cost of an update, as a number of elements
 AHEAD = 1  # number of buckets that are sent before waiting for the totals of one
+SENT_IN = {"totals": "backward", "gather": "backward", "squares": "update", "weights": "update"}  # kind -> phase
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,8 @@ class Distribution:
             columns = prod((call.call.shape if isinstance(call, RowSum) else call.shape)[1:])
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
-            rounded = all(getattr(self.graph[key].func, "kernel", None) in self.access.rounding for key in readers)
-            for number, bands in enumerate(shares(call, self.rules.of(own))):
+            rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)
+            for number, bands in enumerate(shares(call, self.rules.rule_of(own.origin))):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
         for bucket in _buckets(every):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
@@ -238,7 +239,7 @@ class Distribution:
                 theirs = [loss] if number == 0 else []
                 theirs += [partial_sums[shard] for shard in bucket if shard.owner == other]
                 if theirs:
-                    done.append(self._send(other, "totals", number, theirs, "backward", ("sent", number)))
+                    done.append(self._send(other, "totals", number, theirs, ("sent", number)))
             posted.append((f"posted-{number}_-{self.token}",))
             origin = _origin("posted", "backward", number)
             self.new[posted[-1]] = task(posted[-1], Exchange(wait, origin, bucket=("sent", number)), done)
@@ -298,7 +299,7 @@ class Distribution:
         self.new[joined] = task(joined, join, self.graph[key].args[:count])
         owners = {shard.owner for shard in self.shards[update]}
         own = ("sent", 0)
-        sent = [self._send(q, "gather", place, [joined], "backward", own) for q in self.rank.others if q in owners]
+        sent = [self._send(q, "gather", place, [joined], own) for q in self.rank.others if q in owners]
         self.posted += [*sent, joined]
         if self.rank.number not in owners:
             return []
@@ -342,7 +343,7 @@ class Distribution:
         if not readers:
             return
         mine = [found[place] for place in of_rank[self.rank.number]]
-        sent = [self._send(other, "squares", 0, mine, "update") for other in self.rank.others]
+        sent = [self._send(other, "squares", 0, mine) for other in self.rank.others]
         for other in self.rank.others:
             message = self._receive(other, "squares", 0, [*sent, *mine, *self.posted])
             for number, place in enumerate(of_rank[other]):
@@ -350,12 +351,8 @@ class Distribution:
                 taken = item((number,), _origin("squares", "update", other))
                 self.new[found[place]] = task(found[place], taken, [message])
         self.posted += [*sent, *mine]
-        for reader in {other for key in readers for other in self.dependents[key]}:
-            arguments = [
-                [found[place] for place in readers[key]] if (key := only_key(a)) in readers else a
-                for a in self.graph[reader].args
-            ]
-            self.new[reader] = task(reader, self.graph[reader].func, arguments)
+        parts = {reader: [found[place] for place in places] for reader, places in readers.items()}
+        read_parts(self.graph, self.new, self.dependents, parts)
 
     def _readers(self, update: Key) -> list[Key]:
         """Return the tasks that read a gradient, except its update. A sum over micro-batches may have more readers."""
@@ -375,7 +372,7 @@ class Distribution:
                 weight, _, *moments, hyper = self.graph[shard.update].args
                 key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
-                rule = self.rules.of(call)
+                rule = self.rules.rule_of(call.origin)
                 program = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
                 program.bucket = "update", number
                 self.new[key] = task(key, program, [weight, *moments, hyper, *totals.keys])
@@ -384,7 +381,7 @@ class Distribution:
                 given += [done[shard.update, shard.number] for shard in own]
                 pick = partial(self.access.read_all, own)
                 to = ("update", number)
-                sent += [self._send(q, "weights", number, given, "update", to, pick) for q in self.rank.others]
+                sent += [self._send(q, "weights", number, given, to, pick) for q in self.rank.others]
         # The loss comes first: if steps overlap, messages on a channel must be received in the order of the steps.
         for number, bucket in enumerate(buckets):
             for other in self.rank.others:
@@ -410,11 +407,10 @@ class Distribution:
         kind: str,
         number: int,
         values: Sequence[Key],
-        phase: str,
         bucket: Hashable = None,
         pick: Callable[..., Any] | None = None,
     ) -> Key:
-        key = (f"send.{kind}-{number}_-{self.token}", rank)
+        key, phase = (f"send.{kind}-{number}_-{self.token}", rank), SENT_IN[kind]
         program = send(self.rank.link, rank, (kind, number), _origin(f"send.{kind}", phase, number), pick)
         program.bucket = bucket
         self.new[key] = task(key, program, values)

@@ -24,20 +24,21 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, TypeVar
 
 from dask.order import order
 
 from daskgpt.config.errors import refusal
-from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, is_pick, origin_of
-from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
+from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, call_of, is_pick, is_sum, origin_of
+from daskgpt.graph.nodes import Graph, Key, dependents_of, is_leaf, task, waiting_for
 from daskgpt.graph.program import Place, program_of
-from daskgpt.graph.update_in_place import RowUpdate, dependents_of
+from daskgpt.graph.update_in_place import RowUpdate
 
 GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks
 Chunk = tuple[Any, ...]
 GroupOf = Callable[[Key], Hashable]
+Node = TypeVar("Node", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Fusion:
         sums, found = ChunkSum | RowSum if self.apart else ChunkSum, dict[Key, Hashable]()
         for key, node in graph.items():
             if (origin := origin_of(node)) and origin.phase == "update" and origin.parameter:
-                own = [each for each in node.dependencies if isinstance(getattr(graph[each], "func", None), sums)]
+                own = [each for each in node.dependencies if isinstance(call_of(graph[each]), sums)]
                 found |= dict.fromkeys([key, *own], unit_of(origin, grain))
         return found
 
@@ -142,11 +143,11 @@ class Fusion:
         for key, node in graph.items():
             if not (origin := origin_of(node)) or origin.layer != self.squares:
                 continue
-            unit, sums = unit_of(origin, self.grain), [each for each in node.dependencies if is_sum(graph, each)]
+            unit, sums = unit_of(origin, self.grain), [each for each in node.dependencies if is_sum(graph[each])]
             found |= dict.fromkeys([key, *sums], (unit, False))
             while sums:
                 later = sums.pop()
-                earlier = [d for d in graph[later].dependencies if d[0] == later[0] and is_sum(graph, d)]
+                earlier = [d for d in graph[later].dependencies if d[0] == later[0] and is_sum(graph[d])]
                 found |= dict.fromkeys(earlier, (unit, True))
                 sums += earlier
         return found
@@ -157,11 +158,6 @@ def unit_of(origin: Origin, grain: str) -> Hashable:
     if grain == "chunk":
         return OUTSIDE if origin.block is None else origin.block
     return (origin.parameter or origin.where).rpartition(".")[0]
-
-
-def is_sum(graph: Graph, key: Key) -> bool:
-    """Return whether a task makes a sum over the batch, or a part of one."""
-    return isinstance(getattr(graph[key], "func", None), ChunkSum | RowSum)
 
 
 def _buckets(graph: Graph) -> dict[Key, Hashable]:
@@ -198,7 +194,7 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
 
     whole   whether a chunk holds whole sequences, so that a gathered sequence is the same as a chunk
     """
-    axes = _axes(graph, key)
+    axes = call_of(graph[key]).axes
     if not {"b", "t"} & set(axes):
         return None
     index = dict(zip(axes, key[1:]))
@@ -207,8 +203,7 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
 
 def token_chunks(graph: Graph) -> int:
     """Return the number of chunks into which the tasks of a graph cut a sequence."""
-    found = (dict(zip(axes, key[1:])).get("t", 0) for key in graph if (axes := _axes(graph, key)))
-    return 1 + max(found, default=0)
+    return 1 + max((dict(zip(call_of(node).axes, key[1:])).get("t", 0) for key, node in graph.items()), default=0)
 
 
 @dataclass(frozen=True)
@@ -277,7 +272,8 @@ def fuse(
         # Tasks to wait for come last among the arguments, and the program ignores them.
         needed += sorted(before - {names[group], *needed})
         merged[names[group]] = task(names[group], program, needed)
-    _check_acyclic(merged)
+    needs = {key: node.dependencies & merged.keys() for key, node in merged.items()}
+    one_by_one(needs, "fuse", "fused tasks must not wait for each other in a cycle")
     return merged, {key: found[key] for key in wanted}
 
 
@@ -290,13 +286,13 @@ def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mappi
     return graph | {key: waiting_for(graph[key], before) for key, before in inside.items() if before}
 
 
-def _check_acyclic(graph: Graph) -> None:
+def one_by_one(needs: Mapping[Node, Collection[Node]], where: str, rule: str) -> list[Node]:
+    """Return things in an order in which each follows those that it needs. Errors   RuntimeError naming a cycle"""
     try:
-        TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).prepare()
+        return list(TopologicalSorter(needs).static_order())
     except CycleError as error:
-        circle = " -> ".join(str(key[0]) for key in reversed(error.args[1]))
-        rule = "fused tasks must not wait for each other in a cycle"
-        raise refusal(RuntimeError, "fuse", rule, circle, "Use a finer grain.") from None
+        circle = " -> ".join(map(str, reversed(error.args[1])))
+        raise refusal(RuntimeError, where, rule, circle, "Use a finer grain.") from None
 
 
 def _readers(graph: Graph, home: Mapping[Key, Hashable]) -> dict[Key, set[Hashable]]:
@@ -323,7 +319,3 @@ def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:
             default=0,
         )
     return depths
-
-
-def _axes(graph: Graph, key: Key) -> str:
-    return getattr(getattr(graph[key], "func", None), "axes", "")

@@ -18,11 +18,9 @@ class Link(Protocol):
 
     def send(self, rank: int, channel: Channel, value: Any) -> None:
         """Begin to send; the arrays must stay unchanged until the other rank has used them and replied."""
-        ...
 
     def receive(self, rank: int, channel: Channel) -> Any:
         """Wait for the next value of a channel and return it."""
-        ...
 
 
 @dataclass(frozen=True)

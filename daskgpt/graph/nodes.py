@@ -11,6 +11,7 @@ import numpy as np
 from dask._task_spec import DataNode, List, Task, TaskRef
 from dask._task_spec import GraphNode as GraphNode
 from dask.array.core import slices_from_chunks
+from dask.core import reverse_dict
 from dask.highlevelgraph import HighLevelGraph
 
 from daskgpt.config.errors import refusal, require
@@ -139,3 +140,16 @@ def waiting_for(node: GraphNode, earlier: Iterable[Key]) -> GraphNode:
     assert isinstance(node, Task)
     extra = [TaskRef(key) for key in earlier if key not in node.dependencies]
     return Task(node.key, node.func, *node.args, *extra) if extra else node
+
+
+def dependents_of(graph: Graph) -> dict[Key, set[Key]]:
+    """Return for each task the tasks that read its result."""
+    dependents: dict[Key, set[Key]] = reverse_dict({key: node.dependencies for key, node in graph.items()})
+    return dependents
+
+
+def read_parts(graph: Graph, new: Graph, dependents: Mapping[Key, set[Key]], parts: Mapping[Key, list[Key]]) -> None:
+    """Let the readers of a task that was divided read a list of its parts."""
+    for reader in {other for key in parts for other in dependents[key]}:
+        arguments = [parts[key] if (key := only_key(a)) in parts else a for a in graph[reader].args]
+        new[reader] = task(reader, graph[reader].func, arguments)

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, Origin, RowSum, TaskCall, is_pick, origin_of
-from daskgpt.graph.nodes import Graph, Key, all_keys, key_trees, only_key, task
+from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, Origin, RowSum, TaskCall, call_of
+from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 
 TASK_ELEMENTS = 1 << 22  # most numbers of a tensor that one task updates: some 20 ms of sums and memory traffic
 
@@ -83,20 +83,12 @@ class UpdateRules:
 
     def updates(self, graph: Graph) -> list[Key]:
         """Return the tasks that update a parameter, in the order of the model."""
-        return [
-            key
-            for key, node in graph.items()
-            if (origin := origin_of(node)) is not None and origin.parameter and not is_pick(node)
-        ]
-
-    def of(self, call: KernelCall) -> InPlaceRule:
-        """Return the rule of an update in place."""
-        assert call.origin is not None
-        return self.rule_of(call.origin)
+        calls = {key: call for key, node in graph.items() if isinstance(call := call_of(node), KernelCall)}
+        return [key for key, call in calls.items() if call.origin and call.origin.parameter]
 
     def readers_by_rows(self, graph: Graph, readers: Collection[Key]) -> list[Key]:
         """Return those of some readers of a gradient that may read some rows at a time."""
-        return [key for key in sorted(readers) if getattr(graph[key].func, "kernel", None) in self.by_rows]
+        return [key for key in sorted(readers) if graph[key].func.kernel in self.by_rows]
 
 
 class RowUpdate(TaskCall):
@@ -191,13 +183,19 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
     for update in rules.updates(graph):
         weight, gradient, *moments, hyper = graph[update].args
         last, call = only_key(gradient), graph[update].func
-        rule = rules.of(call)
+        rule = rules.rule_of(call.origin)
         others = dependents[last] - {update}
         of_rows = rules.readers_by_rows(graph, others)
         # Other tasks read the whole gradient, or it is summed by parts of the batch: it stays unchanged.
         shared = len(of_rows) < len(others) or isinstance(graph[last].func, RowSum)
         of_rows = [] if shared else of_rows
-        sums = [] if apart or shared or of_rows else _chain(graph, dependents, last, rules.summed)
+        # If the parts of a sum (summed, rows) are larger than its total (rows, columns), a separate task makes it as
+        # soon as they are ready, so that they can be dropped.
+        sums: list[Key] = []
+        if not (apart or shared or of_rows):
+            sums = chain_of(
+                graph, last, lambda key: len(dependents[key]) == 1 and rules.summed < graph[key].func.shape[-1]
+            )
         calls = [graph[key].func for key in sums]
         summed = [argument for key in sums for argument in graph[key].args[: len(graph[key].func.inputs)]]
         before = start_of(graph, sums[0]) if sums else last
@@ -222,9 +220,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
             new[key] = task(key, program, [weight, *moments, hyper, *summed, *given])
             done.append(key)
             after[key] = [reader for reader in dependents[only_key(weight)] if reader != update]
-    for reader in {other for key in parts for other in dependents[key]}:
-        arguments = [parts[key] if (key := only_key(a)) in parts else a for a in graph[reader].args]
-        new[reader] = task(reader, graph[reader].func, arguments)
+    read_parts(graph, new, dependents, parts)
     return Rewritten(new, done, after)
 
 
@@ -246,33 +242,16 @@ def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ban
     return task_key
 
 
-def _chain(graph: Graph, dependents: dict[Key, set[Key]], last: Key, summed: int) -> list[Key]:
-    """Return the sums that one task makes, in order: the last one, and those that it continues while their parts are
-    small.
-
-    If the parts of a sum (summed, rows) are larger than its total (rows, columns), a separate task makes it as soon as
-    they are ready, so that they can be dropped.
-    """
-    chain = [last]
-    before = start_of(graph, last)
-    while before is not None and len(dependents[before]) == 1 and summed < graph[before].func.shape[-1]:
-        chain.insert(0, before)
-        before = start_of(graph, before)
-    return chain
-
-
 def start_of(graph: Graph, key: Key) -> Key | None:
     """Return the sum that a sum over chunks continues from."""
     extra = graph[key].args[len(graph[key].func.inputs) :]
     return only_key(extra[0]) if extra else None
 
 
-def chain_of(graph: Graph, key: Key) -> list[Key]:
-    """Return a sum and those that it continues from, the first one first."""
-    chain = [key]
-    while not isinstance(graph[chain[0]].func, RowSum) and (before := start_of(graph, chain[0])) is not None:
-        chain.insert(0, before)
-    return chain
+def chain_of(graph: Graph, key: Key, belongs: Callable[[Key], bool] = lambda key: True) -> list[Key]:
+    """Return a sum and those that it continues from as long as they belong to the chain, the first one first."""
+    before = None if isinstance(graph[key].func, RowSum) else start_of(graph, key)
+    return [*(chain_of(graph, before, belongs) if before is not None and belongs(before) else ()), key]
 
 
 def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:
@@ -287,15 +266,6 @@ def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:
     tasks = -(-len(bands) // per_task)
     ends = [len(bands) * number // tasks for number in range(tasks + 1)]
     return [bands[first:last] for first, last in pairwise(ends)]
-
-
-def dependents_of(graph: Graph) -> dict[Key, set[Key]]:
-    """Return for each task the tasks that read its result."""
-    dependents: dict[Key, set[Key]] = defaultdict(set)
-    for key, node in graph.items():
-        for dependency in node.dependencies:
-            dependents[dependency].add(key)
-    return dependents
 
 
 def _unwrapped(chunk: Any) -> Any:
