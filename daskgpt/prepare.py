@@ -33,7 +33,6 @@ def main(arguments: list[str]) -> int:
         # Only for a terminal, where a user waits.
         tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc="text") as line,
     ):
-        scheduler.admit(packed=False)
         manifest = preparation.run(scheduler.each, line.update)
     took = "already existed" if preparation.existed else f"in {time.perf_counter() - begin:.1f} s"
     print("\n".join(report(config.out, manifest, took)))

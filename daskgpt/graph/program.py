@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from daskgpt.graph.nodes import Graph, GraphNode, Key, arguments_of, task
 from daskgpt.kernels.floating_point import flush_to_zero
+
+Value = TypeVar("Value")
 
 
 class Span(NamedTuple):
@@ -47,23 +49,19 @@ RECORDER = Recorder()
 
 
 @contextmanager
-def recorded_spans() -> Iterator[list[Span]]:
+def recorder_with(name: str, value: Value) -> Iterator[Value]:
+    """Give the recorder of this process another attribute inside the `with` statement."""
+    before = getattr(RECORDER, name)
+    setattr(RECORDER, name, value)
+    try:
+        yield value
+    finally:
+        setattr(RECORDER, name, before)
+
+
+def recorded_spans() -> AbstractContextManager[list[Span]]:
     """Record every call of programs of this process inside the `with` statement; yield the spans."""
-    before, RECORDER.spans = RECORDER.spans, []
-    try:
-        yield RECORDER.spans
-    finally:
-        RECORDER.spans = before
-
-
-@contextmanager
-def counting_from(first_run: int) -> Iterator[None]:
-    """Number the runs of this process's programs from a given number on, inside the `with` statement."""
-    before, RECORDER.first_run = RECORDER.first_run, first_run
-    try:
-        yield
-    finally:
-        RECORDER.first_run = before
+    return recorder_with("spans", list[Span]())
 
 
 def bytes_of(result: Any) -> int:
@@ -146,8 +144,7 @@ class Program:
         """
         self.calls, self.arrivals, self.outputs = tuple(calls), tuple(arrivals), tuple(outputs)
         self.readers, self.packed = readers, packed
-        self.size = 1 + max((call.slot for call in calls), default=-1)
-        self.size = max(self.size, 1 + max((slot for _, _, slot in arrivals), default=-1))
+        self.size = 1 + max([*(call.slot for call in calls), *(slot for _, _, slot in arrivals)], default=-1)
 
     def __call__(self, *results: Any) -> Any:
         with flush_to_zero():

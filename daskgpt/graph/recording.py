@@ -57,7 +57,6 @@ class Layout:
         return {name: Place((STATE, n), i) for n, names in enumerate(self.packs) for i, name in enumerate(names)}
 
 
-@dataclass(frozen=True)
 class StepGraph:
     """The graph from named input arrays to named outputs, as single kernel calls.
 
@@ -66,6 +65,7 @@ class StepGraph:
     them, packed according to a layout, and are replaced by results of the run or overwritten.
 
     token    distinguishes this graph's keys on a cluster
+    inputs   those that the graph reads
     leaves   state name -> its leaf
     results  state name -> the task whose value replaces it; empty if a run overwrites the state or leaves it
     written  the tasks that make the new state
@@ -73,21 +73,8 @@ class StepGraph:
     layout   of the state; None if the tasks that update it decide
     """
 
-    token: str
-    inputs: Mapping[str, da.Array]
-    outputs: Mapping[str, da.Array]
-    state: Mapping[str, da.Array]
-    unmerged: Graph
-    leaves: Mapping[str, Key]
-    results: Mapping[str, Key]
-    written: tuple[Key, ...]
-    after: Mapping[Key, Sequence[Key]]
-    layout: Layout | None
-    in_place: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         token: str,
         inputs: Mapping[str, da.Array],
         outputs: Mapping[str, da.Array],
@@ -96,28 +83,19 @@ class StepGraph:
         *,
         layout: Layout | None = None,
         rewrite: Callable[[Graph], Rewritten] = Rewritten,
-    ) -> StepGraph:
+    ) -> None:
         """inputs    may be more than the graph reads
         updated   state name -> its new value; empty if a run leaves the state as it is
         rewrite   a pass over the graph, which may let it overwrite the state's arrays
         """
         rewritten = rewrite(graph_of([*outputs.values(), *updated.values()]))
-        graph, in_place = rewritten.graph, bool(rewritten.updates)
-        results = {} if in_place else {name: keys_of(array)[0] for name, array in updated.items()}
-        layout = Layout((tuple(state),)) if in_place else layout
-        return cls(
-            token=token,
-            inputs={name: array for name, array in inputs.items() if keys_of(array)[0] in graph},
-            outputs=dict(outputs),
-            state=dict(state),
-            unmerged=graph,
-            leaves={name: keys_of(array)[0] for name, array in state.items()},
-            results=results,
-            written=tuple(rewritten.updates or results.values()),
-            after=rewritten.after,
-            layout=layout,
-            in_place=in_place,
-        )
+        self.token, self.outputs, self.state = token, outputs, state
+        self.unmerged, self.after, self.in_place = rewritten.graph, rewritten.after, bool(rewritten.updates)
+        self.inputs = {name: array for name, array in inputs.items() if keys_of(array)[0] in self.unmerged}
+        self.leaves = {name: keys_of(array)[0] for name, array in state.items()}
+        self.results = {} if self.in_place else {name: keys_of(array)[0] for name, array in updated.items()}
+        self.written = rewritten.updates or list(self.results.values())
+        self.layout = Layout((tuple(state),)) if self.in_place else layout
 
     def origin(self, key: Key) -> Any:
         """Return the origin of the task of this key; None for data."""

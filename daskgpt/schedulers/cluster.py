@@ -160,22 +160,14 @@ class ClusterScheduler(Scheduler):
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
-        run, self.runs = self.runs, self.runs + 1
-
-        def submit(call: Callable[[], Any], key: str) -> Any:
+        under_way, ahead = deque[Any](), ahead_of(self.threads)
+        for item in items:
             with losses_as_errors(self.client), dask.annotate(**self.annotation):
-                return self.client.submit(call, key=f"{key}-{run}-{self.client.id}")
-
-        under_way: deque[Any] = deque()
-        number, ahead, ended = 0, ahead_of(self.threads), object()
-        while True:
-            while len(under_way) < ahead and (item := next(items, ended)) is not ended:
-                under_way.append(submit(partial(function, item), f"{name}-{number}"))
-                number += 1
-            if not under_way:
-                return
-            (result,) = self.fetch([under_way.popleft()])
-            take(result)
+                under_way.append(self.client.submit(partial(function, item), key=f"{name}-{uuid4().hex}"))
+            if len(under_way) == ahead:
+                take(*self.fetch([under_way.popleft()]))
+        while under_way:
+            take(*self.fetch([under_way.popleft()]))
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:

@@ -32,7 +32,8 @@ DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
 PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.profiling.dashboard"  # by name: it is in a layer above
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
-LOGGED, SENT = "distributed.admin.low-level-log-length", 20  # messages
+# Messages that a client keeps: Dask keeps a thousand for debugging, each with a step's batch.
+LOGGED, SENT = "distributed.admin.low-level-log-length", 20
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
 # nannies, scheduler and client take 15 % of a core with the defaults, and 5 % with ours.
 BETWEEN_TASKS: dict[str, tuple[object, object]] = {
@@ -47,7 +48,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
-    with _cluster_of_processes(workers) as cluster, _keeping_little(address=cluster) as client:
+    with _cluster_of_processes(workers) as cluster, _client("local", address=cluster) as client:
         described = f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}"
         yield _ready(client, described, ends_with_it=True)
 
@@ -182,15 +183,10 @@ def _scheduler_file(address: str) -> str:
     return str(path)
 
 
-def _keeping_little(**arguments: Any) -> Client:
-    """Return a client that keeps few of its messages: Dask keeps a thousand for debugging, each with a step's batch."""
-    with dask.config.set({LOGGED: SENT}):
-        return Client(**arguments)
-
-
-def _client(shown: str, **arguments: str) -> Client:
+def _client(shown: str, **arguments: Any) -> Client:
     try:
-        return _keeping_little(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
+        with dask.config.set({LOGGED: SENT}):
+            return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
     except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
         # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS;
         # ValueError: an address or a scheduler file that is none.

@@ -141,9 +141,7 @@ class HeartbeatMonitor:
             self.heard[address] = worker["last_seen"], silence + passed if worker["last_seen"] == last else 0.0
             prepared = METRIC in worker["metrics"]  # before that, compilation delays heartbeats
             if prepared and self.heard[address][1] >= patience:
-                self._end(address)
-
-    def _end(self, address: str) -> None:
-        logging.getLogger("distributed.scheduler").warning("%s sent no heartbeat for %g s", address, self.seconds)
-        self.left.add(address)
-        end_worker(self.client, address)
+                log = logging.getLogger("distributed.scheduler")
+                log.warning("%s sent no heartbeat for %g s", address, self.seconds)
+                self.left.add(address)
+                end_worker(self.client, address)

@@ -14,7 +14,7 @@ import dask.local
 import dask.threaded
 
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
-from daskgpt.graph.program import counting_from, recorded_spans
+from daskgpt.graph.program import recorded_spans, recorder_with
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
@@ -53,7 +53,7 @@ class LocalScheduler(Scheduler):
 
     def run(self, submission: GraphRun) -> list[Any]:
         number, self.runs = self.runs, self.runs + submission.runs
-        with counting_from(number):
+        with recorder_with("first_run", number):
             return list(self.get(with_leaves(submission.graph, submission.leaves), submission.keys))
 
     def fetch(self, handles: list[Any]) -> list[Any]:

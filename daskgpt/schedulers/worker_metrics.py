@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -52,8 +52,7 @@ class Use:
 
     def _with(self, other: Use, sign: int) -> Use:
         names = ("seconds", "tasks", "busy", "received", "sent")
-        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in names}
-        return Use(**(asdict(self) | sums))
+        return replace(self, **{name: getattr(self, name) + sign * getattr(other, name) for name in names})
 
     @property
     def busy_share(self) -> float:

@@ -53,7 +53,7 @@ class Inference:
             outputs["loss"] = mean_loss(tape, config, weights, inputs)
         if "gradients" in wanted:
             outputs |= gradients_of(tape, weights, outputs["loss"])
-        recorded = StepGraph.of(tape.token, inputs, outputs, state, {}, layout=layout)
+        recorded = StepGraph(tape.token, inputs, outputs, state, {}, layout=layout)
         # A task a chunk: there is work for all threads, and larger tasks only hand on less.
         self.runnable = recorded.merged(Fusion("chunk", EARLY_LAYERS).groups(recorded.unmerged))
 

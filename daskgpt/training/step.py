@@ -257,7 +257,7 @@ class TrainingStep:
         new = update(known, state, gradients, grad_info, optimizer, self.row, tape)
         rewrite = partial(self._rewritten, loss=keys_of(loss)[0], token=tape.token)
         own = {name: state[name] for name in new}
-        self.recorded = StepGraph.of(tape.token, inputs, outputs, own, new, rewrite=rewrite)
+        self.recorded = StepGraph(tape.token, inputs, outputs, own, new, rewrite=rewrite)
         self.set_grain(self.grain)
 
     @property
