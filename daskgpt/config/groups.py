@@ -57,7 +57,6 @@ def groups_setting() -> Any:
     return setting(
         0,
         "G, groups of sequences that are summed separately; divides B; auto or 0 = by the batch's shape",
-        least=0,
         words={"auto": 0},
     )
 

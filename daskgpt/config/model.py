@@ -24,7 +24,7 @@ class GPT2Config(Checked):
     channels: int = setting(128, "channels of an activation", least=1, most=1_000_000)
     vocabulary: int = setting(257, "token ids that can occur", least=1, most=2**24)
     padded_vocabulary: int = setting(
-        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", least=0, most=2**25
+        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", most=2**25
     )
     positions: int = setting(64, "longest sequence", unit="tokens", least=1, most=2**24)
     norm: str = setting("layernorm", "normalization of a block's inputs", choices=("layernorm", "rmsnorm"))

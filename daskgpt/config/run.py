@@ -64,49 +64,35 @@ class OptimizerConfig(Checked):
     optimizer: str = setting(
         "adamw", "adamw, muon (for matrices of blocks; adamw for the rest), or momentum (SGD with beta1)"
     )
-    learning_rate: float = setting(1e-3, "largest learning rate", least=0)
+    learning_rate: float = setting(1e-3, "largest learning rate")
     schedule: str = setting(
         "cosine",
         "learning rate over the steps; wsd = warmup, stable, decay",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     warmup: int | str = setting(
-        100,
-        "first steps, in which the rate rises; a number or a share such as 5%",
-        unit="steps",
-        least=0,
-        parse=count_or_share,
+        100, "first steps, in which the rate rises; a number or a share such as 5%", unit="steps", parse=count_or_share
     )
     cooldown: int | str = setting(
-        "20%",
-        "last steps, in which the rate falls (wsd only); a number or a share",
-        unit="steps",
-        least=0,
-        parse=count_or_share,
+        "20%", "last steps, in which the rate falls (wsd only); a number or a share", unit="steps", parse=count_or_share
     )
-    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)", least=0)
-    clip: float = setting(
-        0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never", least=0
-    )
+    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)")
+    clip: float = setting(0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never")
     skip_outliers: float = setting(
         0.0,
         "skip updates whose loss or norm is this many standard deviations above the mean of 128 steps, such as 6; "
         "0 = none",
-        least=0,
     )
-    beta1: float = setting(0.9, "decay of the mean gradient m", least=0, below=1)
-    beta2: float = setting(0.99, "decay of the mean squared gradient v", least=0, below=1)
+    beta1: float = setting(0.9, "decay of the mean gradient m", below=1)
+    beta2: float = setting(0.99, "decay of the mean squared gradient v", below=1)
     eps: float = setting(1e-8, "added to the square root of v", above=0, most=1)
-    muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m (Nesterov)", least=0, below=1)
+    muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m (Nesterov)", below=1)
     muon_scale: float = setting(
-        0.2, "Muon: root mean square of an update, divided by the learning rate; AdamW's is about 0.2", least=0
+        0.2, "Muon: root mean square of an update, divided by the learning rate; AdamW's is about 0.2"
     )
-    weight_decay: float = setting(0.1, "decoupled weight decay", least=0, most=1e3)
+    weight_decay: float = setting(0.1, "decoupled weight decay", most=1e3)
     dropout: float = setting(
-        0.0,
-        "share of embeddings, attention's probabilities and blocks' outputs that is dropped at random",
-        least=0,
-        below=1,
+        0.0, "share of embeddings, attention's probabilities and blocks' outputs that is dropped at random", below=1
     )
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or all", choices=("matrices", "all"))
 
@@ -119,12 +105,10 @@ class LocalConfig(Checked):
     Source   DiLoCo, Douillard et al. 2023, arXiv:2311.08105
     """
 
-    local_steps: int = setting(0, "H, steps of each replica between two averages; 0 = one model", unit="steps", least=0)
+    local_steps: int = setting(0, "H, steps of each replica between two averages; 0 = one model", unit="steps")
     replicas: int = setting(1, "R, replicas that share the batch size equally", least=1, most=2**12)
-    outer_learning_rate: float = setting(
-        0.7, "learning rate of the outer step, along the replicas' mean change", least=0
-    )
-    outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", least=0, below=1)
+    outer_learning_rate: float = setting(0.7, "learning rate of the outer step, along the replicas' mean change")
+    outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,10 +127,10 @@ class DataflowConfig(Checked):
     """
 
     batch_chunk: int = setting(
-        0, "sequences in a chunk; divides the batch size; auto or 0 = by threads and times", least=0, words=AUTO
+        0, "sequences in a chunk; divides the batch size; auto or 0 = by threads and times", words=AUTO
     )
     sequence_chunk: int = setting(
-        0, "tokens of each sequence in a chunk; divides the sequence length; auto or 0 = likewise", least=0, words=AUTO
+        0, "tokens of each sequence in a chunk; divides the sequence length; auto or 0 = likewise", words=AUTO
     )
     scheduler: str = setting(
         "auto",
@@ -175,7 +159,7 @@ class DataflowConfig(Checked):
         "operands of matrix products; bfloat16 rounds them; auto = bfloat16 if it is faster; float64 only to verify",
         choices=("float32", "bfloat16", "auto", "float64"),
     )
-    threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", least=0, most=2**12)
+    threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", most=2**12)
 
 
 @documented
@@ -184,28 +168,25 @@ class RunConfig(Checked):
     """One training run: its length, its start, and its output."""
 
     steps: int = setting(2000, "optimizer steps", least=1)
-    tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", least=0, parse=count)
+    tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
     minutes: float = setting(
         0.0,
         "length of the run in minutes of training, all its processes together; the number of steps, which the learning "
         "rate depends on, is estimated repeatedly; 0 = by steps",
         unit="minutes",
-        least=0,
     )
-    seed: int = setting(0, "seed of initial values, batches and samples", least=0)
+    seed: int = setting(0, "seed of initial values, batches and samples")
     init: str = setting("", "run folder, or any model that daskgpt.convert reads, to start from; empty = random values")
     out: str = setting("", "folder for the run; empty = runs/DATE-TIME on the command line, none from Python")
-    validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps", least=0)
+    validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps")
     validation_batches: int = setting(16, "batches per validation", least=1, most=2**16)
-    save_every: int = setting(0, "steps between checkpoints; 0 = only by time", unit="steps", least=0)
+    save_every: int = setting(0, "steps between checkpoints; 0 = only by time", unit="steps")
     save_minutes: float = setting(
-        10.0, "minutes between checkpoints, and one at the end; 0 = only at the end", unit="minutes", least=0
+        10.0, "minutes between checkpoints, and one at the end; 0 = only at the end", unit="minutes"
     )
     keep: int = setting(3, "number of newest checkpoints to keep", least=1)
-    keep_best: int = setting(
-        1, "keep a checkpoint of the lowest validation loss so far as RUN/best; 0 = none", least=0, below=2
-    )
-    keep_every: int = setting(0, "steps between checkpoints that are never deleted; 0 = none", unit="steps", least=0)
+    keep_best: int = setting(1, "keep a checkpoint of the lowest validation loss so far as RUN/best; 0 = none", below=2)
+    keep_every: int = setting(0, "steps between checkpoints that are never deleted; 0 = none", unit="steps")
     snapshot_every: int = setting(
         -1,
         "on a cluster, steps between recovery points (copies of the state on other workers); auto = by the cost of "
@@ -215,19 +196,16 @@ class RunConfig(Checked):
         words={"auto": -1},
     )
     worker_minutes: float = setting(
-        10.0, "on a cluster, how long to wait for a worker after all are lost", unit="minutes", least=0
+        10.0, "on a cluster, how long to wait for a worker after all are lost", unit="minutes"
     )
     worker_seconds: float = setting(
         60.0,
         "on a cluster, how long a worker may be silent before the run continues without it; 0 = Dask's own limit",
         unit="seconds",
-        least=0,
     )
     log: str = setting("", "where metrics are written in addition to RUN/metrics.jsonl: tensorboard (needs its extra)")
-    sample_tokens: int = setting(200, "length of a text sample; 0 = none", unit="tokens", least=0, most=2**20)
-    sample_every: int = setting(
-        0, "on the command line, steps between text samples; 0 = only at the end", unit="steps", least=0
-    )
+    sample_tokens: int = setting(200, "length of a text sample; 0 = none", unit="tokens", most=2**20)
+    sample_every: int = setting(0, "on the command line, steps between text samples; 0 = only at the end", unit="steps")
 
 
 def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:

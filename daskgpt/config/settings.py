@@ -41,10 +41,12 @@ def setting(
     choices   the allowed texts; all if none is named
     words     words that stand for numbers: {"auto": 0}
     parse     converts a text that is given for the number: `count` or `count_or_share`
-    bounds    of numbers: inclusive `least` and `most`, exclusive `above` and `below`
+    bounds    of numbers: inclusive `least` (0 unless `above` is given) and `most`, exclusive `above` and `below`
     """
     if not isinstance(default, float):
         bounds = {"most": MOST} | bounds
+    if "above" not in bounds:
+        bounds = {"least": 0} | bounds
     known = {"help": help, "unit": unit, "choices": choices, "words": words or {}, "bounds": bounds, "parse": parse}
     return field(default=default, metadata=known)
 
@@ -105,6 +107,8 @@ def _check_bounds(where: str, f: Field[Any], value: float) -> None:
         return
     elif below is not None:
         rule = f"must lie between {above} and {below}" if least is None else f"must lie in [{least}, {below})"
+    elif least is None:
+        rule = f"must be above {above}"
     else:
         rule = "must not be negative" if least == 0 else f"must be at least {least}"
         advice = f"Give {least} or more."

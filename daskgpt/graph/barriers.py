@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.calls import KernelCall, RowSum, is_pick, origin_of, wait
@@ -27,7 +27,12 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
     for key, node in graph.items():
         if not is_leaf(node):
             members[stage_of(key)].append(key)
-    stages = _in_order(graph, members, stage_of)
+    needs: dict[str, set[str]] = {}
+    for stage, keys in members.items():
+        read = {needed for key in keys for needed in graph[key].dependencies if needed in graph}
+        needs[stage] = {stage_of(needed) for needed in read if not is_leaf(graph[needed])} - {stage}
+    # Among several possible orders it is that with the earliest tasks.
+    stages = one_by_one(needs, "with_barriers", "stages must not wait for each other in a cycle")
     new = {key: node for key, node in graph.items() if is_leaf(node)}
     before: list[Key] = []
     for number, stage in enumerate(stages):
@@ -42,16 +47,6 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
         new[key] = task(key, wait, [*done, *before])
         before = [key]
     return new
-
-
-def _in_order(graph: Graph, members: Mapping[str, list[Key]], stage_of: Callable[[Key], str]) -> list[str]:
-    """Return the stages, each after those it depends on; among several possible ones, that with the earliest tasks."""
-    needs: dict[str, set[str]] = {stage: set() for stage in members}
-    for stage, keys in members.items():
-        for key in keys:
-            needs[stage] |= {stage_of(d) for d in graph[key].dependencies if d in graph and not is_leaf(graph[d])}
-        needs[stage].discard(stage)
-    return one_by_one(needs, "with_barriers", "stages must not wait for each other in a cycle")
 
 
 def stage_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> Callable[[Key], str]:

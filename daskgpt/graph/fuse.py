@@ -104,21 +104,21 @@ class Fusion:
         """Return the groups of tasks that belong to a chunk."""
         if self.grain == "kernel":
             return lambda key: next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key
-        whole = self.grain != "segment" and token_chunks(graph) == 1
+        places = [dict(zip(call_of(node).axes, key[1:])) for key, node in graph.items()]
+        whole = self.grain != "segment" and not any(place.get("t") for place in places)
         chunks = {key: chunk_of(graph, key, whole) for key in graph}
         depths = _depths(graph, chunks)
 
         def group_of(key: Key) -> Hashable:
             if chunks[key] is None:
                 return None
-            return chunks[key], depths[key], self._stretch(origin_of(graph[key])) if self.grain == "block" else None
+            if self.grain != "block":
+                return chunks[key], depths[key]
+            origin = origin_of(graph[key])
+            block = 0 if origin.block is None and origin.layer in self.first else origin.block
+            return chunks[key], depths[key], block, block is not None and origin.phase == "backward"
 
         return group_of
-
-    def _stretch(self, origin: Origin) -> Hashable:
-        """Return the block a task belongs to and whether forward or backward."""
-        block = 0 if origin.block is None and origin.layer in self.first else origin.block
-        return block, block is not None and origin.phase == "backward"
 
     def _updates(self, graph: Graph, grain: str) -> dict[Key, Hashable]:
         """Return the unit of each task that updates a parameter, of its picks, and of the last sum before it.
@@ -199,11 +199,6 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
         return None
     index = dict(zip(axes, key[1:]))
     return index.get("b"), 0 if whole else index.get("t")
-
-
-def token_chunks(graph: Graph) -> int:
-    """Return the number of chunks into which the tasks of a graph cut a sequence."""
-    return 1 + max((dict(zip(call_of(node).axes, key[1:])).get("t", 0) for key, node in graph.items()), default=0)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -84,14 +84,9 @@ def is_leaf(node: GraphNode) -> bool:
     return isinstance(node, DataNode)
 
 
-def arguments_of(node: GraphNode, standing_for: Mapping[Key, Any]) -> tuple[Any, list[Any]]:
-    """Return a task's function and its arguments, in nested lists, with each dependency replaced."""
-
-    def resolved(argument: Any) -> Any:
-        return [resolved(item) for item in argument] if isinstance(argument, list) else standing_for[argument]
-
-    assert isinstance(node, Task)
-    return node.func, [resolved(tree) for tree in key_trees(node)]
+def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested lists of the function's results for each item."""
+    return [mapped(item, function) for item in tree] if isinstance(tree, list) else function(tree)
 
 
 def key_tree(argument: Any) -> Any:

@@ -10,7 +10,7 @@ from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
-from daskgpt.graph.nodes import Graph, GraphNode, Key, arguments_of, task
+from daskgpt.graph.nodes import Graph, GraphNode, Key, key_trees, mapped, task
 from daskgpt.kernels.floating_point import flush_to_zero
 
 Value = TypeVar("Value")
@@ -211,7 +211,7 @@ def program_of(
     kept = {slots[key] for key in outputs}
     calls = []
     for number, key in enumerate(members):
-        function, arguments = arguments_of(graph[key], slots)
+        function, arguments = graph[key].func, mapped(key_trees(graph[key]), slots.__getitem__)
         if hasattr(function, "arrange"):  # a kernel call: its arguments are taken out of Dask's nested lists beforehand
             function, arguments = function.run, function.arrange(arguments)
         ended = tuple(slot for slot, final in last.items() if final == number and slot not in kept)

@@ -133,7 +133,8 @@ class RowUpdate(TaskCall):
 
         Dask passes the last ones first, then the arguments of the sums, then the rest.
         """
-        state, given = [_unwrapped(chunk) for chunk in chunks[: self.tensors]], list(chunks[self.tensors :])
+        # The state has one chunk, in Dask's lists.
+        state, given = all_keys(list(chunks[: self.tensors])), list(chunks[self.tensors :])
         pieces = []
         for call in self.sums:
             pieces += call.arrange(given[: len(call.inputs)])
@@ -266,10 +267,3 @@ def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:
     tasks = -(-len(bands) // per_task)
     ends = [len(bands) * number // tasks for number in range(tasks + 1)]
     return [bands[first:last] for first, last in pairwise(ends)]
-
-
-def _unwrapped(chunk: Any) -> Any:
-    """Return the one chunk of an axis that is not cut, out of Dask's lists."""
-    while isinstance(chunk, list):
-        (chunk,) = chunk
-    return chunk
