@@ -21,30 +21,24 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
     # during imports would print a traceback, and NumPy would report a broken NumPy.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# The module of each public name, loaded at its first use, so that a command line starts fast.
-_PUBLIC = {
-    "DataConfig": "config.run",
-    "DataflowConfig": "config.run",
-    "GPT2Config": "config.model",
-    "LocalConfig": "config.run",
-    "OptimizerConfig": "config.run",
-    "RunConfig": "config.run",
-    "TimelineConfig": "profiling.recorder",
-    "TimelineCallback": "profiling.recorder",
-    "check_layer": "profiling.layer_check",
-    "dataflow": "profiling.dataflow",
-    "digest": "model.parameters",
-    "fit": "training.trainer",
-    "initial_parameters": "model.parameters",
-    "load": "training.checkpoint",
-    "loss_and_gradients": "training.inference",
-    "measure": "profiling.measure",
-    "open_scheduler": "schedulers.opening",
-    "plan": "profiling.plan",
-    "preset": "config.model",
-    "sample": "generation.sampler",
-    "save": "formats.models",
+# The public names of each module, which is loaded when one of them is used first, so that a command line starts fast.
+_MODULES = {
+    "config.model": "GPT2Config preset",
+    "config.run": "DataConfig DataflowConfig LocalConfig OptimizerConfig RunConfig",
+    "formats.models": "save",
+    "generation.sampler": "sample",
+    "model.parameters": "digest initial_parameters",
+    "profiling.dataflow": "dataflow",
+    "profiling.layer_check": "check_layer",
+    "profiling.measure": "measure",
+    "profiling.plan": "plan",
+    "profiling.recorder": "TimelineConfig TimelineCallback",
+    "schedulers.opening": "open_scheduler",
+    "training.checkpoint": "load",
+    "training.inference": "loss_and_gradients",
+    "training.trainer": "fit",
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = list(_PUBLIC)
 

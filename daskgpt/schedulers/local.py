@@ -63,23 +63,20 @@ class LocalScheduler(Scheduler):
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
         """Item n is read after item n - 1 and once item n - ahead is taken; any free thread takes a result."""
-        ended, nothing = False, object()
+        end, ahead, more = object(), ahead_of(self.threads), True
 
         def read(*_: Any) -> Any:
-            nonlocal ended
-            item = next(items, nothing)
-            ended = ended or item is nothing
-            return item
+            return next(items, end)
 
         def call(item: Any) -> Any:
-            return item if item is nothing else function(item)
+            return item if item is end else function(item)
 
-        def taken(result: Any, *_: Any) -> None:
-            if result is not nothing:
+        def taken(result: Any, *_: Any) -> bool:
+            if result is not end:
                 take(result)
+            return result is not end
 
-        ahead = ahead_of(self.threads)
-        while not ended:
+        while more:
             graph: Graph = {}
             for n in range(PLACES):
                 before: list[Key] = [(f"{name}.read", n - 1)] * (n > 0) + [(f"{name}.write", n - ahead)] * (n >= ahead)
@@ -87,7 +84,7 @@ class LocalScheduler(Scheduler):
                 graph[(name, n)] = task((name, n), call, [(f"{name}.read", n)])
                 results: list[Key] = [(name, n)] + [(f"{name}.write", n - 1)] * (n > 0)
                 graph[(f"{name}.write", n)] = task((f"{name}.write", n), taken, results)
-            self.get(graph, [(f"{name}.write", PLACES - 1)])
+            (more,) = self.get(graph, [(f"{name}.write", PLACES - 1)])
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
