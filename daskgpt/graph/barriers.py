@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from daskgpt.graph.accumulate import MicroBatches
-from daskgpt.graph.calls import KernelCall, RowSum, is_pick, origin_of, wait
+from daskgpt.graph.calls import KernelCall, RowSum, origin_of, wait
 from daskgpt.graph.fuse import in_order, one_by_one
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 
@@ -109,13 +109,9 @@ def _lowest_blocks(graph: Graph) -> dict[Key, float]:
 
 def _head_waits(graph: Graph, head: str) -> dict[Key, list[Key]]:
     """Return for the logits of a chunk the sums that the logits of an earlier chunk have been added to."""
-    own = {
-        key: (origin.phase, graph[key].func)
-        for key, node in graph.items()
-        if (origin := origin_of(node)) is not None and origin.layer == head and not is_pick(node)
-    }
-    heads = [key for key, (phase, call) in own.items() if phase == "forward" and isinstance(call, KernelCall)]
-    sums = {key: call for key, (phase, call) in own.items() if phase == "backward" and isinstance(call, RowSum)}
+    own = {key: node.func for key, node in graph.items() if (origin := origin_of(node)) and origin.layer == head}
+    heads = [key for key, call in own.items() if call.origin.phase == "forward" and isinstance(call, KernelCall)]
+    sums = {key: call for key, call in own.items() if call.origin.phase == "backward" and isinstance(call, RowSum)}
     order = next((call.call.order for call in sums.values()), None)
     if order is None or len({call.pieces.start for call in sums.values()}) != len(order.pieces):
         return {}  # all chunks together are smaller than the gradient

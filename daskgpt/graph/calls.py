@@ -1,13 +1,12 @@
 """The calls that tasks run, and the application of kernels to chunked dask arrays, from which graphs are recorded.
 
-Only this module uses `dask.array.blockwise`. There are six kinds of calls:
+Only this module uses `dask.array.blockwise`. There are five kinds of calls:
 
     KernelCall   a kernel on the chunks of one place of the batch
     ChunkSum     a summing kernel over all chunks: a gradient, or the loss
     RowSum       some rows of such a sum over some of the chunks (the passes divide sums)
     RowUpdate    an update of some rows of a tensor in place, from the rows of a gradient (`graph.update_in_place`)
-    Pick         one of several results
-    Exchange     any other function of results: sending, receiving, waiting
+    Exchange     any other function of results: sending, receiving, waiting, and one of several results
 
 A call knows its origin in the model, its results (axes, sizes, dtype) and their stand-ins for predictions of memory, so
 that no pass has to derive these from a key or from the letters of a signature.
@@ -17,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from operator import itemgetter
+from typing import Any, Protocol
 
 import dask.array as da
 import numpy as np
@@ -152,7 +152,6 @@ class KernelCall(TaskCall):
     chunks   axis -> sizes of its chunks
     """
 
-    KEPT_HERE: ClassVar[tuple[str, ...]] = ("origin", "outputs", "chunks")
     kernel: Callable[..., Any] = field()  # without TaskCall's default
     inputs: Sequence[str]
     axes: str = field()
@@ -160,10 +159,6 @@ class KernelCall(TaskCall):
     outputs: Sequence[Output]
     chunks: Mapping[str, tuple[int, ...]]
     origin: Origin | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a worker needs: each step sends every call again, and passes run only here."""
-        return {name: value for name, value in self.__dict__.items() if name not in self.KEPT_HERE}
 
     def results(self, key: Key) -> list[Result]:
         """Return shape and dtype of each value that the task of this key returns."""
@@ -220,7 +215,6 @@ class ChunkSum(KernelCall):
     order   of the rows of all chunks
     """
 
-    KEPT_HERE: ClassVar[tuple[str, ...]] = ("origin",)  # workers need the shape of the total
     order: SumOrder = field(kw_only=True)
 
     @property
@@ -374,25 +368,7 @@ def _sequences(array: np.ndarray, axes: str, cut: Cut) -> np.ndarray:
     return array[cut.first : cut.last] if axes.startswith("b") else array
 
 
-@dataclass(eq=False)
-class Pick(TaskCall):
-    """One of the results of a task that has several."""
-
-    number: int
-    axes: str = field()
-    origin: Origin | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Pick, (self.number, self.axes)
-
-    def __call__(self, results: tuple[Any, ...]) -> Any:
-        return results[self.number]
-
-    def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
-        return self(*arguments)
-
-
-NOTHING, MESSAGE, FIRST = "nothing", "message", "first"
+NOTHING, MESSAGE, FIRST, PICK = "nothing", "message", "first", "pick"
 READER = "reader"
 
 
@@ -400,16 +376,15 @@ READER = "reader"
 class Exchange(TaskCall):
     """A function of the results of other tasks other than a kernel: it sends, receives, picks or waits.
 
-    returns   for memory: NOTHING; a MESSAGE, which is not counted; or the size of its FIRST argument
+    returns   for memory: NOTHING; a MESSAGE, which is not counted; the size of its FIRST argument; or the PICK of one
+              of several results
     """
 
     function: Callable[..., Any]
     origin: Origin | None
     returns: str = NOTHING
     bucket: Hashable = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Exchange, (self.function, None)
+    axes: str = ""
 
     def __call__(self, *results: Any) -> Any:
         return self.function(*results)
@@ -417,6 +392,8 @@ class Exchange(TaskCall):
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         if self.returns == FIRST:
             return arguments[0]
+        if self.returns == PICK:
+            return self(*arguments)
         return memory.message() if self.returns == MESSAGE else None
 
 
@@ -530,8 +507,8 @@ def apply(
     # picked.
     both = blockwise(name, call, call.axes, given, np.dtype(object))
     return tuple(
-        blockwise(f"{name}.{number}", Pick(number, axes, origin), axes, [both, call.axes], dtype)
-        for number, axes in enumerate(outputs)
+        blockwise(f"{name}.{n}", Exchange(itemgetter(n), origin, PICK, axes=axes), axes, [both, call.axes], dtype)
+        for n, axes in enumerate(outputs)
     )
 
 
@@ -551,7 +528,7 @@ def origin_of(node: GraphNode) -> Any:
 
 def is_pick(node: GraphNode) -> bool:
     """Return whether a task only takes one of several results out of a tuple."""
-    return isinstance(call_of(node), Pick)
+    return getattr(call_of(node), "returns", "") == PICK
 
 
 def is_sum(node: GraphNode) -> bool:
