@@ -26,7 +26,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
-from daskgpt.kernels.floating_point import restore, set_flush_to_zero
+from daskgpt.kernels.floating_point import flush_to_zero
 
 CUT = "bt"
 ROWS_ELEMENTS = 768 * 1024  # numbers of a gradient that are summed at a time: 3 MiB of float32, in the last cache
@@ -85,22 +85,6 @@ class Origin:
         return f"{self.kind}-{self.place}_-{token}"
 
 
-@dataclass(frozen=True)
-class Output:
-    """The axes and dtype of a result of a call, on every chunk."""
-
-    axes: str
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class Result:
-    """The shape and dtype of a result of a call on one chunk."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
 class Memory(Protocol):
     """Makes arrays with a size and no data, whose bytes count as long as they are referenced."""
 
@@ -148,32 +132,28 @@ class KernelCall(TaskCall):
     inputs   axes of each argument
     axes     of the task's grid, whose indices in its key are its place in the batch
     options  of the kernel
-    outputs  one for each result of the kernel
+    outputs  axes of each result of the kernel
     chunks   axis -> sizes of its chunks
+    dtype    of all results
     """
 
     kernel: Callable[..., Any] = field()  # without TaskCall's default
     inputs: Sequence[str]
     axes: str = field()
     options: Mapping[str, Any]
-    outputs: Sequence[Output]
+    outputs: Sequence[str]
     chunks: Mapping[str, tuple[int, ...]]
+    dtype: np.dtype
     origin: Origin | None = None
 
-    def results(self, key: Key) -> list[Result]:
-        """Return shape and dtype of each value that the task of this key returns."""
+    def shapes(self, key: Key) -> list[tuple[int, ...]]:
+        """Return the shape of each value that the task of this key returns."""
         index = dict(zip(self.axes, key[1:]))
-        return [
-            Result(tuple(self.chunks[axis][index.get(axis, 0)] for axis in output.axes), output.dtype)
-            for output in self.outputs
-        ]
+        return [tuple(self.chunks[axis][index.get(axis, 0)] for axis in axes) for axes in self.outputs]
 
     def __call__(self, *chunks: Any) -> Any:
-        previous = set_flush_to_zero()
-        try:
+        with flush_to_zero():
             return self.run(*self.arrange(chunks))
-        finally:
-            restore(previous)
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """Return the arguments of `run` from Dask's nested lists of arrays, keys or slots."""
@@ -192,7 +172,7 @@ class KernelCall(TaskCall):
         if self.origin and self.origin.parameter:
             made = memory.updated(self.origin.parameter)
         else:
-            made = [a for each in self.results(key) for a in memory.arrays("activations", 1, each.shape, each.dtype)]
+            made = [memory.arrays("activations", 1, shape, self.dtype)[0] for shape in self.shapes(key)]
         return made[0] if len(made) == 1 else tuple(made)
 
     def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
@@ -221,10 +201,6 @@ class ChunkSum(KernelCall):
     def shape(self) -> tuple[int, ...]:
         """The shape of the total."""
         return tuple(sum(self.chunks[axis]) for axis in self.axes)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.outputs[0].dtype
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """Return for each piece a list of chunks, each a list of the kernel's arguments; and the start, if any."""
@@ -470,8 +446,9 @@ def apply(
     dtype = next(array.dtype for array in arrays if array.dtype.kind == "f")
     summed = not any(axis in CUT for axis in "".join(outputs)) and any(axis in CUT for axis in "".join(inputs))
     known: dict[str, Any] = {
-        "outputs": [Output(axes, dtype) for axes in outputs],
+        "outputs": outputs,
         "chunks": {axis: chunks[axis] for axis in "".join(outputs)},
+        "dtype": dtype,
         "origin": origin,
     }
     call: KernelCall

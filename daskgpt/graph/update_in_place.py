@@ -118,8 +118,7 @@ class RowUpdate(TaskCall):
         """
         self.rule, self.bands, self.base, self.sums, self.tree = rule, tuple(bands), base, tuple(sums), tree
         self.options, self.origin = call.options, call.origin
-        weight = call.results(("",))[0]
-        self.columns, self.dtype = weight.shape[1:], weight.dtype
+        self.columns, self.dtype = call.shapes(("",))[0][1:], call.dtype
         self.tensors = len(call.outputs) + 1  # with hyper
         self.fused = rule.fused.get(sums[0].kernel) if len(sums) == 1 else None
 

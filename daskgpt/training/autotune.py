@@ -20,7 +20,7 @@ import numpy as np
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataflowConfig
-from daskgpt.graph.calls import KernelCall
+from daskgpt.graph.calls import KernelCall, call_of
 from daskgpt.graph.fuse import GRAINS, chunk_of
 from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Span, Values
@@ -380,9 +380,8 @@ def most_bytes(step: TrainingStep) -> int:
     # In place no call returns a gradient, but if it is summed separately, it is made nevertheless.
     size = numbers * step.precision.dtype.itemsize + sum(step.precision.held_bytes(tensor) for tensor in known.values())
     for key, node in step.recorded.unmerged.items():
-        call = getattr(node, "func", None)
-        results = call.results(key) if isinstance(call, KernelCall) else ()
-        size += sum(math.prod(result.shape) * result.dtype.itemsize for result in results)
+        if isinstance(call := call_of(node), KernelCall):
+            size += sum(map(math.prod, call.shapes(key))) * call.dtype.itemsize
     return size
 
 
