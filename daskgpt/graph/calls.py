@@ -445,22 +445,14 @@ def apply(
         chunks["T"] = (sum(chunks["t"]),)
     dtype = next(array.dtype for array in arrays if array.dtype.kind == "f")
     summed = not any(axis in CUT for axis in "".join(outputs)) and any(axis in CUT for axis in "".join(inputs))
-    known: dict[str, Any] = {
-        "outputs": outputs,
-        "chunks": {axis: chunks[axis] for axis in "".join(outputs)},
-        "dtype": dtype,
-        "origin": origin,
-    }
-    call: KernelCall
-    extra: tuple[da.Array, str] | None
+    grid = outputs[0] if len(outputs) == 1 else "".join(axis for axis in outputs[0] if axis in CUT)
+    made = {axis: chunks[axis] for axis in "".join(outputs)}
+    call, extra = KernelCall(kernel, inputs, grid, options or {}, outputs, made, dtype, origin), call_options.after
     if summed:
         groups = call_options.groups if "b" in chunks else ONE_GROUP
         order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), call_options.at_once, groups)
-        call = ChunkSum(kernel, inputs, outputs[0], options or {}, order=order, **known)
+        call = ChunkSum(**vars(call), order=order)
         extra = None if call_options.start is None else (call_options.start, outputs[0])
-    else:
-        grid = outputs[0] if len(outputs) == 1 else "".join(axis for axis in outputs[0] if axis in CUT)
-        call, extra = KernelCall(kernel, inputs, grid, options or {}, **known), call_options.after
     if extra is not None:
         arrays, inputs = [*arrays, extra[0]], [*inputs, extra[1]]
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dask.order import order
 
@@ -194,15 +194,13 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
 
     whole   whether a chunk holds whole sequences, so that a gathered sequence is the same as a chunk
     """
-    axes = call_of(graph[key]).axes
-    if not {"b", "t"} & set(axes):
+    index = dict(zip(call_of(graph[key]).axes, key[1:]))
+    if not {"b", "t"} & index.keys():
         return None
-    index = dict(zip(axes, key[1:]))
     return index.get("b"), 0 if whole else index.get("t")
 
 
-@dataclass(frozen=True)
-class Surroundings:
+class Surroundings(NamedTuple):
     """The relations of a graph to the runs before and after it.
 
     wanted     keys whose results are read from outside
@@ -212,9 +210,9 @@ class Surroundings:
     """
 
     wanted: Sequence[Key]
-    places: Mapping[Key, Place] = field(default_factory=dict)
-    carried: Mapping[Key, tuple[Key, Key]] = field(default_factory=dict)
-    after: Mapping[Key, Iterable[Key]] = field(default_factory=dict)
+    places: Mapping[Key, Place]
+    carried: Mapping[Key, tuple[Key, Key]]
+    after: Mapping[Key, Iterable[Key]]
 
 
 def fuse(
@@ -223,7 +221,7 @@ def fuse(
     name_of: Callable[[Sequence[Key]], str],
     around: Surroundings,
     *,
-    drop: bool = False,
+    drop: bool,
 ) -> tuple[Graph, dict[Key, Place]]:
     """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
 
@@ -235,7 +233,7 @@ def fuse(
 
     Errors     RuntimeError if groups depend on each other in a cycle, naming it
     """
-    wanted, carried, after = around.wanted, around.carried, around.after
+    wanted, places, carried, after = around
     members: dict[Hashable, list[Key]] = defaultdict(list)
     own = {key: group_of(key) for key, node in graph.items() if not is_leaf(node)}
     for key in in_order(_with_waits_inside(graph, own, after)):
@@ -245,14 +243,16 @@ def fuse(
     names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
     results = {result for _, result in carried.values()}
     packs = {home[result] for result in results}  # the next run always takes a tuple
-    readers = _readers(graph, home)
+    dependents = dependents_of(graph)
+    # The other groups that read each value.
+    readers = {key: {home[reader] for reader in dependents[key]} - {group} for key, group in home.items()}
     from_outside = set(wanted)
     outputs = {
         # The results that the next run takes come first.
         group: sorted((key for key in keys if readers[key] or key in from_outside), key=lambda key: key not in results)
         for group, keys in members.items()
     }
-    found = dict(around.places)
+    found = dict(places)
     for group, keys in outputs.items():
         for number, key in enumerate(keys):
             found[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
@@ -274,11 +274,10 @@ def fuse(
 
 def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mapping[Key, Iterable[Key]]) -> Graph:
     """Return the graph in which a task depends on what must run before it in its group, as in the program."""
-    inside = {
-        key: [earlier for earlier in before if group[earlier] == group[key] is not None]
+    return graph | {
+        key: waiting_for(graph[key], [earlier for earlier in before if group[earlier] == group[key] is not None])
         for key, before in after.items()
     }
-    return graph | {key: waiting_for(graph[key], before) for key, before in inside.items() if before}
 
 
 def one_by_one(needs: Mapping[Node, Collection[Node]], where: str, rule: str) -> list[Node]:
@@ -288,16 +287,6 @@ def one_by_one(needs: Mapping[Node, Collection[Node]], where: str, rule: str) ->
     except CycleError as error:
         circle = " -> ".join(map(str, reversed(error.args[1])))
         raise refusal(RuntimeError, where, rule, circle, "Use a finer grain.") from None
-
-
-def _readers(graph: Graph, home: Mapping[Key, Hashable]) -> dict[Key, set[Hashable]]:
-    """Return the other groups that read each value."""
-    readers: dict[Key, set[Hashable]] = {key: set() for key in home}
-    for key, group in home.items():
-        for read in graph[key].dependencies & home.keys():
-            if home[read] != group:
-                readers[read].add(group)
-    return readers
 
 
 def in_order(graph: Graph) -> list[Key]:
