@@ -198,7 +198,7 @@ class Distribution:
         every = []
         for update in self.updates:
             call, own = self.graph[self.last[update]].func, self.graph[update].func
-            columns = prod((call.call.shape if isinstance(call, RowSum) else call.shape)[1:])
+            columns = prod(call.shape[1:])
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)

@@ -216,12 +216,7 @@ class Surroundings(NamedTuple):
 
 
 def fuse(
-    graph: Graph,
-    group_of: GroupOf,
-    name_of: Callable[[Sequence[Key]], str],
-    around: Surroundings,
-    *,
-    drop: bool,
+    graph: Graph, group_of: GroupOf, name_of: Callable[[Sequence[Key]], str], around: Surroundings, *, drop: bool
 ) -> tuple[Graph, dict[Key, Place]]:
     """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
 

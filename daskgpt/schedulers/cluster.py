@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +16,6 @@ from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.failures import HeartbeatMonitor, copies_apart, loss, losses_as_errors, present
-from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, WorkerLost
 from daskgpt.schedulers.workers import begin_spans, take_spans
@@ -62,11 +59,13 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client), dask.annotate(**self.annotation):
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
+    def submit(self, name: str, function: Callable[..., Any], *arguments: Any, workers: Any = None) -> Any:
+        with losses_as_errors(self.client), dask.annotate(**self.annotation):
+            return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", workers=workers, pure=False)
+
     def submit_to(self, address: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Submit a call of a function to one worker and no other; return its future."""
-        with losses_as_errors(self.client), dask.annotate(**self.annotation):
-            key = f"{name}-{uuid4().hex}"
-            return self.client.submit(function, *arguments, key=key, workers=[address], pure=False)
+        return self.submit(name, function, *arguments, workers=[address])
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         with losses_as_errors(self.client):
@@ -156,18 +155,6 @@ class ClusterScheduler(Scheduler):
     def publish(self, topic: str, message: Any) -> None:
         with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error
             self.client.log_event(topic, message)
-
-    def each(
-        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
-    ) -> None:
-        under_way, ahead = deque[Any](), ahead_of(self.threads)
-        for item in items:
-            with losses_as_errors(self.client), dask.annotate(**self.annotation):
-                under_way.append(self.client.submit(partial(function, item), key=f"{name}-{uuid4().hex}"))
-            if len(under_way) == ahead:
-                take(*self.fetch([under_way.popleft()]))
-        while under_way:
-            take(*self.fetch([under_way.popleft()]))
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter, time
 from typing import Any
 
@@ -102,16 +104,30 @@ class Scheduler(ABC):
         """Publish an event on the scheduler, without waiting."""
 
     @abstractmethod
+    def submit(self, name: str, function: Callable[[], Any]) -> Any:
+        """Submit a call; return the handle of its result. Its task has this name on the dashboard."""
+
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
         """Call a function on each item in tasks, and pass the results to `take` in this process, in the order of the
         items. Only enough items are held to keep the threads busy.
 
-        name     prefix of the tasks on the dashboard
+        name     of the tasks on the dashboard
 
         Errors   those of items, function and take; as of `fetch`
         """
+        under_way = deque[Any]()
+        try:
+            for item in items:
+                under_way.append(self.submit(name, partial(function, item)))
+                if len(under_way) == 2 * self.threads + 2:
+                    take(*self.fetch([under_way.popleft()]))
+            while under_way:
+                take(*self.fetch([under_way.popleft()]))
+        finally:  # a cluster drops what nobody holds
+            for handle in under_way if self.in_place else ():
+                handle.cancel()
 
     @abstractmethod
     def record(self) -> AbstractContextManager[list[ProcessSpans]]:
