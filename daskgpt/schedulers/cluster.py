@@ -15,7 +15,8 @@ from distributed import Future, span, wait
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
-from daskgpt.schedulers.failures import HeartbeatMonitor, copies_apart, loss, losses_as_errors, present
+from daskgpt.schedulers.dask_internals import holders
+from daskgpt.schedulers.failures import HeartbeatMonitor, copies_apart, loss, losses_as_errors
 from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, WorkerLost
 from daskgpt.schedulers.workers import begin_spans, take_spans
@@ -118,9 +119,11 @@ class ClusterScheduler(Scheduler):
         return set(own) <= {"finished"}
 
     def present(self, handles: list[Any]) -> list[bool]:
-        """Return whether each result is still held by a process."""
+        """Return whether each result is in the memory of a worker; values of this process are."""
+        keys = [handle.key for handle in handles if isinstance(handle, Future) and handle.status == "finished"]
         with losses_as_errors(self.client):
-            return present(self.client, handles)
+            held = holders(self.client, keys)
+        return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
 
     def copies(self, handles: list[Any]) -> list[Any]:
         """Begin to copy results to other workers, so that one copy of each survives the loss of any worker.

@@ -61,13 +61,6 @@ def loss(client: Any, sign: str) -> WorkerLost:
     return lost("ClusterScheduler", rule, f"{sign}, {what}")
 
 
-def present(client: Any, handles: Sequence[Any]) -> list[bool]:
-    """Return whether each result is in the memory of a worker; values of this process are."""
-    keys = [handle.key for handle in handles if isinstance(handle, Future) and handle.status == "finished"]
-    held = holders(client, keys)
-    return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
-
-
 def copies_apart(client: Any, handles: Sequence[Future]) -> list[Future]:
     """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
 

@@ -121,7 +121,7 @@ class Scheduler(ABC):
         try:
             for item in items:
                 under_way.append(self.submit(name, partial(function, item)))
-                if len(under_way) == 2 * self.threads + 2:
+                if len(under_way) >= 2 * self.threads + 2:
                     take(*self.fetch([under_way.popleft()]))
             while under_way:
                 take(*self.fetch([under_way.popleft()]))
