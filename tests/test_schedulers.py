@@ -352,6 +352,22 @@ def test_product_rate_counts_all_threads(monkeypatch):
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"
 
 
+@pytest.mark.parametrize("name", ["sync", "threads"])
+def test_items_are_taken_in_order_and_few_at_a_time(name):
+    read, taken, ahead = [], [], []
+
+    def take(square):
+        taken.append(square)
+        ahead.append(len(read) - len(taken))
+        if square == 900:
+            raise KeyError("enough")
+
+    with daskgpt.open_scheduler(name, 2) as scheduler, pytest.raises(KeyError, match="enough"):
+        scheduler.each("square", lambda number: number**2, (read.append(n) or n for n in range(100)), take)
+    assert taken == [number**2 for number in range(31)]
+    assert max(ahead) == 2 * scheduler.threads + 1
+
+
 @pytest.mark.parametrize(("kind", "logged"), [(AllExit, False), (ValueError, True)])
 def test_waits_that_a_lost_cluster_cuts_short_are_not_logged(kind, logged):
     record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "never retrieved", (), (kind, kind(), None))

@@ -1,4 +1,4 @@
-"""Failures of a cluster: the errors of lost results, copies on other workers, and workers that do not answer."""
+"""Failures of a cluster: the errors of lost results, places for copies, and workers that do not answer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
-from uuid import uuid4
 
-import dask
-from distributed import Future, KilledWorker
+from distributed import KilledWorker
 from distributed.client import ClosedClientError
 from distributed.comm.addressing import get_address_host
 from distributed.scheduler import heartbeat_interval
 
-from daskgpt.graph.nodes import Graph, as_it_is, task
-from daskgpt.schedulers.dask_internals import end_worker, holders
-from daskgpt.schedulers.membership import members, running
+from daskgpt.schedulers.dask_internals import end_worker
+from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.schedulers.worker_metrics import METRIC
 
-COPY = "recovery.copy"  # the names of tasks that copy begin so
 EVERY = 0.5  # seconds between two looks at heartbeats
 HEARTBEATS = 3  # least number of missing heartbeats; with many workers, each sends fewer
 # Errors of Dask's client for lost results: that cannot be computed again; of a task that was on several workers when
@@ -59,30 +55,6 @@ def loss(client: Any, sign: str) -> WorkerLost:
         lost, who, what = ClusterLost, "the scheduler", "no record of where the parameters are"
     rule = f"{who} must live until the end of a run"
     return lost("ClusterScheduler", rule, f"{sign}, {what}")
-
-
-def copies_apart(client: Any, handles: Sequence[Future]) -> list[Future]:
-    """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
-
-    Empty if there is one worker. Each copy has a key of its own: Dask's memory manager may drop replicas of one key,
-    such as those of `Client.replicate`. A copy may be made elsewhere where its worker dies meanwhile. Workers that are
-    not prepared are used only where there are no others.
-    """
-    keys = [handle.key for handle in handles]
-    held = holders(client, keys)
-    try:
-        nbytes = client.nbytes(keys, summary=False)
-    except KeyError:  # the scheduler has forgotten one meanwhile
-        raise loss(client, "a result") from None
-    workers = running(client) or running(client, prepared=False)
-    if len(workers) < 2:
-        return []
-    places = places_apart([(nbytes[key], held.get(key, ())) for key in keys], workers)
-    token = uuid4().hex[:8]
-    copies = [(f"{COPY}-{number}_-{token}",) for number in range(len(keys))]
-    graph: Graph = {own: task(own, as_it_is, [key]) for own, key in zip(copies, keys)}
-    with dask.annotate(workers=dict(zip(copies, places)).get, allow_other_workers=True):
-        return list(client.get(graph, copies, sync=False))
 
 
 def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequence[str]) -> list[str]:
