@@ -497,7 +497,7 @@ def origin_of(node: GraphNode) -> Any:
 
 def is_pick(node: GraphNode) -> bool:
     """Return whether a task only takes one of several results out of a tuple."""
-    return getattr(call_of(node), "returns", "") == PICK
+    return isinstance(call := call_of(node), Exchange) and call.returns == PICK
 
 
 def is_sum(node: GraphNode) -> bool:

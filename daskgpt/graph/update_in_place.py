@@ -199,13 +199,10 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
         calls = [graph[key].func for key in sums]
         summed = [argument for key in sums for argument in graph[key].args[: len(graph[key].func.inputs)]]
         before = start_of(graph, sums[0]) if sums else last
-        for key in [
-            update,
-            *dependents[update],
-            *sums,
-            *of_rows,
-            *([] if shared or before is None else chain_of(graph, before)),
-        ]:
+        gone = [update, *dependents[update], *sums, *of_rows]
+        if before is not None and not shared:
+            gone += chain_of(graph, before)
+        for key in gone:
             del new[key]
         for number, bands in enumerate(shares(graph[last].func, rule)):
             given = []
