@@ -43,7 +43,8 @@ def available_memory() -> int:
 
     This is the lesser of the system's own estimate and the rest of a control group: its limit less its use.
     """
-    return max(0, min([psutil.virtual_memory().available, *(limit - held for limit, held in _groups())]))
+    free: int = psutil.virtual_memory().available
+    return max(0, min([free, *(limit - held for limit, held in _groups())]))
 
 
 def _groups() -> Iterator[tuple[int, int]]:
