@@ -170,7 +170,6 @@ def matching_files(source: str, where: str) -> list[Path]:
     if not glob.has_magic(source):
         raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
     found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-    if not found:
-        rule, advice = "the glob must match at least one file", "Check the path; ** spans folders."
-        raise refusal(FileNotFoundError, where, rule, {"source": source}, advice)
+    rule, advice = "the glob must match at least one file", "Check the path; ** spans folders."
+    require(bool(found), where, rule, {"source": source}, advice, FileNotFoundError)
     return found

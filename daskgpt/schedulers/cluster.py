@@ -199,10 +199,9 @@ class ClusterScheduler(Scheduler):
             with losses_as_errors(self.client):
                 taken = self.client.run(take_spans, on_error="ignore")
             workers = members(self.client)
-        names = {address: f"worker {worker['name']}" for address, worker in workers.items()}
-        for address in sorted(taken.keys() & names.keys(), key=lambda address: names[address]):
-            offset, spans = taken[address]
-            found.append(ProcessSpans(names[address], workers[address]["nthreads"], offset, spans))
+        for address, worker in sorted(workers.items(), key=lambda item: str(item[1]["name"])):
+            if address in taken:
+                found.append(ProcessSpans(f"worker {worker['name']}", worker["nthreads"], *taken[address]))
 
     def held(self, value: Any) -> Any:
         """Return a future of a value that stays on a worker."""
