@@ -359,7 +359,6 @@ class Exchange(TaskCall):
     function: Callable[..., Any]
     origin: Origin | None
     returns: str = NOTHING
-    bucket: Hashable = None
     axes: str = ""
 
     def __call__(self, *results: Any) -> Any:

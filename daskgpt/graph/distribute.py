@@ -20,7 +20,7 @@ deadlock: the slowest rank never waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
@@ -231,8 +231,7 @@ class Distribution:
         posted: list[Key] = []  # for each bucket, a task that has waited for it and for earlier ones
         loss, call = (f"{self.loss[0]}.own",), self.graph[self.loss].func
         pieces, *_ = call.arrange(key_trees(self.graph[self.loss]))
-        self.new[loss] = task(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces))
-        self.new[loss].func.bucket = "sent", 0
+        self._add(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces), ("sent", 0))
         for number, bucket in enumerate(buckets):
             done = posted[-1:] + [partial_sums[shard] for shard in bucket if shard.owner == self.rank.number]
             for other in self.rank.others:
@@ -240,17 +239,16 @@ class Distribution:
                 theirs += [partial_sums[shard] for shard in bucket if shard.owner == other]
                 if theirs:
                     done.append(self._send(other, "totals", number, theirs, ("sent", number)))
-            posted.append((f"posted-{number}_-{self.token}",))
-            origin = _origin("posted", "backward", number)
-            self.new[posted[-1]] = task(posted[-1], Exchange(wait, origin, bucket=("sent", number)), done)
+            key = (f"posted-{number}_-{self.token}",)
+            posted.append(self._add(key, Exchange(wait, _origin("posted", "backward", number)), done, ("sent", number)))
         for number, bucket in enumerate(buckets):
             own = [shard for shard in bucket if shard.owner == self.rank.number]
             after = [posted[min(number + AHEAD, len(posted) - 1)]]
             if own or number == 0:
                 messages = [self._receive(other, "totals", number, after) for other in self.rank.others]
             if number == 0:
-                whole = Exchange(partial(self.rank.add, 0), _origin("loss", "update", 0), FIRST, READER)
-                self.new[self.loss] = task(self.loss, whole, [loss, *messages])
+                whole = Exchange(partial(self.rank.add, 0), _origin("loss", "update", 0), FIRST)
+                self._add(self.loss, whole, [loss, *messages], READER)
             for place, shard in enumerate(own, start=number == 0):
                 tree = partial(self.rank.add, place)
                 keys = [partial_sums[shard], *messages]
@@ -264,8 +262,7 @@ class Distribution:
         if isinstance(self.graph[key].func, RowSum):  # the last of the micro-batches
             own, origin = (f"{key[0]}.of", shard.number), self.graph[key].func.origin
             rows = Exchange(lambda totals: [total[shard.rows] for total in several(totals)], origin, FIRST)
-            self.new[own] = task(own, rows, [key])
-            return own
+            return self._add(own, rows, [key])
         own = row_sum(self.graph, self.new, key, shard.number, shard.bands, self.rules.summed)
         self.new[own].func.bucket = bucket
         return own
@@ -279,11 +276,9 @@ class Distribution:
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
             for shard in self._owned(update):
-                own = (f"{key[0]}.rows", shard.number)
-                program = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
-                program.bucket = READER
-                self.new[own] = task(own, program, [*pieces, self._whole(before, shard)])
-                self.totals[key, shard.number] = _Totals([own])
+                rows = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
+                start, own = self._whole(before, shard), (f"{key[0]}.rows", shard.number)
+                self.totals[key, shard.number] = _Totals([self._add(own, rows, [*pieces, start], READER)])
             del self.new[key]
 
     def _gathered(self, update: Key, key: Key, place: int) -> list[Key]:
@@ -295,8 +290,8 @@ class Distribution:
         call: ChunkSum = self.graph[key].func
         count, joined = len(call.inputs), (f"{key[0]}.own", 0)
         self.gathered.append((call, self.shards[update][0].parameter))
-        join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE, ("sent", 0))
-        self.new[joined] = task(joined, join, self.graph[key].args[:count])
+        join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE)
+        self._add(joined, join, self.graph[key].args[:count], ("sent", 0))
         owners = {shard.owner for shard in self.shards[update]}
         own = ("sent", 0)
         sent = [self._send(q, "gather", place, [joined], own) for q in self.rank.others if q in owners]
@@ -308,9 +303,8 @@ class Distribution:
         for rank in range(self.rank.count):
             source, outer = (there[rank], (0,)) if rank in there else (joined, ())
             for number in range(count):
-                pieces.append((f"{key[0]}.item", rank, number))
                 taken = item((*outer, number), _origin("gather", "update", rank))
-                self.new[pieces[-1]] = task(pieces[-1], taken, [source])
+                pieces.append(self._add((f"{key[0]}.item", rank, number), taken, [source], READER))
         return pieces
 
     def _whole(self, key: Key, shard: Shard) -> Key:
@@ -320,8 +314,8 @@ class Distribution:
             return totals.keys[0]
         own = (f"{key[0]}.total", shard.number)
         if own not in self.new:
-            origin = _origin("totals", "update", totals.bucket)
-            self.new[own] = task(own, Exchange(totals.tree, origin, FIRST, READER), totals.keys)
+            whole = Exchange(totals.tree, _origin("totals", "update", totals.bucket), FIRST)
+            self._add(own, whole, totals.keys, READER)
         return own
 
     def _read_by_rows(self) -> None:
@@ -335,9 +329,8 @@ class Distribution:
                 for shard in self.shards[update]:
                     of_rank[shard.owner].append((reader, shard.number))
                 for shard in self._owned(update):
-                    own = found[reader, shard.number] = (f"{reader[0]}.rows", shard.number)
-                    rows = self._whole(self.last[update], shard)
-                    self.new[own] = task(own, self.graph[reader].func.on_rows(), [rows])
+                    rows, own = self._whole(self.last[update], shard), (f"{reader[0]}.rows", shard.number)
+                    found[reader, shard.number] = self._add(own, self.graph[reader].func.on_rows(), [rows])
                     self.totals[self.last[update], shard.number] = _Totals([rows])
                 del self.new[reader]
         if not readers:
@@ -347,9 +340,8 @@ class Distribution:
         for other in self.rank.others:
             message = self._receive(other, "squares", 0, [*sent, *mine, *self.posted])
             for number, place in enumerate(of_rank[other]):
-                found[place] = (f"{place[0][0]}.item", place[1])
                 taken = item((number,), _origin("squares", "update", other))
-                self.new[found[place]] = task(found[place], taken, [message])
+                found[place] = self._add((f"{place[0][0]}.item", place[1]), taken, [message], READER)
         self.posted += [*sent, *mine]
         parts = {reader: [found[place] for place in places] for reader, places in readers.items()}
         read_parts(self.graph, self.new, self.dependents, parts)
@@ -373,9 +365,8 @@ class Distribution:
                 key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
                 rule = self.rules.rule_of(call.origin)
-                program = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
-                program.bucket = "update", number
-                self.new[key] = task(key, program, [weight, *moments, hyper, *totals.keys])
+                rows = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
+                self._add(key, rows, [weight, *moments, hyper, *totals.keys], ("update", number))
             if own:
                 given = [only_key(self.graph[shard.update].args[0]) for shard in own]
                 given += [done[shard.update, shard.number] for shard in own]
@@ -390,8 +381,8 @@ class Distribution:
                 for place, shard in enumerate(theirs):
                     key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                     origin = self.graph[shard.update].func.origin
-                    store = Exchange(partial(self.access.store, shard, place), origin, bucket="store")
-                    self.new[key] = task(key, store, [message, only_key(self.graph[shard.update].args[0])])
+                    store = Exchange(partial(self.access.store, shard, place), origin)
+                    self._add(key, store, [message, only_key(self.graph[shard.update].args[0])], "store")
         after: dict[Key, list[Key]] = {}
         for update in self.updates:
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
@@ -400,6 +391,12 @@ class Distribution:
                 if gone not in done.values():
                     del self.new[gone]
         return Rewritten(self.new, list(done.values()), after)
+
+    def _add(self, key: Key, call: Any, arguments: Iterable[Any], bucket: Hashable = None) -> Key:
+        """Add a task; return its key. bucket   as of `TaskCall`"""
+        call.bucket = bucket
+        self.new[key] = task(key, call, arguments)
+        return key
 
     def _send(
         self,
@@ -410,17 +407,14 @@ class Distribution:
         bucket: Hashable = None,
         pick: Callable[..., Any] | None = None,
     ) -> Key:
-        key, phase = (f"send.{kind}-{number}_-{self.token}", rank), SENT_IN[kind]
-        program = send(self.rank.link, rank, (kind, number), _origin(f"send.{kind}", phase, number), pick)
-        program.bucket = bucket
-        self.new[key] = task(key, program, values)
-        return key
+        call = send(self.rank.link, rank, (kind, number), _origin(f"send.{kind}", SENT_IN[kind], number), pick)
+        return self._add((f"send.{kind}-{number}_-{self.token}", rank), call, values, bucket)
 
     def _receive(self, rank: int, kind: str, number: int, after: Sequence[Key]) -> Key:
         key = (f"receive.{kind}-{number}_-{self.token}", rank)
         if key not in self.new:
-            program = receive(self.rank.link, rank, (kind, number), _origin(f"receive.{kind}", "update", number))
-            self.new[key] = task(key, program, dict.fromkeys(after))
+            call = receive(self.rank.link, rank, (kind, number), _origin(f"receive.{kind}", "update", number))
+            self._add(key, call, dict.fromkeys(after), READER)
         return key
 
 
@@ -431,7 +425,7 @@ def _origin(kind: str, phase: str, number: int) -> Origin:
 
 def item(place: Sequence[int], origin: Origin) -> Exchange:
     """Return a call that takes the item at a place of a message's nested sequences."""
-    return Exchange(lambda values: reduce(getitem, place, values), origin, MESSAGE, READER)
+    return Exchange(lambda values: reduce(getitem, place, values), origin, MESSAGE)
 
 
 def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:

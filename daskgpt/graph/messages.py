@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from daskgpt.graph.calls import MESSAGE, READER, Exchange, Origin, wait
+from daskgpt.graph.calls import MESSAGE, Exchange, Origin, wait
 from daskgpt.graph.fuse import in_order
 from daskgpt.graph.nodes import Graph, Key, as_it_is, task
 
@@ -48,7 +48,7 @@ def send(
 
 def receive(link: Link, rank: int, channel: Channel, origin: Origin | None) -> Exchange:
     """Return a call that waits in its thread for a message; tasks that must run before are its arguments."""
-    return Exchange(lambda *before: link.receive(rank, channel), origin, MESSAGE, READER)
+    return Exchange(lambda *before: link.receive(rank, channel), origin, MESSAGE)
 
 
 def own_part(graph: Graph, ranks: Mapping[Key, int], own: Peers) -> tuple[Graph, Key]:
