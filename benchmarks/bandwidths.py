@@ -138,9 +138,8 @@ def figure(lines: list[dict[str, Any]], path: Path) -> None:
     for panel, model in zip(panels[0], models):
         own = [line for line in lines if line["model"] == model]
         for program, label in PROGRAMS.items():
-            panel.plot(
-                [line["limit"] for line in own], [line[f"{program}_tokens_per_s"] for line in own], "o-", label=label
-            )
+            links = [LINKS[line["limit"].removesuffix("none")] for line in own]
+            panel.plot(links, [line[f"{program}_tokens_per_s"] for line in own], "o-", label=label)
         panel.set(title=model, xlabel="link of each host", yscale="log")
     panels[0][0].set_ylabel("tokens a second")
     panels[0][0].legend(frameon=False)

@@ -149,9 +149,10 @@ def bandwidths() -> list[str]:
 
     def row(one: Record) -> tuple[str, ...]:
         times = (spread(one.figures[name]) for name in ("cluster", "local", "ddp"))
-        return one.settings["model"], one.settings["link"], *times, spread(one.figures["ratio"], digits=2)
+        known = one.settings["model"], one.settings["link"], one.machine["processor"]
+        return *known, *times, spread(one.figures["ratio"], digits=2)
 
-    head = "model | link of each host | synchronous, ms a step | local steps (H = 50) | PyTorch DDP"
+    head = "model | link of each host | processor | synchronous, ms a step | local steps (H = 50) | PyTorch DDP"
     return table(f"{head} | synchronous / DDP", map(row, records("bandwidths")))
 
 
