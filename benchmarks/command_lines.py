@@ -13,14 +13,14 @@ PATIENCE = 300  # seconds for what takes a few, on a machine that may do much el
 
 
 def run(
-    command: str, *arguments: object, cwd: Path | None = None, **environment: str
+    command: str, *arguments: object, cwd: Path | None = None, seconds: float = PATIENCE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command's process once it has ended, with what it printed."""
+    """A command's process once it has ended within some seconds, with what it printed."""
     return subprocess.run(
         [sys.executable, "-m", f"daskgpt.{command}", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=seconds,
         cwd=cwd,
         env=os.environ | {"COLUMNS": "200"} | environment,
     )

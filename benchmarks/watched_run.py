@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from command_lines import PATIENCE, run, write_text
+from command_lines import PATIENCE, PATIENCE, run, write_text
 from small_runs import losses_of, steps_in, tensors_of
 
 from daskgpt.config.stopping import STOPPED
@@ -103,7 +103,8 @@ class WatchedRun:
 
         Errors   AssertionError with the words given
         """
-        done = run("train", *self.common, "--scheduler", "threads", "--steps", steps, "--out", self.whole)
+        whole = "--scheduler", "threads", "--steps", steps, "--out", self.whole
+        done = run("train", *self.common, *whole, seconds=PATIENCE + steps / 20)  # a long campaign makes many steps
         assert done.returncode == 0, done.stderr
         # It may have been stopped as it made some steps again: the metrics are then ahead of the model.
         assert losses_of(self.out)[:steps] == losses_of(self.whole), f"{what}: other losses"
