@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from command_lines import PATIENCE, PATIENCE, run, write_text
+from command_lines import PATIENCE, run, write_text
 from small_runs import losses_of, steps_in, tensors_of
 
 from daskgpt.config.stopping import STOPPED
