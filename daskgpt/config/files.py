@@ -25,22 +25,63 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
     Errors   ValueError if path is a folder, FileNotFoundError if its folder is missing, OSError if the system refuses
              (no room, no permission), with the path and the reason
     """
-    target = Path(path)
-    require(not target.is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
-    if not target.parent.is_dir():
-        raise refusal(FileNotFoundError, where, "the folder must exist", {"path": path}, f"Make {target.parent} first.")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
+    require(not Path(path).is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
+    with _temporary(path, where) as temporary:
         with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise not_written(error, where, path) from error
+        os.replace(temporary, path)
+
+
+@contextmanager
+def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
+    """Yield a folder under a temporary name; it gets the final name when its content is on the disk.
+
+    where    opens error messages
+
+    Errors   ValueError if the path exists already, FileNotFoundError if its parent is missing, OSError if the system
+             refuses, with the path and the reason
+    """
+    target = Path(path)
+    free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    require(free, where, "the folder must be new, or empty", {"path": path}, "Nothing is overwritten: name another.")
+    with _temporary(path, where) as temporary:
+        temporary.mkdir()
+        yield temporary
+        sync_folder(temporary)
+        os.rename(temporary, target)
+        sync_folder(target.parent)
+
+
+@contextmanager
+def _temporary(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
+    """Yield a temporary name in the folder of a path; what has it is removed after an error."""
+    target = Path(path)
+    rule, advice = "the folder must exist", f"Make {target.parent} first."
+    require(target.parent.is_dir(), where, rule, {"path": path}, advice, FileNotFoundError)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with written(path, where):
+            yield temporary
+    except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def written(path: str | os.PathLike[str], where: str) -> Iterator[None]:
+    """Raise the system's errors of writing in the common form, with the path, which they lack when a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # it has this form already
+            raise
+        got, advice = f"path={path} ({error.strerror or error})", "Free space there, or name another place."
+        raise refusal(type(error), where, "all of the file must be written", got, advice) from error
 
 
 def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
@@ -111,12 +152,6 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def not_written(error: OSError, where: str, path: str | os.PathLike[str]) -> OSError:
-    """Return the system's error with the path, which it lacks when a disk is full."""
-    got, advice = f"path={path} ({error.strerror or error})", "Free space there, or name another place."
-    return refusal(type(error), where, "all of the file must be written", got, advice)
-
-
 @contextmanager
 def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
     """Raise the system's errors in the common form."""
@@ -126,36 +161,6 @@ def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
         got = f"file={path} ({error.strerror or error})"
         advice = "Check its permissions and its disk; workers of a cluster must find it under the same path."
         raise refusal(type(error), where, "the file must be readable", got, advice) from error
-
-
-@contextmanager
-def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
-    """Yield a folder under a temporary name; it gets the final name when its content is on the disk.
-
-    where    opens error messages
-
-    Errors   ValueError if the path exists already, FileNotFoundError if its parent is missing, OSError if the system
-             refuses, with the path and the reason
-    """
-    target = Path(path)
-    taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    require(
-        not taken, where, "the folder must be new, or empty", {"path": path}, "Nothing is overwritten: name another."
-    )
-    parent = target.parent
-    require(parent.is_dir(), where, "the folder must exist", {"path": parent}, "Make it first.", FileNotFoundError)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.mkdir()
-        yield temporary
-        sync_folder(temporary)
-        os.rename(temporary, target)
-        sync_folder(parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is not None:
-            raise not_written(error, where, path) from error
-        raise
 
 
 def matching_files(source: str, where: str) -> list[Path]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of, not_written, replacing, sync_folder
+from daskgpt.config.files import digest_of, replacing, sync_folder, written
 from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
 
 WHERE = "prepare"
@@ -156,7 +156,7 @@ def locked_folder(path: str) -> Iterator[Path]:
     rule, advice = "the folder must be new, empty, or begun by the same command", "Name another with --out."
     good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
     require(good, WHERE, rule, {"out": folder}, advice)
-    with _writing(folder):
+    with written(folder, WHERE):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("ab")
     with lock:
@@ -189,7 +189,7 @@ class FolderWriter:
         self.blocks, self.last, self.skipped = (known[name] for name in ("blocks", "last", "skipped"))
         self.parts = {name: Part.of(known[name]) for name in PARTS}
         self.finished = (folder / MANIFEST).is_file()
-        with _writing(folder):
+        with written(folder, WHERE):
             for leftover in folder.glob(".*.tmp"):  # left by a process that was killed
                 leftover.unlink(missing_ok=True)
             if not self.finished:
@@ -229,7 +229,7 @@ class FolderWriter:
 
         Errors   OSError if the system refuses, with the path
         """
-        with _writing(self.folder):
+        with written(self.folder, WHERE):
             if block.continued >= 0 and self.last != block.continued:
                 self._append(PARTS[block.continued], np.array([block.end_of_text], np.uint16))
                 self.parts[PARTS[block.continued]].documents += 1
@@ -246,7 +246,7 @@ class FolderWriter:
 
     def close_shards(self) -> None:
         """Finish every file and flush it to the disk."""
-        with _writing(self.folder):
+        with written(self.folder, WHERE):
             for name, part in self.parts.items():
                 if part.begun:
                     self._close(name)
@@ -280,14 +280,3 @@ class FolderWriter:
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         part.shards.append(Shard(path.name, part.begun, digest))
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raise the system's errors in the common form."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # in this form already
-            raise
-        raise not_written(error, WHERE, error.filename or path) from error

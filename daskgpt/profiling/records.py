@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import not_written
+from daskgpt.config.files import written
 from daskgpt.config.rich import text_table
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.schedulers import machine
@@ -280,21 +280,18 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
     Errors   ValueError where the file holds something else; OSError where it cannot be written
     """
     text = b"".join(record.line() for record in records)
-    try:
-        with open(path, "ab+", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            read_records(path)
-            end = len(_whole(Path(path).read_bytes()))
+    with written(path, WHERE), open(path, "ab+", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        read_records(path)
+        end = len(_whole(Path(path).read_bytes()))
+        file.truncate(end)
+        try:
+            while text:
+                text = text[file.write(text) :]
+            os.fsync(file.fileno())
+        except BaseException:
             file.truncate(end)
-            try:
-                while text:
-                    text = text[file.write(text) :]
-                os.fsync(file.fileno())
-            except BaseException:
-                file.truncate(end)
-                raise
-    except OSError as error:
-        raise not_written(error, WHERE, path) from error
+            raise
 
 
 def significant(value: float) -> float:

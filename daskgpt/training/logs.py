@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from daskgpt.config.errors import nearest, refusal, require
-from daskgpt.config.files import not_written, open_no_link, replacing, set_aside
+from daskgpt.config.files import open_no_link, replacing, set_aside, written
 
 Encode = Callable[[Mapping[str, Any]], bytes]
 WAITING_BYTES = 1 << 20  # of records for which there is no room: some thousand steps
@@ -45,11 +45,9 @@ class RecordFile:
         Errors   OSError if there is no room
         """
         self.waits = True
-        try:
+        with written(self.path, "RunFolder"):
             self.file.write(record)
             self.file.flush()
-        except OSError as error:
-            raise not_written(error, "RunFolder", self.path) from error
         self.waits = False
 
     def sync(self) -> None:
