@@ -145,5 +145,5 @@ def test_keys_follow_sequences_and_bad_rates_are_refused():
     np.testing.assert_array_equal(part["streams"], streams(0, 1, 4)[2:])
     assert ("targets" in part, len(part["hyper"]), len(part["positions"])) == (False, 3, 2)
     for rate in (1.0, -0.1):
-        with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\)"):
+        with pytest.raises(ValueError, match="dropout must be (at least 0|below 1)"):
             OptimizerConfig(dropout=rate)

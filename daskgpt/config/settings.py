@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,12 @@ from daskgpt.config.rich import html_table
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
 FIELDS = "Fields   "
 MOST = 2**63 - 1  # bound of a whole number without another one: 64 bits
+BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+    "most": ("at most", operator.le),
+}
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _COUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d{1,2}))? ?([kmgb]?)", re.IGNORECASE)
@@ -97,22 +104,11 @@ def _of_type(where: str, f: Field[Any], value: Any) -> Any:
 
 
 def _check_bounds(where: str, f: Field[Any], value: float) -> None:
-    least, above, below, most = (f.metadata["bounds"].get(name) for name in ("least", "above", "below", "most"))
-    advice = f"Try {f.default}."
-    if isinstance(value, float) and not math.isfinite(value):
-        rule = "must be finite"
-    elif most is not None and value > most:
-        rule, advice = f"must be at most {most:,}", "Give a smaller one."
-    elif (least is None or value >= least) and (above is None or value > above) and (below is None or value < below):
-        return
-    elif below is not None:
-        rule = f"must lie between {above} and {below}" if least is None else f"must lie in [{least}, {below})"
-    elif least is None:
-        rule = f"must be above {above}"
-    else:
-        rule = "must not be negative" if least == 0 else f"must be at least {least}"
-        advice = f"Give {least} or more."
-    raise refusal(ValueError, where, f"{f.name} {rule}", {f.name: value}, advice)
+    got, advice = {f.name: value}, f"Try {f.default}."
+    require(not isinstance(value, float) or math.isfinite(value), where, f"{f.name} must be finite", got, advice)
+    for name, bound in f.metadata["bounds"].items():
+        words, holds = BOUNDS[name]
+        require(holds(value, bound), where, f"{f.name} must be {words} {bound:,}", got, advice)
 
 
 def _word(f: Field[Any], value: Any) -> str:

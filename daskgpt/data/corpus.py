@@ -53,7 +53,9 @@ class PrepareConfig(Checked):
     out: str = setting("", "folder to write; if the same command has begun it, it is continued")
     encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
     learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
-    shard_tokens: int = setting(100_000_000, "tokens per file, such as 100M", unit="tokens", least=1, parse=amount)
+    shard_tokens: int = setting(
+        100_000_000, "tokens per file, such as 100M", unit="tokens", least=1, most=LARGEST_COUNT, parse=amount
+    )
     validation_fraction: float = setting(
         0.1, "share of the documents that is held out, by hash; of a text file, whole passages", above=0, below=1
     )
@@ -74,8 +76,6 @@ class PrepareConfig(Checked):
         rule, got = "a vocabulary must be either learned or given", {"learn_vocabulary": self.learn_vocabulary}
         either = not (self.learn_vocabulary and self.encoding)
         require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
-        rule = f"shard_tokens must be at most {LARGEST_COUNT}"
-        require(self.shard_tokens <= LARGEST_COUNT, WHERE, rule, {"shard_tokens": self.shard_tokens}, "Try 100M.")
 
 
 @dataclass(frozen=True)

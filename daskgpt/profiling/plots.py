@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm.std import EMA
 
 from daskgpt.config.errors import require
 from daskgpt.training.logs import METRICS, metrics_lines
@@ -106,12 +107,9 @@ def running_mean(values: np.ndarray, length: int) -> np.ndarray:
 
     Shapes   (N,) -> (N,)
     """
-    kept, total, weight = 1 - 1 / max(length, 1), 0.0, 0.0
-    means = np.full(len(values), np.nan)
-    for number, value in enumerate(values):
-        if np.isfinite(value):
-            total, weight = kept * total + value, kept * weight + 1
-        means[number] = total / weight if weight else np.nan
+    known, mean = np.isfinite(values), EMA(1 / max(length, 1))
+    means = np.array([mean(value if own else None) for value, own in zip(values.tolist(), known)], float)
+    means[~np.logical_or.accumulate(known)] = np.nan  # before the first value
     return means
 
 

@@ -158,13 +158,13 @@ class ChunkChoice:
                 # With measured times or free memory, two runs of one command could differ in bits.
                 self.reason += "; with this matrix product, other chunks change bits"
 
-    def fit(self, step: TrainingStep, window: int, available: int | None) -> str:
+    def fit(self, step: TrainingStep, window: int, available: int) -> str:
         """Change the chunks of a recorded step that needs more memory than there is; return a warning if that fails.
 
         window      how many steps overlap
-        available   bytes, None if the system does not say
+        available   bytes
         """
-        if available is None or window * most_bytes(step) <= available:
+        if window * most_bytes(step) <= available:
             return ""  # fits in any order of its tasks
         peaks: dict[Chunk, int] = {}
         smaller = [own.chunk for own in self.candidates if own.count >= self.candidates[0].count]

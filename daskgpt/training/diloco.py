@@ -101,8 +101,8 @@ class LocalSteps(Steps):
         self.rank, self.rank_count = (peers.number, peers.count) if peers else (0, 1)
         self.chunks = ChunkChoice(job.config, job.replica_shape, job.dataflow, job.precision, 1)
         self.step = replica_step(job, self.chunks.first)
-        free, at_once = available_memory(), min(self.replicas, scheduler.threads)
-        if scheduler.in_place and (warning := self.chunks.fit(self.step, 1, free and free // at_once)):
+        share = available_memory() // min(self.replicas, scheduler.threads)
+        if scheduler.in_place and (warning := self.chunks.fit(self.step, 1, share)):
             say(f"memory     {warning}")
         self.table = tensors(job.config)
         (names,) = self.step.runnable.layout.packs

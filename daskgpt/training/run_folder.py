@@ -336,7 +336,7 @@ class Saver:
         """Allocate memory for copies of a state once; return whether there is enough."""
         if not self.room:
             free, size = available_memory(), sum(value.nbytes for value in values.values())
-            if free is None or free >= SPARE * size:
+            if free >= SPARE * size:
                 self.room = {name: np.empty_like(value) for name, value in values.items()}
             elif not self.warned:
                 self.warned = True
