@@ -1,7 +1,7 @@
 """Turn a model into another program's files, or theirs into this one's.
 
 IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llm.c (.bin, float32 or bfloat16), or a
-folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, OUT says by its name what to write:
+folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, the name of OUT decides the format:
 .safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, .gguf gguf (llama.cpp's; f16.gguf, bf16.gguf and q8_0.gguf have
 fewer bits a number), a name without an ending a folder for Hugging Face.
 
@@ -56,11 +56,11 @@ LLAMA_CONTEXT = 256  # llama.cpp makes contexts of multiples of so many tokens
 
 
 def main(arguments: list[str]) -> int:
-    """Convert, and say what was read and written."""
+    """Convert a model, and print the files that were read and written."""
     flags = Parser(prog="daskgpt.convert", description=__doc__)
     flags.add_argument("source", metavar="IN", help="run folder, checkpoint, model file, or Hugging Face's folder")
     flags.add_argument("target", metavar="OUT", type=Path, help="what to write: a file, or a folder for Hugging Face")
-    flags.add_argument("--to", choices=WRITERS, help="format to write (default: what the name of OUT says)")
+    flags.add_argument("--to", choices=WRITERS, help="format to write (default: by the name of OUT)")
     values = flags.parse_args(arguments)
     target: Path = values.target
     kind = values.to or guessed(target)
@@ -76,9 +76,9 @@ def main(arguments: list[str]) -> int:
 
 
 def guessed(target: Path) -> str:
-    """The format that a name means.
+    """Return the format of a file name.
 
-    Errors   ValueError where it means none
+    Errors   ValueError for a name that has none
     """
     if not target.suffix:
         return "huggingface"
@@ -89,7 +89,7 @@ def guessed(target: Path) -> str:
 
 
 def _known_encoding(model: StoredModel) -> str:
-    """The encoding of a model, which may have more ids than that; "" where none is known with as many."""
+    """Return the encoding of a model, which may have fewer ids than the model; "" if it is unknown."""
     encoding = model.encoding or encoding_of(model.config.vocabulary)
     spare = model.config.vocabulary - vocabulary_size(encoding)
     return encoding if spare == 0 or (model.encoding and spare > 0) else ""

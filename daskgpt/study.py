@@ -1,13 +1,13 @@
 """Run training steps on random tokens under many settings of the dataflow, and compare them.
 
-Each run is a fresh process on as many cores as it has threads. A study is a folder: results.csv (a row a run), figures,
-and report.md, which says what came of it.
+Each run is a fresh process on as many cores as it has threads. A study is a folder: results.csv (a row per run),
+figures, and report.md with the conclusions.
 
-Without any of the lists below, a study goes out from one point (all cores, barrier step, grain block, half of the
-sequences in a chunk) along each dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
+Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
+sequences in a chunk) in one dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
 combination of their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
-A study that was stopped goes on with --out FOLDER; what is in its table is not run again.
---record FILE adds what was measured to a file when the study is done: a line of JSON a point, with command, date,
+--out FOLDER continues a study that was stopped; runs in its table are not repeated.
+--record FILE adds the measurements to a file when the study is complete: a line of JSON per point, with command, date,
 machine, versions, and the time of every run.
 """
 
@@ -52,7 +52,7 @@ def parser() -> Parser:
         help="write a timeline of each barrier instead, and a page of them all, in chunks of a quarter of the "
         "sequences; of --repetitions recordings of each barrier the shortest is kept",
     )
-    flags.add_argument("--record", metavar="FILE", help="add what was measured to a file, a line of JSON a point")
+    flags.add_argument("--record", metavar="FILE", help="add the measurements to a file, a line of JSON per point")
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name in DIALS:
         flag, kind = f"--{name.replace('_', '-')}", _words if name in ORDER else _numbers
@@ -63,7 +63,7 @@ def parser() -> Parser:
 
 
 def main(arguments: list[str]) -> int:
-    """Check everything, run what is missing, write the report."""
+    """Check everything, make the missing runs, and write the report."""
     values = parser().parse_args(arguments)
     model, study = settings(values)
     rule, got = "--record must come without --timelines", {"timelines": True, "record": values.record}
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
 
 
 def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
-    """Return the model and what all runs share; --quick makes both small, but for what is given."""
+    """Return the model and the settings that all runs share; --quick makes both small, except for given flags."""
     model, study = given_flags(GPT2Config, values), given_flags(StudyConfig, values)
     if values.quick:
         return preset("tiny", **QUICK_MODEL | model), StudyConfig(**QUICK_STUDY | study)
@@ -108,7 +108,7 @@ def _numbers(text: str) -> list[int]:
     return [0 if part == "auto" else int(part) for part in text.split(",")]
 
 
-# These names are shown by argparse for a text that is no such list.
+# argparse shows these names if a text is not such a list.
 _words.__name__, _numbers.__name__ = "list of words", "list of numbers"
 
 

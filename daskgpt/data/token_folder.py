@@ -103,8 +103,8 @@ class Encoded:
     tokens       of both parts, (N,) uint16
     documents    number in both parts; consecutive passages of one text count once
     sizes        of both parts' texts in UTF-8 [bytes]
-    continued    the part of a first passage that may continue the previous block, and has no end-of-text before it; -1
-                 if there is none
+    continued    the part of the first passage if that may continue the previous block, and so has no end-of-text before
+                 it; else -1
     last         the part of the last passage, -1 if that was skipped; None for a block without any
     skipped      number of documents that could not be decoded
     end_of_text  id of the token

@@ -131,8 +131,8 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
 def gpt2_ranks() -> dict[bytes, int]:
     """Return every token of GPT-2's vocabulary but end-of-text, with its id.
 
-    In this vocabulary a token's id is also the rank of its merge, so encoder.json says all and the list of merges
-    (vocab.bpe) is not read.
+    A token's id is also the rank of its merge, so encoder.json is enough, and the list of merges (vocab.bpe) is not
+    read.
 
     Errors   FileNotFoundError if no place has it, naming each place and why; a folder in DASKGPT_VOCABULARY is the only
              place
@@ -185,9 +185,9 @@ def is_to_be_learned(encoding: str) -> bool:
 
 
 def size_to_learn(encoding: str) -> int:
-    """Return how many ids an encoding to be learned has.
+    """Return the number of ids of an encoding that is to be learned.
 
-    Errors   ValueError for a number that is none, or where the library that learns is not installed
+    Errors   ValueError if there is no valid number, or the library that learns is not installed
     """
     size, where = encoding.removeprefix(LEARN), "load_dataset"
     rule = f"an encoding to be learned must be {LEARN} and a number of ids"
@@ -199,7 +199,7 @@ def size_to_learn(encoding: str) -> int:
 def check_learnable(size: int, where: str) -> None:
     """Check that a vocabulary of this many ids can be learned.
 
-    Errors   ValueError for a size that cannot be, or where the library is not installed
+    Errors   ValueError for a size out of bounds, or if the library is not installed
     """
     rule = f"the ids of a learned vocabulary must lie between {SMALLEST} and {LARGEST}"
     require(SMALLEST <= size <= LARGEST, where, rule, {"ids": size}, "Try 4096.")
@@ -208,9 +208,9 @@ def check_learnable(size: int, where: str) -> None:
 
 
 def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
-    """Return the name of the vocabulary that is learned from some texts, which is known from here on.
+    """Learn a vocabulary from texts, and keep it in this process; return its name.
 
-    origin   where it comes from, for error messages
+    origin   of the vocabulary, for error messages
     """
     pieces = (text[start : start + _PIECE] for text in texts for start in range(0, len(text), _PIECE))
     return vocabularies.know_vocabulary(vocabularies.written_vocabulary(learn_vocabulary(pieces, size)), origin)
@@ -219,8 +219,8 @@ def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
 def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
     """Return every token but end-of-text, with its id: the 256 bytes, then the merges in their order.
 
-    texts   to learn from; their order does not matter
-    size    wanted token ids, end-of-text among them: fewer come of it where there are no more pairs to merge
+    texts   texts to learn from, in any order
+    size    number of ids, including end-of-text; there are fewer if no pairs are left to merge
 
     Cost    memory for the different words of the texts
     Source  Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019 for bytes and for the words they are merged in

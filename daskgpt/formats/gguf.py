@@ -29,17 +29,17 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def write_gguf(path: FilePath, model: StoredModel, vocabulary: Vocabulary, dtype: str = "float32") -> None:
-    """Write a file that llama.cpp reads; it appears under its name only when it is whole.
+    """Write a file that llama.cpp reads; it appears under its name only when it is complete.
 
     vocabulary   of the model's encoding, whose ids may be fewer than the model's
-    dtype        of the matrices that activations are multiplied with, one of DTYPES: q8_0 has 8 bits a number, and
-                 a factor for each 32 of them; all other tensors are float32
+    dtype        of the matrices that activations are multiplied with, one of DTYPES; q8_0 has 8 bits per number and
+                 a factor for each 32 numbers. All other tensors are float32
 
     Layout   matrices (out, in), no rows of padding, no output layer (llama.cpp takes token_embd.weight)
-    Cost     16 MiB, and a tensor where these are read later
-    Errors   ValueError where the library gguf is missing, for a configuration that llama.cpp's gpt2 has not, for q8_0
-             where channels is no multiple of 32, and where a token is no merge of two that come before it;
-             FileNotFoundError where the folder is missing; OSError where the system refuses
+    Cost     16 MiB, and a tensor if tensors are read later
+    Errors   ValueError if the library gguf is missing, for a configuration that llama.cpp's gpt2 cannot express, for
+             q8_0 if channels is not a multiple of 32, and for a token that is not a merge of two earlier ones;
+             FileNotFoundError if the folder is missing; OSError if the system refuses
     Source   llama.cpp, its converter and its reader of gpt2
     """
     rule, advice = "writing GGUF needs the library gguf", 'Run pip install "daskgpt[gguf]".'
@@ -83,7 +83,7 @@ def write_gguf(path: FilePath, model: StoredModel, vocabulary: Vocabulary, dtype
 
 
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary, size: int) -> None:
-    """Add the tokenizer: byte-level pairs, as GPT-2's."""
+    """Add the tokenizer: byte-level pairs, as in GPT-2's."""
     from gguf import TokenType
 
     names = {i: name for name, i in token_ids(vocabulary).items()}

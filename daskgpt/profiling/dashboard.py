@@ -1,7 +1,7 @@
 """A page "daskgpt" on Dask's own dashboard: `dask scheduler --preload daskgpt.profiling.dashboard`.
 
-It shows loss and speed by step, who ran what in the last seconds, kernels by layer, and some numbers. Dask imports a
-preload before it opens the dashboard, whose pages are then those of its table.
+It shows loss and speed by step, the tasks of each worker in the last seconds, kernels by layer, and some numbers. Dask
+imports a preload before it opens the dashboard, and opens all pages of its table `applications`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAITING = "No run has sent a step yet: <code>python -m daskgpt.train --scheduler
 
 
 def dask_setup(scheduler: Any) -> None:
-    """Collect from here on, and add the page to the dashboard's menu: Dask calls it once the scheduler is there."""
+    """Begin to collect, and add the page to the dashboard's menu; called by Dask when the scheduler starts."""
     scheduler.add_plugin(Collected(scheduler))
     pages = template_variables(scheduler)["pages"]
     if PAGE not in pages:
@@ -45,7 +45,7 @@ def dask_setup(scheduler: Any) -> None:
 
 
 class Call(NamedTuple):
-    """A task that has run: on which worker, its name without what tells it from its like, seconds of the epoch."""
+    """A task that has run: its worker, the common name of such tasks, start and end as seconds of the epoch."""
 
     worker: str
     name: str
@@ -57,9 +57,9 @@ class Collected(SchedulerPlugin):
     """The latest tasks and steps.
 
     calls     as they end
-    steps     records of steps, see `schedulers.worker_metrics`, with `received_bytes`: of all workers until then
-    runs      how many runs have sent steps: those of the latest one are kept
-    recoveries  how many of them recovered from a loss
+    steps     records of steps, see `schedulers.worker_metrics`, with `received_bytes` of all workers so far
+    runs      number of runs that have sent steps; those of the latest run are kept
+    recoveries  number of recoveries from a loss
     """
 
     name = "daskgpt-dashboard"
@@ -91,21 +91,19 @@ class Collected(SchedulerPlugin):
 
     @property
     def latest(self) -> list[Call]:
-        """The calls of the last seconds in which there were some."""
+        """The calls of the last seconds before the end of the latest call."""
         end = max((call.end for call in self.calls), default=0.0)
         return [call for call in self.calls if call.end > end - WINDOW]
 
     def bytes_a_step(self) -> float:
-        """Return the bytes that workers receive from each other, in the mean of the last steps."""
+        """Return the mean bytes per step that workers receive from each other, over the last steps."""
         if len(self.steps) < 2:
             return 0.0
         first, last = self.steps[-min(len(self.steps), MEAN)], self.steps[-1]
         return float((last["received_bytes"] - first["received_bytes"]) / (last["step"] - first["step"]))
 
     def kernel_seconds(self) -> Counter[str]:
-        """Return seconds of every kernel, by layer and pass, in all tasks since the scheduler began, as Dask's fine
-        performance metrics have them.
-        """
+        """Return all seconds of kernels so far, by layer and pass, from Dask's fine performance metrics."""
         found: Counter[str] = Counter()
         for key, value in self.scheduler.cumulative_worker_metrics.items():
             if isinstance(key, tuple) and key[0] == "execute" and str(key[-2]).startswith(KERNEL):
@@ -128,13 +126,13 @@ def overlap_share(calls: Iterable[Call]) -> float:
 
 
 def column(steps: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the numbers of steps, from 1, and their values of this name, of those that have it."""
+    """Return the numbers of the steps that have a value of this name, from 1, and the values."""
     own = [(record["step"] + 1, record[name]) for record in steps if name in record]
     return [step for step, _ in own], [value for _, value in own]
 
 
 def show(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
-    """Fill a document of Bokeh's: Dask calls it for each browser that opens the page."""
+    """Fill a Bokeh document; called by Dask for each browser that opens the page."""
     page = Page(scheduler)
     page.update()
     doc.title = "daskgpt"
@@ -152,7 +150,7 @@ applications[f"/{PAGE}"] = show
 class Page:
     """The page in one browser.
 
-    shown  the run whose steps its curves have, and the number of the latest one: only later ones are sent
+    shown  run and number of the latest step in the curves; only later steps are sent
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -181,7 +179,7 @@ class Page:
         self.root = below(self.numbers, curves, lanes, bars, sizing_mode="stretch_width", name="daskgpt")
 
     def update(self) -> None:
-        """Show what has been collected."""
+        """Show the latest tasks and steps."""
         found = self.scheduler.plugins.get(Collected.name)
         if found is None:
             self.numbers.text = "The scheduler must be started with --preload daskgpt.profiling.dashboard."
@@ -196,7 +194,7 @@ class Page:
             self.numbers.text = self._described(found, calls)
 
     def _show_steps(self, found: Collected) -> None:
-        """Send the steps that are new: all of them, several times a second, would cost more than anything else here."""
+        """Send new steps only: sending all of them each time would be the largest cost of the page."""
         new_run = self.shown[0] != found.runs
         latest = -1 if new_run else self.shown[1]
         new = [record for record in found.steps if record["step"] > latest]

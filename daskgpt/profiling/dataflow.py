@@ -1,4 +1,4 @@
-"""The tasks of a step and their dependencies, as a graph and as a drawing: nothing is run."""
+"""The tasks of a step and their dependencies, as a graph and as a drawing, without running the step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LINE, MARK = "#9aa4b2", "#d1242f"
 class DataflowTask:
     """One task of a step.
 
-    name    layer and place as on Dask's dashboard, without the pass where it is forward, and its chunk
-    chunk   (b, t), None in it for an axis that is whole; None for what belongs to no chunk: sums and updates
-    calls   the kernels that it runs one after the other
-    bytes   of what it returns to others
+    name    layer and place as on Dask's dashboard, and chunk; the pass is left out if it is forward
+    chunk   (b, t), None in it for an axis that is whole; None for sums and updates, which belong to no chunk
+    calls   origins of the kernels that it runs, in order
+    bytes   of its results
     """
 
     name: str
@@ -47,7 +47,7 @@ class DataflowTask:
 
     @property
     def height(self) -> int:
-        """Pixels of its box in a drawing: a stripe a kernel."""
+        """Height of its box in a drawing [pixels], which has a stripe per kernel."""
         return ALONE if len(self.calls) < 2 else STRIPE * len(self.calls)
 
 
@@ -55,11 +55,11 @@ class DataflowTask:
 class Dataflow:
     """A graph of tasks; a notebook draws it.
 
-    title   what it is the graph of
-    tasks   name -> task, every one after those that it needs
+    title   describes the step
+    tasks   name -> task; tasks come after those that they wait for
     needs   name -> names of the tasks that it waits for
-    peak    bytes of all arrays when there are most of them, of the whole step
-    levels  name -> where it is drawn, the top being 0; None = as deep as it lies
+    peak    largest number of bytes of all arrays of the step at one time
+    levels  name -> level in the drawing, 0 at the top; None = by `depths`
     marked  names of tasks that are drawn in red
     """
 
@@ -72,12 +72,12 @@ class Dataflow:
 
     @property
     def edges(self) -> list[tuple[str, str]]:
-        """Pairs (the task that is waited for, the one that waits), in the order of the tasks."""
+        """Pairs (earlier task, later task that waits for it), in the order of the tasks."""
         return [(earlier, name) for name in self.tasks for earlier in self.tasks if earlier in self.needs[name]]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all results that tasks pass to one another."""
+        """Bytes of the results of all tasks."""
         return sum(task.bytes for task in self.tasks.values())
 
     def before(self, name: str) -> frozenset[str]:
@@ -103,7 +103,7 @@ class Dataflow:
         return frozenset(self.tasks) - self.before(name) - self.after(name) - {name}
 
     def chain(self) -> list[str]:
-        """Return the longest chain of tasks of which each waits for the one before it: threads cannot shorten it."""
+        """Return the longest chain of tasks of which each waits for the one before it; threads cannot shorten it."""
         depth = self.depths()
         path = [max(depth, key=depth.__getitem__)] if depth else []
         while path and self.needs[path[-1]]:
@@ -111,16 +111,16 @@ class Dataflow:
         return path[::-1]
 
     def depths(self) -> dict[str, int]:
-        """Return how many tasks must run one after the other before each."""
+        """Return the length of the longest chain of tasks before each task."""
         found: dict[str, int] = {}
         for name in TopologicalSorter(self.needs).static_order():
             found[name] = max((found[earlier] + 1 for earlier in self.needs[name]), default=0)
         return found
 
     def of(self, block: int, phase: str = "forward") -> Dataflow:
-        """Return the tasks, and of them the kernels, of one transformer block in one pass; names have neither.
+        """Return the tasks and kernels of one transformer block in one pass, which names leave out.
 
-        Errors   ValueError where there are none
+        Errors   ValueError if there are none
         """
         calls = {
             name: tuple(call for call in task.calls if (call.block, call.phase) == (block, phase))
@@ -134,9 +134,9 @@ class Dataflow:
         return Dataflow(f"block {block}, {phase}: {self.title}", tasks, needs, self.peak)
 
     def without(self, edge: tuple[str, str]) -> Dataflow:
-        """Return the same without one of its edges, drawn as if it had it.
+        """Return the graph without one of its edges, drawn in the same places.
 
-        Errors   ValueError where it has no such edge
+        Errors   ValueError if there is no such edge
         """
         require(edge in self.edges, "Dataflow.without", "the graph must have the edge", {"edge": edge}, "See edges.")
         earlier, later = edge
@@ -144,14 +144,14 @@ class Dataflow:
         return replace(self, needs=needs, levels=self.levels or self.depths())
 
     def picture(self, marked: Iterable[str] = ()) -> Dataflow:
-        """Return the same, drawn with some tasks, and the edges between them, in red."""
+        """Return the graph with some tasks, and the edges between them, drawn in red."""
         marked = frozenset(marked)
         for name in marked:
             self._check(name)
         return replace(self, marked=marked)
 
     def rows(self) -> list[list[str]]:
-        """Return its numbers, each with a word."""
+        """Return rows of a table: numbers of tasks, kernels, edges and bytes."""
         chain, tasks = len(self.chain()), len(self.tasks)
         kernels = sum(len(task.calls) for task in self.tasks.values())
         return [
@@ -164,7 +164,7 @@ class Dataflow:
         return "\n".join([f"Dataflow of {self.title}", *(f"{word:12}{text}" for word, text in self.rows())])
 
     def _repr_html_(self) -> str:
-        """Return the same for notebooks, with a drawing where there are not too many tasks."""
+        """Return the same for notebooks, with a drawing if there are few enough tasks."""
         drawn = _Drawing(self).svg() if len(self.tasks) <= DRAWN else ""
         return html_table(self.title, [] if self.marked else self.rows()) + drawn
 
@@ -174,7 +174,7 @@ class Dataflow:
 
 
 class _Drawing:
-    """A drawing: time runs down, a column a chunk, a stripe a kernel; narrow enough for a phone."""
+    """A drawing in which time runs down, with a column per chunk and a stripe per kernel; narrow enough for a phone."""
 
     def __init__(self, flow: Dataflow) -> None:
         self.flow, depths = flow, flow.levels or flow.depths()
@@ -182,7 +182,7 @@ class _Drawing:
         cut = sorted({(b or 0, t) for b, t in chunks if t is not None}) or sorted({(b or 0, 0) for b, _ in chunks})
         self.columns = cut or [(0, 0)]
         self.wide = max(NARROWEST, COLUMNS / len(self.columns))
-        # A row for each kind of task at a depth, so that none stands over another one.
+        # A row for each kind of task at a depth, so that no box hides another one.
         kinds = sorted({(depths[name], task.title) for name, task in flow.tasks.items()})
         number = {kind: row for row, kind in enumerate(kinds)}
         self.row = {name: number[depths[name], task.title] for name, task in flow.tasks.items()}
@@ -191,7 +191,7 @@ class _Drawing:
         *self.tops, self.bottom = accumulate(heights, initial=TOP)
 
     def box(self, name: str) -> tuple[float, float, float, float]:
-        """Return left, top, right and bottom of a task: in its column, those of all its tokens, or all."""
+        """Return left, top, right and bottom of a task's box, which spans the columns of its chunk."""
         task, top, inset = self.flow.tasks[name], self.tops[self.row[name]], min(6.0, self.wide / 8)
         chunk = task.chunk or (None, None)
         own = [n for n, place in enumerate(self.columns) if all(c in (None, p) for c, p in zip(chunk, place))] or [0]
@@ -226,7 +226,7 @@ class _Drawing:
         return f"<g><title>{escape(name)}</title>{stripes}<rect {box}/></g>"
 
     def _edge(self, earlier: str, later: str) -> str:
-        """Return a line from the foot of a task to the head of another; past the rows between them in a bow."""
+        """Return a line from the bottom of one task to the top of another; a bow passes rows between them."""
         left, _, right, foot = self.box(earlier)
         other_left, head, other_right, _ = self.box(later)
         if self.row[later] - self.row[earlier] > 1:
@@ -239,7 +239,7 @@ class _Drawing:
         return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
 
     def _label(self, row: int) -> str:
-        """Return what stands at the left of a row: the layer and where it is, of several kernels how many."""
+        """Return the label at the left of a row: layer, place, and the number of kernels if there are several."""
         task, y = self.rows[row][0], self.tops[row]
         kind, _, place = task.title.partition(" ")
         kernels = [f"{len(task.calls)} kernels"] * (len(task.calls) > 1)
@@ -255,11 +255,11 @@ def dataflow(
     data: DataConfig | Mapping[str, Any] | None = None,
     dataflow: DataflowConfig | Mapping[str, Any] | None = None,
 ) -> Dataflow:
-    """Return the tasks of a training step and what they wait for, without running it.
+    """Return the tasks of a training step and their dependencies, without running the step.
 
-    Chunks and grain that are auto stand for those of `daskgpt.plan`.
+    Chunks and grain that are auto are chosen as by `daskgpt.plan`.
 
-    Errors    ValueError where the configurations do not fit each other
+    Errors    ValueError if the configurations do not fit each other
 
     >>> import daskgpt
     >>> small = daskgpt.preset("tiny", blocks=1)
@@ -293,14 +293,14 @@ def _name(title: str, chunk: tuple[int | None, ...] | None) -> str:
 
 
 def _short(name: str, block: int, phase: str) -> str:
-    """Return a name where block and pass are known."""
+    """Return a name without block and pass."""
     kind, _, place = name.partition(" ")
     place = place.removeprefix(f"h.{block}.")
     return f"{kind.removesuffix(f'.{phase}')} {place}"
 
 
 def _distinct(names: Mapping[Any, str]) -> dict[Any, str]:
-    """Return names, with a number behind those that others have, too."""
+    """Return names that differ: repeated ones get a number."""
     seen: dict[str, int] = {}
     found: dict[Any, str] = {}
     for key, name in names.items():

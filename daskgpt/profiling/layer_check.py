@@ -1,4 +1,4 @@
-"""Check a layer before it is in a model: gradients, chunkings, dtypes, arguments that stay as they are."""
+"""Checks of a layer before it is in a model: gradients, chunkings, dtypes, unchanged arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = Callable[..., Arrays]  # from arguments and a chunk to "output" and "gradi
 
 
 class Finding(NamedTuple):
-    """One check: what was looked at, whether it holds, and what was found."""
+    """One check: its subject, whether it holds, and the finding in words."""
 
     what: str
     right: bool
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class LayerReport:
-    """The result of `check_layer`; true where everything holds."""
+    """The result of `check_layer`; true if all checks hold."""
 
     layer: str
     findings: tuple[Finding, ...]
@@ -63,13 +63,13 @@ def check_layer(
 ) -> LayerReport:
     """Check a layer as the tests check every layer of the package.
 
-    Each gradient against a numeric derivative in a random direction (float64); output and gradients of a batch in
-    chunks against those of the batch as a whole (float32); dtypes; arguments that must stay as they are.
+    Each gradient is compared with a numeric derivative in a random direction (float64), and output and gradients of a
+    batch in chunks with those of the whole batch (float32). Dtypes must be kept, and arguments must stay unchanged.
 
-    sizes     of axes, by their letters; letters of the table have some
-    options   that the layer takes
+    sizes     sizes of axes, by their letters; the letters of the package's layers have defaults
+    options   options of the layer
 
-    Errors    ValueError for a letter without a size; what the layer's kernels raise
+    Errors    ValueError for a letter without a size; those of the layer's kernels
 
     >>> import daskgpt
     >>> from daskgpt.model.layers import RMSNORM
@@ -117,7 +117,7 @@ def random_arguments(layer: Layer, random: np.random.Generator, dtype: str, size
 
 
 def lazy_arguments(layer: Layer, values: Mapping[str, np.ndarray], chunk: tuple[int, int]) -> dict[str, da.Array]:
-    """Return the same as dask arrays that are cut along b and t only."""
+    """Return arguments as dask arrays, which are cut along b and t only."""
     cut, found = dict(zip("bt", chunk)), {}
     for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
         chunks = tuple(cut.get(axis, size) for axis, size in zip(axes, values[name].shape))
@@ -131,7 +131,7 @@ def run_layer(
     chunk: tuple[int, int] = (2, 3),
     options: Mapping[str, Any] = OPTIONS,
 ) -> tuple[np.ndarray, Arrays]:
-    """Return the output, and gradients of sum(output * `direction_of` it) by argument, from a tape."""
+    """Return the output, and the gradient of sum(output * direction_of(output)) for each argument, from a tape."""
     tape = Tape()
     arrays = lazy_arguments(layer, values, chunk)
     y = tape("here.0", layer, *arrays.values(), **options)
@@ -142,7 +142,7 @@ def run_layer(
 
 
 def direction_of(y: da.Array) -> np.ndarray:
-    """Return the gradient that arrives at the output: always the same random numbers."""
+    """Return the gradient at the output, which is always the same random numbers."""
     values: np.ndarray = np.random.default_rng(3).normal(size=y.shape).astype(y.dtype)
     return values
 
@@ -170,7 +170,7 @@ def _gradients(run: Run, values: Arrays, random: np.random.Generator) -> Iterato
 
 
 def _chunkings(run: Run, values: Arrays) -> Iterator[Finding]:
-    """Compare the results in several chunkings with those of the batch as a whole."""
+    """Compare the results in several chunkings with those of the whole batch."""
     together, *chunkings = (run(values, chunk) for chunk in CHUNKS)
     for what, whole in together.items():
         others = [results[what] for results in chunkings]
@@ -184,7 +184,7 @@ def _chunkings(run: Run, values: Arrays) -> Iterator[Finding]:
 
 
 def _watched(row: Row, changed: set[str]) -> Row:
-    """Return a row whose kernel adds the names of the arguments that it writes to."""
+    """Return a row whose kernel adds the names of arguments that it changes to a set."""
 
     @wraps(row.kernel)
     def kernel(*arguments: Any, **options: Any) -> Any:

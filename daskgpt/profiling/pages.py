@@ -70,7 +70,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
-    """Return complete events, one thread a lane, with counters of memory and of layers at once; times in microseconds.
+    """Return complete events, a thread per lane, with counters of memory and of layers at once; times in microseconds.
 
     Source   the Trace Event Format: ph X is an event with a duration, C a counter, M a name
     """
@@ -109,10 +109,10 @@ def page_of(timeline: Timeline) -> str:
 
 
 def page_of_several(timelines: Mapping[str, Timeline], title: str) -> str:
-    """Return the HTML of several timelines, one under the other on one time scale, so that what is longer looks longer:
-    the lanes of each under its name and numbers. Zooming, moving and hiding act on all of them.
+    """Return the HTML of several timelines on one time scale: the lanes of each below its name and summary. Zooming,
+    moving and hiding act on all of them.
 
-    Errors   ValueError where one has no events
+    Errors   ValueError if one has no events
     """
     axis = time_axis(list(timelines.values()))
     plots = [lanes_of(timeline, axis, "", legend=number == 0) for number, timeline in enumerate(timelines.values())]
@@ -130,7 +130,7 @@ def page_of_several(timelines: Mapping[str, Timeline], title: str) -> str:
 
 
 def in_brief(timeline: Timeline) -> str:
-    """Return a timeline's numbers in one line."""
+    """Return the summary of a timeline in one line."""
     found = summarise(timeline)
     return (
         f"{found.wall * 1e3 / found.steps:,.2f} ms a step; kernels run {found.kernel_share:.0%} of the threads' time; "
@@ -144,7 +144,7 @@ def _page(title: str, parts: Sequence[Any]) -> str:
 
 
 def time_axis(timelines: Sequence[Timeline]) -> Range1d:
-    """Return milliseconds from the start to the end of the longest of them."""
+    """Return an axis of milliseconds, from 0 to the end of the longest timeline."""
     end = max(window.end for timeline in timelines for window in timeline.windows) * 1e3
     return Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), min_interval=1e-3)
 
@@ -157,8 +157,9 @@ def _figure(x_range: Range1d, tools: str, **look: Any) -> Any:
 
 
 def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", legend: bool = True) -> Any:
-    """Return a plot with a lane a thread, the first on top, and a strip of steps under each; bars have their layer's
-    name.
+    """Return a plot with a lane per thread, the first at the top, and a strip of steps below each.
+
+    Bars have the name of their layer.
     """
     count, known = len(timeline.lanes), [layer.name for layer in LAYERS]
     height = MARGIN - LEGEND_HEIGHT * (not legend) + LANE_HEIGHT * count
@@ -166,7 +167,7 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
     plot.yaxis.ticker = FixedTicker(ticks=list(range(count)))
     plot.yaxis.major_label_overrides = {count - 1 - lane: name for lane, name in enumerate(timeline.lanes)}
     plot.ygrid.grid_line_color = None
-    # As they come in the model, the update last.
+    # In the order of the model, the update last.
     layers = sorted(layers_of(timeline), key=lambda name: known.index(name) if name in known else len(known))
     sides = {side: side for side in ("left", "right", "bottom", "top")}
     for layer, backward in product(layers, (True, False)):
@@ -188,7 +189,7 @@ def lanes_of(timeline: Timeline, x_range: Range1d, title: str = "Kernel calls", 
 
 
 def _bars(timeline: Timeline, events: Sequence[Event]) -> ColumnDataSource:
-    """Return the columns of bars: their sides, and what a tooltip shows."""
+    """Return the columns of bars: their sides, and the values of their tooltips."""
 
     def row(event: Event) -> dict[str, Any]:
         middle = len(timeline.lanes) - 1 - event.lane
@@ -212,7 +213,7 @@ def _bars(timeline: Timeline, events: Sequence[Event]) -> ColumnDataSource:
 
 
 def _steps(plot: Any, timeline: Timeline) -> None:
-    """Show under each lane which step it works on: one bar for events of a step that follow one another."""
+    """Draw a strip of steps below each lane: a bar for consecutive events of one step."""
     top = len(timeline.lanes) - 1
     by_lane = sorted(timeline.events, key=lambda event: event.lane)
     for (lane, step), group in groupby(by_lane, key=lambda event: (event.lane, event.step)):

@@ -1,6 +1,6 @@
 """Curves of runs, read from their metrics and drawn by matplotlib, and the style of all figures.
 
-Errors   RuntimeError where matplotlib, which an extra brings, is not installed
+Errors   RuntimeError if matplotlib, which an extra brings, is not installed
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ LINES: dict[str, dict[str, Any]] = {
 class Curves:
     """The metrics of a run.
 
-    values   name -> (N,) float64, a value a step, those of VALUES; nan where a step has none
-    means    name -> (N,), running means, those of AVERAGED
+    values   name -> (N,) float64, a value per step, by the names in VALUES; nan if a step has none
+    means    name -> (N,), running means, by the names in AVERAGED
     """
 
     name: str
@@ -76,11 +76,11 @@ class Curves:
 def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
     """Return the curves of run folders, or of files of metrics.
 
-    Lines that are no records are left out, as a resumed run leaves them out.
+    Lines that are no records are skipped, as when a run is resumed.
 
     smooth   steps of a running mean; 0 = a hundredth of the longest run, at least ten
 
-    Errors   FileNotFoundError where there are no metrics; ValueError where there is no step
+    Errors   FileNotFoundError if there are no metrics; ValueError if there is no step
     """
     found = [_read(Path(path)) for path in paths]
     length = smooth or max(10, *(len(values["step"]) // 100 for values in found))
@@ -114,7 +114,7 @@ def running_mean(values: np.ndarray, length: int) -> np.ndarray:
 
 
 def picture(runs: Sequence[Curves], kind: str) -> bytes:
-    """Return a PNG or SVG file: loss against steps, tokens and time; below it, what the runs have of the rest.
+    """Return a PNG or SVG file: loss against steps, tokens and time; below it, the other values that the runs have.
 
     kind   "png" or "svg"
     """
@@ -144,7 +144,7 @@ def style() -> Any:
 
 
 def save(figure: Figure, file: Any, kind: str) -> None:
-    """Write a figure as "png" or "svg"; without a date inside, so that the same numbers give the same file."""
+    """Write a figure as "png" or "svg", without a date, so that the same numbers give the same file."""
     figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
 
 
@@ -162,7 +162,7 @@ def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
             lines["validation"] = run.values["validation_loss"]
         for look, values in lines.items():
             shown = np.isfinite(run.values[x]) & np.isfinite(values)
-            # The thick line of each of several runs has its name; what the other lines are, the first run's say.
+            # With several runs, thick lines have the names of their runs; lines of the first run explain the others.
             words = run.name if look.startswith("mean") and len(runs) > 1 else look if number == 0 else None
             axes.plot(run.values[x][shown] / unit, values[shown], color=color, label=words, **LINES[look])
     axes.set(title=TITLES[y], xlabel=label, yscale="log" if y == "norm" else "linear")

@@ -1,4 +1,4 @@
-"""Record kernel calls of chosen steps, in this process or in the workers of a cluster, and write what they show."""
+"""Recordings of the kernel calls of some steps, in this process or on the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Part(NamedTuple):
 class StepRecorder:
     """Records the kernel calls of the steps that run inside `window`, and makes a timeline of them.
 
-    Use one recorder at a time, for steps of one grain. It records from the first window on until `finish`; what ran
-    between windows is left out then.
+    Use one recorder at a time, for steps of one grain. It records from the first window on; `finish` leaves
+    out steps between windows.
     """
 
     def __init__(self, step: TrainingStep, scheduler: Scheduler) -> None:
@@ -42,7 +42,7 @@ class StepRecorder:
 
     @contextmanager
     def window(self, steps: Sequence[int]) -> Iterator[None]:
-        """Record these steps, which the scheduler gets together."""
+        """Record steps that the scheduler gets together."""
         if not self.windows:
             self._processes = self._recording.enter_context(self.scheduler.record())
         first, start = self.scheduler.runs, time()
@@ -51,7 +51,7 @@ class StepRecorder:
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
-        """Return the timeline. On a cluster, call it when the last step's updates are done."""
+        """Return the timeline. On a cluster, call this once the updates of the last step are done."""
         self._recording.close()
         runnable, start, parts = self.step.runnable, self.windows[0].start, []
         for process in self._processes:
@@ -67,7 +67,7 @@ class StepRecorder:
 
 
 class RankRecorder:
-    """Records on a cluster whose workers share each batch: the kernel calls of every rank."""
+    """Records the kernel calls of all ranks, on a cluster whose workers share each batch."""
 
     def __init__(self, steps: Any) -> None:
         """steps   a `RankSteps`"""
@@ -75,7 +75,7 @@ class RankRecorder:
 
     @contextmanager
     def window(self, steps: Sequence[int]) -> Iterator[None]:
-        """Record these steps, which are one window of the ranks."""
+        """Record steps that are one window of the ranks."""
         start, self.steps.kept = time(), True
         try:
             yield
@@ -84,7 +84,7 @@ class RankRecorder:
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
-        """Return the timeline. It has not what the tasks of a rank wait for of those of another one."""
+        """Return the timeline, without dependencies between tasks of different ranks."""
         job, scheduler, addresses = self.steps.job, self.steps.scheduler, self.steps.addresses
         answers = scheduler.client.run(rank_events, self.steps.run_name, self.windows[0].start, workers=addresses)
         found = [answer for answer in answers.values() if answer is not None]
@@ -97,7 +97,7 @@ class RankRecorder:
 
 
 def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph] | None:
-    """Return what a worker has recorded of a run; start: of the timeline, as the time of day."""
+    """Return the recording of a run on a worker; `start` of the timeline is a time of day."""
     from daskgpt.schedulers.links import ranks_of
 
     program = ranks_of(dask_worker).programs.get(run)
@@ -109,8 +109,9 @@ def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGra
 
 
 def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph) -> Timeline:
-    """Return one timeline of all processes; its clock begins with the first window, and its last window ends with the
-    last event, which on a cluster comes after it.
+    """Return one timeline of all processes, whose clock begins with the first window.
+
+    The last window ends with the last event, which on a cluster may come after the results of the window.
     """
     shown = [step for window in windows for step in window.steps]
     lanes: list[str] = []
@@ -129,7 +130,7 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: 
 
 
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:
-    """Return what records a run's steps under this scheduler."""
+    """Return a recorder of the steps of a run."""
     return RankRecorder(steps) if steps.ranks else StepRecorder(steps.step, scheduler)
 
 
@@ -146,12 +147,11 @@ def is_bare(path: str) -> bool:
 
 
 def check_path(where: str, name: str, path: str, *files: Path) -> None:
-    """Refuse a path where nothing can be written before anything runs; a bare name is that of a file in the new folder
-    of a run.
+    """Check that a file can be written, before anything runs. A bare name means a file in the new folder of a run.
 
-    files   that will be written there
+    files   paths of the files that will be written
 
-    Errors  ValueError where the path names a folder, a file stands where its folder should, or nothing can be written
+    Errors  ValueError if the path names a folder, its folder is not one, or nothing can be written there
     """
     folder = Path(path).absolute().parent
     fine = os.access(folder, os.W_OK | os.X_OK) and not any(own.is_dir() for own in (Path(path), *files))
@@ -178,7 +178,10 @@ class TimelineConfig(Checked):
 
 
 def require_shared_steps(job: Job) -> None:
-    """Errors   ValueError for local steps, of which each replica has its own, and where nobody knows the last ones"""
+    """Check that a run has last steps that all threads share.
+
+    Errors   ValueError with local steps, and for a run whose length is given in minutes
+    """
     rule, advice = "a timeline is of steps that all threads share", "Leave out --timeline or --local-steps."
     require(not job.local.local_steps, "train", rule, {"local_steps": job.local.local_steps}, advice)
     rule, advice = "a timeline of the last steps needs a run of so many steps", "Leave out --timeline or --minutes."
@@ -188,9 +191,9 @@ def require_shared_steps(job: Job) -> None:
 class TimelineCallback:
     """A `training.trainer.Callback`: records a run's last steps as a `Timeline`, which notebooks show.
 
-    Where the configuration names a file, the timeline is written there and its summary printed.
+    If the configuration names a file, the timeline is written there and its summary is printed.
 
-    timeline   what was recorded, once the run has ended; None where no step was
+    timeline   the recording, once the run has ended; None if no step was recorded
     """
 
     def __init__(self, config: TimelineConfig | None = None) -> None:
@@ -242,7 +245,7 @@ class DaskReportConfig(Checked):
 class DaskReportCallback:
     """A `training.trainer.Callback`: Dask's report of all steps.
 
-    Errors   ValueError where no cluster runs them
+    Errors   ValueError for a scheduler of this process
     """
 
     def __init__(self, config: DaskReportConfig, job: Job) -> None:

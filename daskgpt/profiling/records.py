@@ -35,7 +35,7 @@ WHERE = "records"
 class Spread:
     """Some values of one quantity: how many, median and quartiles.
 
-    Errors   ValueError where there is no value
+    Errors   ValueError if there is no value
     """
 
     values: tuple[float, ...]
@@ -54,7 +54,7 @@ class Spread:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """A quarter, half and three quarters of the way through the values, in between linearly.
+        """The quartiles of the values, with linear interpolation.
 
         Source   Hyndman and Fan 1996, definition 7
         """
@@ -66,17 +66,17 @@ class Spread:
         return self.quartiles[1]
 
     def below(self, other: Spread) -> bool:
-        """Return whether the middle half of these values lies below that of others; never of a single value."""
+        """Return whether the middle half of these values lies below that of others; False for single values."""
         return min(self.n, other.n) > 1 and self.quartiles[2] < other.quartiles[0]
 
     def text(self, unit: str = "ms", digits: int | None = None, factor: float = 1) -> str:
-        """Return `30.1 ms (29.8 .. 30.5)`, the quartiles where there are several values; factor: units of a value."""
+        """Return median and quartiles of the values times a factor, such as `30.1 ms (29.8 .. 30.5)`."""
         low, middle, high = (rounded(factor * value, digits) for value in self.quartiles)
         return " ".join(filter(None, (middle, unit, f"({low} .. {high})" if self.n > 1 else "")))
 
 
 def rounded(value: float, digits: int | None = None) -> str:
-    """A number with three to four significant digits, or with so many decimals."""
+    """Return a number as text, with three to four significant digits, or with this many decimals."""
     if digits is None:
         digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
     return f"{value:,.{digits}f}"
@@ -87,11 +87,11 @@ class Figure:
     """One quantity of a measurement.
 
     unit            ms, GB, tokens/s ...; "" for a ratio or a share
-    median          of the turns; the value itself where there was one; None where only a range is known
-    least, largest  of the turns; None where only the median is known, or there was one
-    q1, q3          a quarter and three quarters of the way through the turns
-    turns           every value, in the order of measuring; empty where they are not known
-    n               how many there were
+    median          of the turns, or the only value; None if only a range is known
+    least, largest  of the turns; None if only the median is known, or there is one turn
+    q1, q3          quartiles of the turns
+    turns           every value, in the order of measuring; empty if they are not known
+    n               number of turns
     """
 
     unit: str
@@ -118,7 +118,7 @@ class Figure:
 
     @classmethod
     def of(cls, spread: Spread, unit: str, factor: float = 1) -> Figure:
-        """Return the figure of measured turns, in a unit `factor` times as small; a single value has no spread."""
+        """Return the figure of measured turns, which are multiplied by a factor; a single value has no spread."""
         low, middle, high = (significant(value * factor) for value in spread.quartiles)
         if spread.n == 1:
             return cls(unit, middle, n=1)
@@ -131,7 +131,7 @@ class Figure:
         return cls(unit, significant(value), n=1)
 
     def text(self, digits: int | None = None) -> str:
-        """Return `42.9 ms (38.9 .. 47.8)`: the median, and from the least to the largest turn where there are some."""
+        """Return the median with the least and the largest turn, if known, such as `42.9 ms (38.9 .. 47.8)`."""
         known = [rounded(value, digits) for value in (self.median, self.least, self.largest) if value is not None]
         return " ".join(filter(None, (known[0], self.unit, f"({known[1]} .. {known[2]})" if known[1:] else "")))
 
@@ -140,14 +140,14 @@ class Figure:
 class Record:
     """One measurement.
 
-    command    that makes it again, on such a machine
+    command    the command that repeats the measurement
     date       ISO 8601
     machine    processor, cores, features (instruction sets)
     figures    by name
-    versions   of Python, daskgpt and what else took part, by name
-    settings   what was measured: model, batch, precision ...
-    against    what it is compared with; "" for nothing
-    note       what else a reader must know
+    versions   of Python, daskgpt and other packages, by name
+    settings   of the measurement: model, batch, precision ...
+    against    the program that it is compared with; "" if there is none
+    note       further information for readers
     """
 
     command: str
@@ -172,9 +172,9 @@ class Record:
         require(fine, WHERE, rule, {"command": self.command, "date": self.date}, "Add what is missing.")
 
     def line(self) -> bytes:
-        """Return the line of a file of records, without what is empty.
+        """Return the record as a line of a file, without empty fields.
 
-        Errors   ValueError for a value that JSON has no form for
+        Errors   ValueError for a value that JSON cannot express
         """
         found = {name: value for name, value in asdict(self).items() if value}
         for name, figure in self.figures.items():
@@ -183,9 +183,9 @@ class Record:
 
     @classmethod
     def of_line(cls, line: bytes) -> Record:
-        """Return the record that `line` wrote.
+        """Return the record of a line.
 
-        Errors   ValueError for anything else
+        Errors   ValueError for a line that is not a record
         """
         try:
             values = json.loads(line)
@@ -199,10 +199,10 @@ class Record:
 class Measurement:
     """The measurement of a command.
 
-    facts     for people, by name
-    settings  what was measured, beside the model
+    facts     texts to print, by name
+    settings  of the measurement, without those of the model
     figures   for a record, by name
-    table     for people, below the facts: cells of text, the first line being its head
+    table     to print below the facts: cells of text; the first line is the head
     """
 
     facts: Mapping[str, str]
@@ -211,7 +211,7 @@ class Measurement:
     table: Sequence[Sequence[str]] = ()
 
     def describe(self) -> str:
-        """Return the facts and the table, for people."""
+        """Return the facts and the table as text."""
         lines = [f"{name:12} {text}" for name, text in self.facts.items()]
         return "\n".join([*lines, *(["", text_table(self.table)] if self.table else [])])
 
@@ -219,10 +219,10 @@ class Measurement:
 def measured(
     program: str, arguments: Sequence[str], figures: Mapping[str, Figure], settings: Mapping[str, Any]
 ) -> Record:
-    """Return the record of what was measured just now in this process.
+    """Return the record of a measurement that this process has just made.
 
-    program     as it is called: `python -m daskgpt.bench`
-    arguments   its command line; what says where to record is left out
+    program     its call, `python -m daskgpt.bench`
+    arguments   its command line, in which flags that name a file of records are left out
     """
     known = [name for name in TELLING if name in features()]
     return Record(
@@ -236,7 +236,7 @@ def measured(
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """Return the command that measures the same, without recording it."""
+    """Return the command that repeats a measurement without recording it."""
     recording = ArgumentParser(add_help=False, allow_abbrev=False)
     recording.add_argument("--record")
     recording.add_argument("--json", action="store_true")
@@ -245,10 +245,10 @@ def command_line(program: str, arguments: Sequence[str]) -> str:
 
 
 def check_records(path: str | Path) -> None:
-    """Refuse a file that cannot hold records, before anything is measured.
+    """Check that records can be added to a file, before anything is measured.
 
-    Errors   ValueError where the path is that of a folder, its folder is missing, or the file holds something else;
-             OSError where it cannot be read or written
+    Errors   ValueError if the path is a folder, its folder is missing, or the file has other content;
+             OSError if it cannot be read or written
     """
     path, advice = Path(path), "Name a file of records, or a new one in a folder that is there."
     fine = not path.is_dir() and path.absolute().parent.is_dir()
@@ -260,9 +260,9 @@ def check_records(path: str | Path) -> None:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Return the records of a file. A last line without an end, which a power cut can leave, is none.
+    """Return the records of a file, without an incomplete last line, which a power cut can leave.
 
-    Errors   ValueError where a line is something else, with its number
+    Errors   ValueError with the number of a line that is not a record
     """
     found = []
     for number, line in enumerate(_whole(Path(path).read_bytes()).splitlines(), 1):
@@ -275,9 +275,9 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def append_records(path: str | Path, records: Iterable[Record]) -> None:
-    """Add records to a file, new or not: all of them or none, also while other processes add some.
+    """Add records to a file, which may be new: all or none of them, even if other processes add some at the same time.
 
-    Errors   ValueError where the file holds something else; OSError where it cannot be written
+    Errors   ValueError if the file has other content; OSError if it cannot be written
     """
     text = b"".join(record.line() for record in records)
     with written(path, WHERE), open(path, "ab+", buffering=0) as file:
@@ -295,12 +295,12 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def significant(value: float) -> float:
-    """Return a number with so many significant digits as records have."""
+    """Return a number rounded to the significant digits of records."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def _whole(text: bytes) -> bytes:
-    """Return all lines that have an end."""
+    """Return all complete lines."""
     return text[: text.rfind(b"\n") + 1]
 
 

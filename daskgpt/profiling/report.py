@@ -1,4 +1,4 @@
-"""The report of a study, as Markdown: for each question a figure (PNG and SVG), its numbers, and what follows."""
+"""The report of a study, as Markdown: for each question a figure (PNG and SVG), tables, and conclusions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Series = dict[str, tuple[Times, str, Spread | None]]  # name -> times by number,
 
 
 class Section(NamedTuple):
-    """The answer to one question of a study: conclusions, lines of tables, and what draws its figure."""
+    """The answer to one question of a study: conclusions, lines of tables, and a function that draws the figure."""
 
     conclusions: Sequence[str] = ()
     lines: Sequence[str] = ("Nothing was run for this question.",)
@@ -53,13 +53,13 @@ class Section(NamedTuple):
 def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> None:
     """Draw the figures and write report.md beside them.
 
-    quick   whether it is a study of --quick, which the report says on top
+    quick   whether this is a study of --quick, which the report states at the top
     """
     view = Rows(rows)
     found = {name: answer(view) for name, (_, answer) in SECTIONS.items()}
-    # A quick study says nothing of speed.
-    told = found["results"].conclusions if quick else [each for own in found.values() for each in own.conclusions]
-    parts = [*_heading(view, quick), "## Conclusions\n", *(f"- {conclusion}" for conclusion in told)]
+    # The times of a quick study mean nothing.
+    shown = found["results"].conclusions if quick else [each for own in found.values() for each in own.conclusions]
+    parts = [*_heading(view, quick), "## Conclusions\n", *(f"- {conclusion}" for conclusion in shown)]
     for name, section in found.items():
         title, _ = SECTIONS[name]
         parts.append(f"\n## {title}\n")
@@ -72,7 +72,7 @@ def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> None
 
 
 def _save(draw: Callable[[], Figure], title: str, path: Path) -> None:
-    """Draw a figure under a title that says of which model it is: it may stand without its report."""
+    """Draw a figure with a title that names the model, since a figure may be shown without its report."""
     with style():
         figure = draw()
         figure.suptitle(title, fontsize=11)
@@ -99,13 +99,13 @@ def threads_section(view: Rows) -> Section:
         panels[name], (total, _, _) = series, series["total"]
         least, most = min(total), max(total)
         if most > least:
-            told = sentence(count(most, "thread"), total[most], count(least, "thread"), total[least])
-            conclusions.append(f"With {name}, {told}")
+            text = sentence(count(most, "thread"), total[most], count(least, "thread"), total[least])
+            conclusions.append(f"With {name}, {text}")
     return _numbered(panels, "thread", conclusions) if panels else Section()
 
 
 def barriers_section(view: Rows) -> Section:
-    """Compare fork-join, tasks and barrier-free steps, each with all numbers of threads."""
+    """Compare fork-join, tasks and barrier-free steps, for each number of threads."""
     found = {barrier: spreads(view.along("threads", barrier=barrier)) for barrier in BARRIERS}
     found = {barrier: times for barrier, times in found.items() if times}
     counts = sorted({threads for times in found.values() for threads in times})
@@ -122,7 +122,7 @@ def barriers_section(view: Rows) -> Section:
 
 
 def slicing_section(view: Rows) -> Section:
-    """Compare slicing by tokens only with slicing by sequences too, by the number of chunks."""
+    """Compare slicing by tokens only with slicing by tokens and sequences, for each number of chunks."""
     size, length = view.all[0]["batch_size"], view.all[0]["sequence_length"]
     times_of = dict[int, dict[int, Spread]]()  # sequences in a chunk -> number of chunks -> times of a step
     for sequences in filter(None, reversed(view.values("batch_chunk"))):  # 0 is auto
@@ -135,8 +135,8 @@ def slicing_section(view: Rows) -> Section:
     for n, alone in sorted(times_of.get(size, {}).items()):
         if others := [(times[n].median, b) for b, times in times_of.items() if b != size and n in times]:
             _, best = min(others)
-            told = sentence(by_tokens, alone, f"slicing by sequences too ({best} a chunk)", times_of[best][n])
-            conclusions.append(f"With {count(n, 'chunk')}, {told}")
+            text = sentence(by_tokens, alone, f"slicing by sequences too ({best} a chunk)", times_of[best][n])
+            conclusions.append(f"With {count(n, 'chunk')}, {text}")
     least, sequences, n = min((own.median, b, n) for b, times in times_of.items() for n, own in times.items())
     conclusions.append(
         f"Of all slicings, {count(n, 'chunk')} of {sequences} of the {size} sequences had the least median: "
@@ -150,9 +150,9 @@ def slicing_section(view: Rows) -> Section:
 
 
 def _numbered(panels: Mapping[str, Series], what: str, conclusions: list[str]) -> Section:
-    """Show times by the number of something, with speedup and efficiency of the largest number where there is a base.
+    """Show times by the number of threads or chunks; with a base, also speedup and efficiency of the largest number.
 
-    panels   each a table, and a row of the figure
+    panels   by title; each is a table and a row of the figure
     """
     lines = []
     for name, series in panels.items():
@@ -201,7 +201,7 @@ def scheduler_section(view: Rows) -> Section:
 
 
 def _compared(found: Mapping[str, list[Row]], conclusions: list[str]) -> Section:
-    """Compare settings by time, critical path, overlap, memory, and where the threads' time goes."""
+    """Compare settings by time, critical path, overlap, memory, and shares of the threads' time."""
     heads = {"overlap": "layers at once", "steps_overlap": "steps at once"}
     heads |= {column: head for column, (head, _, _) in SHARES.items()}
     table = [["", "tasks", "step (ms)", "critical path (ms)", *heads.values(), "most memory (GB)"]]
@@ -213,7 +213,7 @@ def _compared(found: Mapping[str, list[Row]], conclusions: list[str]) -> Section
 
 
 def results_section(view: Rows) -> Section:
-    """Report whether runs with the same chunks gave the same loss, to the last bit."""
+    """Report whether runs with the same chunks gave the same loss, bit for bit."""
     losses: dict[str, list[str]] = {}
     for row in view.all:
         losses.setdefault(f"{row['batch_chunk_used']} x {row['sequence_chunk_used']}", []).append(str(row["loss"]))
@@ -230,7 +230,7 @@ def results_section(view: Rows) -> Section:
     return Section([conclusion], _table(table))
 
 
-# Name of its figure -> title, and what answers the question.
+# Name of a figure -> title of its section, and the function that answers the question.
 SECTIONS: dict[str, tuple[str, Callable[[Rows], Section]]] = {
     "phases": ("Threads: forward, backward, update", threads_section),
     "barriers": ("Fork-join, tasks, barrier-free", barriers_section),
@@ -243,13 +243,13 @@ SECTIONS: dict[str, tuple[str, Callable[[Rows], Section]]] = {
 
 
 def compare(named: Mapping[str, Sequence[Row]], pairs: Iterable[tuple[str, ...]], begin: str) -> list[str]:
-    """Return a sentence on the times of a step for each pair of names of which both were run."""
+    """Return a sentence on the times of a step for each pair of names that were both run."""
     times = spreads(named)
     return [begin + sentence(a, times[a], b, times[b]) for a, b in pairs if a in times and b in times]
 
 
 def sentence(name: str, times: Spread, other: str, other_times: Spread) -> str:
-    """Say which takes longer and by how much, or that no runs show it; bold only what several runs of both show."""
+    """Return a sentence on which of two takes longer, in bold if their quartiles do not overlap."""
     by_time = sorted([(name, times), (other, other_times)], key=lambda own: own[1].median)
     (faster, fast), (slower, slow) = by_time
     ratio, against = rounded(slow.median / fast.median, 2), f"{rounded(slow.median)} against {rounded(fast.median)} ms"
@@ -265,7 +265,7 @@ def sentence(name: str, times: Spread, other: str, other_times: Spread) -> str:
 
 
 def _heading(view: Rows, quick: bool) -> list[str]:
-    """Return title, warnings (a quick study, a busy machine, costly recording, single runs), and what was run."""
+    """Return title, warnings (quick study, busy machine, costly recording, single runs), and settings of the runs."""
     row, warnings, runs = view.all[0], [], count(len(view.all), "run")
     others, cost = (Spread.of(own[column] for own in view.all) for column in ("others_cores", "recording_cost"))
     if quick:
@@ -320,9 +320,7 @@ def _table(lines: Iterable[Sequence[Any]]) -> list[str]:
 
 
 def _against(panels: Mapping[str, Series], what: str) -> Figure:
-    """Draw a row of panels for each of some series against a number: runtime, and, where they have a base, speedup
-    and efficiency.
-    """
+    """Draw a row for each panel: times against the number of threads or chunks; with a base, speedup and efficiency."""
     numbers = sorted({n for series in panels.values() for times, _, _ in series.values() for n in times})
     places = {n: place for place, n in enumerate(numbers)}  # equally far apart: 1, 2 and 64 threads are all legible
     based = len(numbers) > 1 and any(base for series in panels.values() for _, _, base in series.values())
@@ -360,7 +358,7 @@ def _line(axes: Any, times: Times, color: str, label: str, marker: str) -> None:
 
 
 def _beside(found: Mapping[str, list[Row]]) -> Figure:
-    """Draw bars of settings: the time of a step, the overlap of layers, and where the threads' time goes."""
+    """Draw bars of settings: the time of a step, the overlap of layers, and shares of the threads' time."""
     figure = Figure(figsize=(max(13, 2.2 * len(found)), 4.4))
     left, middle, right = figure.subplots(1, 3)
     below_axes = {"frameon": False, "loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "fontsize": 8}
@@ -385,7 +383,7 @@ def _beside(found: Mapping[str, list[Row]]) -> Figure:
 
 
 def _bars(axes: Any, found: Mapping[str, list[Row]], column: str = "step_ms", scale: float = 1) -> float:
-    """Draw a bar to the median with its quartiles, and a dot for every run; return the largest value."""
+    """Draw a bar of each median with quartiles, and a dot for every run; return the largest value."""
     times = [Spread.of(scale * row[column] for row in rows) for rows in found.values()]
     colors = [BARRIER_COLORS.get(name, "#30638e") for name in found]
     low, middle, high = np.array([own.quartiles for own in times]).T

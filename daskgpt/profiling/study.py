@@ -1,7 +1,7 @@
-"""A study: the settings that it compares, its table of runs, and its runs, each in a fresh process.
+"""A study: the settings that it compares, its runs, each in a fresh process, and the table of their results.
 
-Repetitions take turns, so that noise hits all settings alike. `python -m daskgpt.profiling.study JSON` makes one run
-and prints what it measured.
+Repetitions take turns, so that noise affects all settings alike. `python -m daskgpt.profiling.study JSON` makes one run
+and prints its measurements.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StudyConfig(BatchConfig):
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**20)
     steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1, most=2**20)
     seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds", least=0)
-    # What is auto settles in the first two steps.
+    # Settings that are auto are chosen in the first two steps.
     warmup: int = setting(3, "steps before them", unit="steps", least=3, most=2**20)
     repetitions: int = setting(3, "how often every point is run", least=1)
     minutes: float = setting(
@@ -76,8 +76,8 @@ DIALS = ("threads", "scheduler", "barrier", "batch_chunk", "sequence_chunk", "gr
 
 
 def runnable(point: DataflowConfig) -> DataflowConfig:
-    """Return the point without contradictions: one thread with the synchronous scheduler, an engine on clusters
-    only, and with fork-join, which waits after each layer, tasks of one kernel.
+    """Return a point without contradictions: one thread with the synchronous scheduler, engine tasks on clusters
+    only, and tasks of one kernel with fork-join, which waits after each layer.
     """
     return replace(
         point,
@@ -108,7 +108,7 @@ def base_point(study: StudyConfig, cores: int) -> DataflowConfig:
 
 
 def default_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
-    """Return the points of a study's five questions: threads and barriers, slicing, grain, and schedulers."""
+    """Return the points of a study's questions: threads and barriers, slicing, grain, and schedulers."""
     base = base_point(study, cores)
     points = [replace(base, threads=n, barrier=barrier) for n in thread_counts(cores) for barrier in BARRIERS]
     points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in slicings(study)]
@@ -119,7 +119,7 @@ def default_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
 
 
 def quick_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
-    """Return a few points, with which every section of the report has something to say."""
+    """Return a few points, enough to fill every section of the report."""
     base = base_point(study, min(cores, 2))
     points = [replace(base, threads=n, barrier=barrier) for n in (1, base.threads) for barrier in BARRIERS]
     points += [replace(base, batch_chunk=study.batch_size, sequence_chunk=study.sequence_length // 2)]
@@ -128,7 +128,7 @@ def quick_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
 
 
 def chosen_grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[DataflowConfig]:
-    """Return every combination of the chosen values, with those of the base point for the other settings."""
+    """Return every combination of the chosen values; other settings are those of the base point."""
     base = base_point(study, cores)
     return distinct(replace(base, **dict(zip(chosen, values))) for values in product(*chosen.values()))
 
@@ -160,7 +160,7 @@ def slicings(study: StudyConfig) -> list[tuple[int, int]]:
 def job_of_point(config: GPT2Config, study: StudyConfig, point: DataflowConfig) -> Job:
     """Return the checked job of a point's runs.
 
-    Errors   ValueError where the point does not fit the model or the batch
+    Errors   ValueError if the point does not fit the model or the batch
     """
     check_address(point.scheduler)
     return job_of(config, study, point)
@@ -189,7 +189,7 @@ Row = dict[str, Any]
 class Table:
     """The rows of a study, in memory and on disk.
 
-    Errors   ValueError where the file is of another study: other columns, another model or batch
+    Errors   ValueError if the file is of another study: other columns, another model or batch
     """
 
     def __init__(self, path: Path, model: GPT2Config, study: StudyConfig) -> None:
@@ -228,7 +228,7 @@ class Table:
 
 
 def _value(text: str) -> Any:
-    """Return the number that was written, the word, or None."""
+    """Return the number or word of a cell; None for an empty one."""
     try:
         return json.loads(text)
     except ValueError:
@@ -265,7 +265,7 @@ class Rows:
         return sorted(own, key=lambda value: (order.index(value) if value in order else len(order), value))
 
     def along(self, dial: str, **values: Any) -> dict[Any, list[Row]]:
-        """Return value of a setting -> its rows, for those values that were run."""
+        """Return the rows of each value of a setting that was run."""
         return {value: rows for value in self.values(dial) if (rows := self.at(**{dial: value}, **values))}
 
     def sequential(self, column: str = "step_ms") -> Spread | None:
@@ -277,7 +277,7 @@ class Rows:
         return next((times for times in found if times), None)
 
     def records(self, arguments: Sequence[str]) -> list[Record]:
-        """Return a record for each point, whose turns are its runs; arguments: the command line of the study."""
+        """Return a record for each point, whose turns are its runs; `arguments` are the study's command line."""
         shared = ("batch_size", "sequence_length", "groups", "precision", "window", "tasks", "others_cores", "loss")
         found = []
         for point in self.runs:
@@ -293,30 +293,30 @@ class Rows:
 
 
 def spread(rows: Iterable[Row], column: str = "step_ms") -> Spread | None:
-    """Return a column's values, over the runs that have it; None where none has."""
+    """Return the values of a column, of those rows that have one; None if there is none."""
     values = tuple(float(row[column]) for row in rows if row[column] is not None)
     return Spread(values) if values else None
 
 
 def spreads(found: Mapping[Any, Iterable[Row]], column: str = "step_ms") -> dict[Any, Spread]:
-    """Return the `spread` of each name's rows, of those that have one."""
+    """Return the `spread` of the rows of each name, without names that have none."""
     own = {name: spread(rows, column) for name, rows in found.items()}
     return {name: values for name, values in own.items() if values is not None}
 
 
 def median(rows: Iterable[Row], column: str) -> float:
-    """Return a column's median; 0 where no row has it."""
+    """Return the median of a column; 0 if no row has a value."""
     found = spread(rows, column)
     return found.median if found else 0.0
 
 
 def speedups(times: Mapping[int, Spread], base: Spread | None) -> dict[int, float]:
-    """Return thread count -> time of the base, divided by the time with these; empty without a base."""
+    """Return the time of the base divided by the time with each number of threads; empty without a base."""
     return {threads: base.median / own.median for threads, own in times.items()} if base else {}
 
 
 def model_name(row: Row) -> str:
-    """Return `gpt2 (124,439,808 parameters)` of a run's model; a size without a name is described by its numbers."""
+    """Return the name of a run's model, or its numbers, such as `gpt2 (124,439,808 parameters)`."""
     config = GPT2Config(**{name: row[name] for name in MODEL})
     known = [name for name, size in PRESETS.items() if size == config]
     numbers = f"a GPT-2 with {count(config.blocks, 'block')} of {config.channels} channels"
@@ -334,9 +334,9 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUM
 def run_all(
     model: GPT2Config, study: StudyConfig, points: Sequence[DataflowConfig], table: Table, after: Callable[[], None]
 ) -> list[str]:
-    """Run every point that the table lacks, repetition by repetition; return what failed, a line each.
+    """Run every point that the table lacks, repetition by repetition; return a line for each failure.
 
-    after   called after each repetition, once there is a row; once, where nothing was left to run
+    after   called after each repetition that leaves rows in the table; once, if nothing was left to run
     """
     failed: list[str] = []
     # Each repetition has another order, so that no point always follows the same one.
@@ -367,9 +367,9 @@ def run_all(
 
 
 def run_one(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
-    """Return the columns of one run, made by a process of its own.
+    """Make one run in a process of its own; return its columns.
 
-    Errors   RuntimeError with the last line that the process wrote, where it failed
+    Errors   RuntimeError with the last line that the process wrote, if it failed
     """
     settings = json.dumps([asdict(model), asdict(study), asdict(point)])
     command = [sys.executable, "-m", "daskgpt.profiling.study", settings]
@@ -384,9 +384,9 @@ def run_one(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dic
 def run(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
     """Time and record some steps; return the columns of its row in the table.
 
-    The time of a step and those of its phases come from the same steps, in which every kernel call is recorded. Others
-    before and after them, which are not recorded, show what recording costs. A phase has a time of its own only where
-    it never runs beside another: its share of the recorded steps, of the median step.
+    The times of a step and of its phases come from the same steps, in which every kernel call is recorded. Steps before
+    and after them, which are not recorded, show the cost of recording. Phases have times only if they never overlap:
+    their shares of the recorded steps, of the median step.
     """
     job = job_of_point(model, study, point)
     compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
@@ -430,12 +430,11 @@ def run(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[st
 
 
 def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None:
-    """Write FOLDER/BARRIER.html and .json of every barrier, with as many steps as a window has, and all of them
-    on one time scale in FOLDER/barriers.html.
+    """Write a timeline of each barrier to FOLDER/BARRIER.html and .json, and all of them to FOLDER/barriers.html.
 
-    A chunk holds a quarter of the sequences, so that there is something to overlap. A task is what one chunk does
-    between two gathers, for fork-join one kernel. Of --repetitions recordings the shortest is kept: other programs can
-    only make one longer.
+    A timeline has as many steps as a window. A chunk has a quarter of the sequences, so that chunks can overlap. A task
+    is a segment of a chunk, and one kernel with fork-join. The shortest of --repetitions recordings is kept, since
+    other programs can only make one longer.
     """
     from daskgpt.profiling.pages import write_side_by_side, write_timeline  # loads Bokeh
 

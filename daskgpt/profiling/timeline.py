@@ -1,4 +1,4 @@
-"""Timelines: kernel calls in the words of the model, the numbers of a timeline, and strips of color to look at."""
+"""Timelines: kernel calls with their places in the model, summaries of them, and strips of color for notebooks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COLUMNS, LANE, GAP, LETTERS = 700, 22, 4, 110  # pixels
 
 
 def is_message(layer: str) -> bool:
-    """Return whether an event of this name sends to another worker, or waits for one."""
+    """Return whether an event of this name sends a message to another worker, or waits for one."""
     return layer.partition(".")[0] in MESSAGES
 
 
@@ -61,14 +61,14 @@ def color_of(layer: str, backward: bool) -> str:
 
 @dataclass(frozen=True)
 class Event(Origin):
-    """One kernel call: what it belongs to in the model, and when it ran.
+    """One kernel call: its place in the model, and the time at which it ran.
 
-    chunk   (b, t), None in it for an axis that is whole; None for what belongs to no chunk
+    chunk   (b, t), None in it for an axis that is whole; None for a call that belongs to no chunk
     lane    number of the thread or worker
     start   and end, in seconds since the timeline began
     bytes   of the arrays that it returned; an update in place returns none
-    task    step and key of the task that it was a part of
-    task_name  what that task is called
+    task    step and key of its task
+    task_name  name of its task
     """
 
     step: int = 0
@@ -88,7 +88,7 @@ class Event(Origin):
 
 @dataclass(frozen=True)
 class Window:
-    """Steps that were handed to the scheduler together, and when: seconds since the timeline began."""
+    """Steps that the scheduler got together, with start and end in seconds since the timeline began."""
 
     steps: tuple[int, ...]
     start: float
@@ -97,12 +97,12 @@ class Window:
 
 @dataclass(frozen=True)
 class TaskGraph:
-    """The tasks of a step and what they wait for.
+    """The tasks of a step and their dependencies.
 
     needs     every task -> tasks of the same step
-    earlier   task -> tasks of the step before, where steps overlap
+    earlier   task -> tasks of the step before, if steps overlap
     awaited   the tasks of a window that must be done before the next one starts
-    readers   of each kernel call's result, in the same step; through a pick, which takes one of several results
+    readers   readers of each kernel call's result in the same step, also of one that a pick takes from several results
     """
 
     needs: dict[Key, set[Key]]
@@ -112,7 +112,7 @@ class TaskGraph:
 
     @classmethod
     def of(cls, runnable: CompiledStep) -> TaskGraph:
-        """Return the tasks of a step; a cluster goes on with the updates while the next step starts."""
+        """Return the tasks of a step. On a cluster, updates may still run while the next step starts."""
         tasks = {key: node for key, node in runnable.graph.items() if not is_leaf(node)}
         needs = {key: set(node.dependencies) & tasks.keys() for key, node in tasks.items()}
         awaited = tasks.keys() if runnable.recorded.in_place else runnable.output_keys
@@ -125,7 +125,7 @@ class TaskGraph:
 
     @classmethod
     def of_ranks(cls, graphs: Sequence[TaskGraph]) -> TaskGraph:
-        """Return the tasks of all ranks; it has not what they wait for of each other."""
+        """Return the tasks of all ranks, without dependencies between ranks."""
         needs, earlier, readers = (
             dict(ChainMap(*(getattr(graph, name) for graph in graphs))) for name in ("needs", "earlier", "readers")
         )
@@ -135,7 +135,7 @@ class TaskGraph:
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """Recorded steps: events by their start, lanes by name, and what waits for what."""
+    """Recorded steps: events in the order of their starts, the names of the lanes, and the dependencies of tasks."""
 
     title: str
     lanes: tuple[str, ...]
@@ -148,19 +148,19 @@ class Timeline:
         return [step for window in self.windows for step in window.steps]
 
     def __repr__(self) -> str:
-        """Return its numbers, on one screen."""
+        """Return a summary that fits on one screen."""
         text = describe_summary(summarise(self)) if self.events else "no events"
         lines = [f"Timeline of {self.title}", *text.splitlines()]
         return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
 
     def _repr_html_(self) -> str:
-        """Return the same for notebooks, under the lanes as strips of color."""
+        """Return the same for notebooks, below the lanes as strips of color."""
         lanes = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
         return lanes + html_text(repr(self))
 
 
 def chunks_of(runnable: CompiledStep) -> dict[Key, tuple[int | None, int | None] | None]:
-    """Return the chunk of each kernel call of a step, None for what belongs to no chunk.
+    """Return the chunk of each kernel call of a step; None for a call that belongs to no chunk.
 
     A pick, which takes one of a kernel's results out of a tuple, has no work of its own, and is left out.
     """
@@ -170,8 +170,11 @@ def chunks_of(runnable: CompiledStep) -> dict[Key, tuple[int | None, int | None]
 
 
 def events_of(runnable: CompiledStep, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
-    """Return the events of the kernel calls among (step, span) of one process, whose lanes are numbers of its
-    threads, from the first one that ran something; `start` is the timeline's, on the clock of the spans.
+    """Return the events of one process from the (step, span) of its kernel calls.
+
+    Lanes are numbers of threads, in the order in which these ran their first calls.
+
+    start   start of the timeline, on the clock of the spans
     """
     home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
     chunks, lanes, found = chunks_of(runnable), dict[int, int](), []
@@ -186,7 +189,7 @@ def events_of(runnable: CompiledStep, spans: Iterable[tuple[int, Span]], start: 
 
 
 def different_at_once(spans: Iterable[tuple[float, float, object]]) -> Curve:
-    """Return how many different names run at once: (time, number from then on), by time, from (start, end, name)."""
+    """Return the number of different names that run at once, as a curve, from (start, end, name) of each span."""
     changes = [change for start, end, name in spans for change in ((start, 1, name), (end, -1, name))]
     running: Counter[object] = Counter()
     found = []
@@ -203,7 +206,7 @@ def different_at_once(spans: Iterable[tuple[float, float, object]]) -> Curve:
 
 @dataclass(frozen=True)
 class Summary:
-    """Numbers of the recorded steps. Seconds are of all of them together, shares are of wall * lanes or of wall.
+    """A summary of recorded steps. Seconds are those of all steps together.
 
     wall               from a window's start to its end, over all windows
     busy               share of the wall time in which each lane ran kernels
@@ -215,7 +218,7 @@ class Summary:
     critical_path      the longest chain of tasks that had to wait for one another, by their measured times
     critical           (layer, phase) -> seconds of it on the critical path
     kernels            (layer, phase) -> seconds and calls, all lanes
-    phases             seconds of each phase, where no two of them ever ran at once; else empty
+    phases             seconds of each phase; empty if two phases ever ran at once
     """
 
     steps: int
@@ -239,9 +242,9 @@ class Summary:
 
 
 def summarise(timeline: Timeline) -> Summary:
-    """Return the numbers of a timeline.
+    """Return the summary of a timeline.
 
-    Errors   ValueError where it has no events
+    Errors   ValueError if it has no events
     """
     events = timeline.events
     rule, advice = "a timeline must have events", "Record at least one step."
@@ -280,7 +283,7 @@ def summarise(timeline: Timeline) -> Summary:
 
 
 def _spans(events: Iterable[Event], of: Callable[[Event], K]) -> dict[K, tuple[float, float]]:
-    """Return from the first kernel's start to the last one's end of the events that belong together."""
+    """Return the time from the first start to the last end of the events of each group."""
     spans: dict[K, tuple[float, float]] = {}
     for event in events:
         start, end = spans.get(of(event), (event.start, event.end))
@@ -289,7 +292,7 @@ def _spans(events: Iterable[Event], of: Callable[[Event], K]) -> dict[K, tuple[f
 
 
 def _needs(timeline: Timeline) -> Iterator[tuple[Window, Task, list[Task]]]:
-    """Yield each task of each step, after those that it waits for, with its window and the tasks that it waits for."""
+    """Yield each task of each step with its window and the tasks that it waits for; the latter come first."""
     tasks = timeline.tasks
     order = tuple(TopologicalSorter(tasks.needs).static_order())
     for window in timeline.windows:
@@ -299,10 +302,10 @@ def _needs(timeline: Timeline) -> Iterator[tuple[Window, Task, list[Task]]]:
 
 
 def critical_path(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> list[Task]:
-    """Return the longest chain of tasks, first one first, of which each had to wait for the one before.
+    """Return the longest chain of tasks of which each had to wait for the one before, in order.
 
-    A task waits for what it reads, for barriers, for tasks of the step before (a weight's update and its readers), and
-    for what had to be done before its window was handed to the scheduler.
+    A task waits for the tasks whose results it reads, for barriers, for tasks of the step before (the update of a
+    weight and its readers), and for all tasks that had to be done before its window was submitted.
     """
     length, before = dict[Task | None, float]({None: 0.0}), dict[Task | None, Task | None]()
     current, gate = timeline.windows[0], None
@@ -321,9 +324,9 @@ def critical_path(timeline: Timeline, spans: Mapping[Task, tuple[float, float]])
 
 
 def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> float:
-    """Return seconds, of all lanes, in which a lane had no task although one was ready: what it waits for was done.
+    """Return the seconds, of all lanes, in which a lane had no task although one was ready.
 
-    A barrier and a task without a kernel are ready as soon as what they wait for is done, and take no time.
+    A task is ready when all tasks that it waits for are done. Barriers and tasks without kernels take no time.
     """
     done = dict[Task, float]()
     changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
@@ -341,10 +344,10 @@ def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -
 
 
 def live_bytes(timeline: Timeline) -> Curve:
-    """Return bytes of activations and gradients that are still to be read.
+    """Return the bytes of activations and gradients that are still to be read, as a curve.
 
-    A kernel's result counts from its end to the end of its last reader in the same step. Parameters and moments, which
-    are there all the time, do not count; nor what a kernel needs while it runs.
+    A result counts from the end of its kernel to the end of its last reader in the same step. Parameters, moments and
+    the scratch memory of kernels do not count.
     """
     ends = {(event.step, event.key): event.end for event in timeline.events}
     changes: Counter[float] = Counter()
@@ -359,17 +362,17 @@ def live_bytes(timeline: Timeline) -> Curve:
 
 
 def layers_at_once(timeline: Timeline) -> Curve:
-    """Return how many different layers (of the network, forward and backward apart, all updates as one) run at once."""
+    """Return the number of different layers that run at once; all updates count as one layer."""
     return different_at_once((event.start, event.end, event.stage) for event in timeline.events)
 
 
 def seconds_of(counts: Curve, least: int) -> float:
-    """Return the time in which at least so many run at once."""
+    """Return the seconds in which a curve has at least this value."""
     return sum(following - time for (time, count), (following, _) in pairwise(counts) if count >= least)
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Return seconds from the end of a phase (the first: from the window's start) to the end of the next."""
+    """Return the seconds of each phase, from the end of the phase before; empty if two phases overlap."""
     spans, found = _spans(timeline.events, lambda event: (event.step, event.phase)), dict.fromkeys(PHASES, 0.0)
     for window in timeline.windows:
         last = window.start
@@ -383,7 +386,7 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def describe_summary(found: Summary) -> str:
-    """Return the numbers for a person to read, a step on average."""
+    """Return a summary as text, with means over the steps."""
     per_step = 1e3 / found.steps
     path = ", ".join(
         f"{layer}.{phase} {seconds / found.critical_path:.0%}"
@@ -406,7 +409,7 @@ def describe_summary(found: Summary) -> str:
 
 
 def _table(found: Summary) -> str:
-    """Return milliseconds a step of all lanes together, and calls a step, by layer and pass."""
+    """Return a table of milliseconds and calls per step, by layer and pass, of all lanes together."""
     layers = {layer for layer, _ in found.kernels}
     of_layer = {layer: [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES] for layer in sorted(layers)}
     rows = sorted(of_layer.items(), key=lambda row: -sum(seconds for seconds, _ in row[1]))
@@ -420,14 +423,14 @@ def _table(found: Summary) -> str:
     return text_table(table)
 
 
-# Strips of color: small enough for a notebook, whatever the number of kernel calls.
+# Strips of color, whose size does not depend on the number of kernel calls.
 
 
 def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> str:
-    """Return each lane's time, cut into columns: the color of the layer and pass that took most of a column, or none.
+    """Return lanes as SVG. Each column of pixels has the color of the layer and pass that took most of its time.
 
-    end     seconds that the whole width stands for, 0 = what the timeline has
-    named   whether the names of the lanes stand at the left
+    end     seconds of the whole width; 0 = those of the timeline
+    named   whether lanes have their names at the left
     """
     own = max(window.end for window in timeline.windows)
     end, left = end or own, LETTERS if named else 0
@@ -459,7 +462,7 @@ def layers_of(*timelines: Timeline) -> list[str]:
 
 
 def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
-    """Return the color of each column, "" where the lane ran no kernel for most of it."""
+    """Return the color of each column; "" if the lane ran no kernel for most of it."""
     taken = [defaultdict[str, float](float) for _ in range(COLUMNS)]
     wide = end / COLUMNS
     for event in timeline.events:

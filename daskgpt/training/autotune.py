@@ -287,7 +287,7 @@ class StandIn:
 
 
 class Message:
-    """A stand-in for a message between ranks, which is not counted; each of its items is the same."""
+    """A stand-in for a message between ranks, which is not counted; so is each of its items."""
 
     nbytes = 0
 
@@ -386,7 +386,7 @@ def most_bytes(step: TrainingStep) -> int:
 
 
 def _stand_ins(values: Any) -> list[Any]:
-    """Yield all arrays in nested sequences, each once."""
+    """Return all arrays in nested sequences, each once."""
     if isinstance(values, Values):
         return _stand_ins(values.values)
     if isinstance(values, list | tuple):

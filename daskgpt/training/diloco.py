@@ -89,7 +89,7 @@ class LocalSteps(Steps):
 
     step     of one replica, recorded
     layout   of the state: weights and momenta by shards, moments by replicas, and weights by replicas, which exist
-             within a round only. A pack that another rank has is None
+             within a round only. The packs of other ranks are None
     shards   names of the tensors whose outer steps are made together
     """
 

@@ -22,7 +22,7 @@ WAITING_BYTES = 1 << 20  # of records for which there is no room: some thousand 
 
 
 class RecordFile:
-    """A file that records of a run are appended to. Where there is no room, they wait in memory, up to WAITING_BYTES.
+    """A file of a run to which records are appended. On a full disk they wait in memory, up to WAITING_BYTES.
 
     encode   returns the bytes of a record
     waits    whether there was no room for the last record
@@ -172,7 +172,7 @@ def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
     log      the setting, names separated by commas
     out      the run folder
 
-    Errors   ValueError for an unknown name, or where there is no folder; RuntimeError if a package is missing
+    Errors   ValueError for an unknown name or without a folder, RuntimeError if a package is missing
     """
     names = [part.strip() for part in log.split(",") if part.strip()]
     known = [name for name in SINKS if name != ALWAYS]

@@ -36,7 +36,7 @@ CONFIG, LOCK = "config.toml", ".lock"
 
 
 def new_folder() -> str:
-    """Return a new folder below runs/: date and time, with a number where that name is taken."""
+    """Return a new folder below runs/, named by date and time, with a number if that name is taken."""
     name = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     numbered = (name.with_name(f"{name.name}-{number}") for number in count(2))
     return str(next(path for path in chain([name], numbered) if not path.exists()))
@@ -217,8 +217,8 @@ class _Save:
 class Saver:
     """Saves the states of a run, one at a time.
 
-    The local schedulers write over the state: training waits while it is copied in memory, or, where there is no room
-    for a copy, until it is written. A cluster's state never changes, and is fetched while the next steps run.
+    The local schedulers write over the state: training waits while it is copied in memory or, without room for a copy,
+    until it is written. A cluster's state never changes, and is fetched while the next steps run.
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
     """
 
@@ -247,7 +247,7 @@ class Saver:
     def due(self, done: int, loss: float | None = None) -> bool:
         """Return whether a checkpoint is due after some steps.
 
-        loss   validation loss, where it was measured
+        loss   validation loss, if it was measured
 
         A checkpoint that is due by time waits until the one before it is written. None is due after steps that are
         repeated because a worker was lost, unless their checkpoint was lost as well.
@@ -266,10 +266,10 @@ class Saver:
         """Save a state in the background, after an earlier save has ended.
 
         facts   see `Checkpoint`
-        loss    validation loss, where it was measured
+        loss    validation loss, if it was measured
         last    whether the run ends here: the state is written without a copy, and waited for
 
-        Errors  OSError where the last state cannot be written
+        Errors  OSError if the last state cannot be written
         """
         start = time.perf_counter()
         self.wait()
@@ -297,7 +297,7 @@ class Saver:
             self.current.thread.join()
 
     def news(self) -> dict[str, Any]:
-        """Return the metrics of a checkpoint that was written since the last call; empty where there was none."""
+        """Return the metrics of a checkpoint that was written since the last call; empty if there was none."""
         self._finish()
         news, self.metrics = self.metrics, {}
         return news
@@ -384,7 +384,7 @@ class Saver:
 
 
 def reason(error: Exception) -> str:
-    """Return why a file was not written, in the system's words where there are any."""
+    """Return the reason why a file was not written, in the system's words if there are any."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
     return str(text).splitlines()[0]
