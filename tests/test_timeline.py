@@ -222,7 +222,7 @@ def test_lanes_of_a_page():
     plot = lanes_of(timeline, axis)
     bars = [own.data_source.data for own in plot.renderers if "task" in own.data_source.data]
     bars.sort(key=lambda own: own["task"])
-    expected = [(1000, 3000, "2,000.000"), (4000, 8000, "4,000.000"), (3000, 5000, "2,000.000")]
+    expected = [(1000, 3000, 2000), (4000, 8000, 4000), (3000, 5000, 2000)]
     assert [(own["left"][0], own["right"][0], own["ms"][0]) for own in bars] == expected
     assert [own["lane"][0] for own in bars] == ["thread 1", "thread 1", "thread 2"]
     assert [own["bytes"][0] for own in bars] == ["100B", "1.00kB", "10.0B"]

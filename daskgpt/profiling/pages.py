@@ -45,7 +45,7 @@ TOOLTIPS = """
 <div style="font: 12px sans-serif; max-width: 460px">
 <b>@kind</b> &nbsp; @where<br>
 step @step, chunk @chunk<br>
-@ms ms, from @from to @to ms<br>
+@ms{0,0.000} ms, from @left{0,0.000} to @right{0,0.000} ms<br>
 returned @bytes, in task @task, @lane
 </div>
 """
@@ -196,12 +196,7 @@ def _bars(timeline: Timeline, events: Sequence[Event]) -> ColumnDataSource:
         chunk = zip("bt", event.chunk) if event.chunk is not None else ()
         return {
             **{"left": event.start * 1e3, "right": event.end * 1e3, "bottom": middle - 0.26, "top": middle + 0.42},
-            **{"kind": event.kind, "where": event.place, "step": event.step},
-            **{
-                "from": f"{event.start * 1e3:,.3f}",
-                "to": f"{event.end * 1e3:,.3f}",
-                "ms": f"{event.seconds * 1e3:,.3f}",
-            },
+            **{"kind": event.kind, "where": event.place, "step": event.step, "ms": event.seconds * 1e3},
             "chunk": " ".join(f"{axis}={'all' if index is None else index}" for axis, index in chunk) or "all",
             "bytes": tqdm.format_sizeof(event.bytes, "B"),
             "task": event.task_name,
