@@ -1,6 +1,7 @@
 """Files that are complete or absent, and the files that a glob matches."""
 
 import errno
+import fcntl
 import glob
 import hashlib
 import json
@@ -9,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -129,8 +130,34 @@ def open_no_link(path: Path, mode: str) -> BinaryIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        rule = "a file that is written into a run's folder must not be a symbolic link"
-        raise refusal(ValueError, "RunFolder", rule, {"path": path}, "Remove the link.") from None
+        rule = "a file that is written must not be a symbolic link"
+        raise refusal(ValueError, "files", rule, {"path": path}, "Remove the link.") from None
+
+
+def locked(path: Path, where: str, rule: str) -> BinaryIO:
+    """Lock a file, which is made if it is missing, until it is closed or this process ends; return it.
+
+    It holds the number of this process. On a file system without locks nothing is locked.
+
+    where, rule   of the error
+
+    Errors   RuntimeError if another process has locked it, ValueError for a symbolic link
+    """
+    file = open_no_link(path, "a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(20).decode(errors="replace").strip()
+        file.close()
+        got = {"folder": path.parent, "process": holder or "unknown"}
+        raise refusal(RuntimeError, where, rule, got, "Wait for its end, or stop it.") from None
+    except OSError:
+        return file  # the file system has no locks
+    with suppress(OSError):  # the number only serves the message above
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n".encode())
+    return file
 
 
 def set_aside(path: Path, what: str) -> None:

@@ -12,7 +12,6 @@ journal is made again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of, replacing, sync_folder, written
+from daskgpt.config.files import digest_of, locked, replacing, sync_folder, written
 from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
 
 WHERE = "prepare"
@@ -158,15 +157,8 @@ def locked_folder(path: str) -> Iterator[Path]:
     require(good, WHERE, rule, {"out": folder}, advice)
     with written(folder, WHERE):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("ab")
+        lock = locked(folder / LOCK, WHERE, "no other process must write the folder")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            rule, advice = "no other process must write the folder", "Wait for its end, or stop it."
-            raise refusal(RuntimeError, WHERE, rule, {"out": folder}, advice) from None
-        except OSError:
-            pass  # a file system without locks
         yield folder
 
 

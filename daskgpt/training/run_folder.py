@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import chain, count
@@ -20,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import open_no_link, replacing
+from daskgpt.config.files import locked, replacing
 from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
@@ -105,22 +103,8 @@ class RunFolder:
             raise
 
     def _lock(self) -> None:
-        """Keep other processes from training this run; the system releases the lock when this process ends."""
-        self.lock = open_no_link(self.path / LOCK, "a+b")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.seek(0)
-            holder = self.lock.read(20).decode(errors="replace").strip()
-            self.lock.close()
-            rule, advice = "no other process must train this run", "Wait for its end, or stop it."
-            got = {"resume": self.path, "process": holder}
-            raise refusal(RuntimeError, "RunFolder", rule, got, advice) from None
-        except OSError:
-            return  # the file system has no locks
-        with suppress(OSError):  # the process id only serves the message above
-            self.lock.truncate(0)
-            self.lock.write(f"{os.getpid()}\n".encode())
+        """Keep other processes from training this run until this one ends."""
+        self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
 
     def is_held(self) -> bool:
         """Return whether the folder at this path still is this run's: its lock file is the one that is locked here."""
