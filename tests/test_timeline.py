@@ -257,7 +257,7 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.html").mkdir()
     for path in (tmp_path, tmp_path / "file" / "x", tmp_path / "folder", tmp_path / "new" / "x"):
-        with pytest.raises(ValueError, match="that of a file in a folder"):
+        with pytest.raises(ValueError, match="must name a file that can be written"):
             TimelineConfig(timeline=str(path))
     TimelineConfig(timeline=str(tmp_path / "x"))
     names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}

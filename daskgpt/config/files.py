@@ -17,6 +17,20 @@ from typing import Any, BinaryIO, cast
 from daskgpt.config.errors import refusal, require
 
 
+def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
+    """Check that a file can be written, before anything is computed.
+
+    where, name   of the error and of the setting
+
+    Errors   ValueError if the path is a folder, its folder is missing, or the system forbids writing
+    """
+    target = Path(path).absolute()
+    place = target if target.exists() else target.parent
+    fine = target.parent.is_dir() and not target.is_dir() and os.access(place, os.W_OK)
+    rule, advice = f"{name} must name a file that can be written", f"Make {target.parent} first, or name another file."
+    require(fine, where, rule, {name: path}, advice)
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
     """Yield a file under a temporary name in the same folder; it gets the final name when all of it is on the disk.

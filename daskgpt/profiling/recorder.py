@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from time import time
 from typing import Any, NamedTuple
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.profiling.timeline import Event, TaskGraph, Timeline, Window, describe_summary, events_of, summarise
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
@@ -146,19 +146,6 @@ def is_bare(path: str) -> bool:
     return path == Path(path).name and path != ".."
 
 
-def check_path(where: str, name: str, path: str, *files: Path) -> None:
-    """Check that a file can be written, before anything runs. A bare name means a file in the new folder of a run.
-
-    files   paths of the files that will be written
-
-    Errors  ValueError if the path names a folder, its folder is not one, or nothing can be written there
-    """
-    folder = Path(path).absolute().parent
-    fine = os.access(folder, os.W_OK | os.X_OK) and not any(own.is_dir() for own in (Path(path), *files))
-    rule = "the path must be that of a file in a folder that exists and is writable"
-    require(is_bare(path) or fine, where, rule, {name: path}, f"Make {folder} first, or give another.")
-
-
 @documented
 @dataclass(frozen=True)
 class TimelineConfig(Checked):
@@ -173,8 +160,8 @@ class TimelineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.timeline:
-            check_path("timeline", "timeline", self.timeline, *timeline_paths(self.timeline))
+        for path in (self.timeline, *timeline_paths(self.timeline)) if not is_bare(self.timeline) else ():
+            check_writable(path, "timeline", "timeline")
 
 
 def require_shared_steps(job: Job) -> None:
@@ -239,7 +226,8 @@ class DaskReportConfig(Checked):
             rule, got = "a report must be a page", {"performance_report": self.performance_report}
             fine = self.performance_report.endswith(".html")
             require(fine, "train", rule, got, "Give a name that ends with .html.")
-            check_path("train", "performance_report", self.performance_report)
+            if not is_bare(self.performance_report):
+                check_writable(self.performance_report, "train", "performance_report")
 
 
 class DaskReportCallback:

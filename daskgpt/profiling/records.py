@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import written
+from daskgpt.config.files import check_writable, written
 from daskgpt.config.rich import text_table
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.schedulers import machine
@@ -247,15 +247,10 @@ def command_line(program: str, arguments: Sequence[str]) -> str:
 def check_records(path: str | Path) -> None:
     """Check that records can be added to a file, before anything is measured.
 
-    Errors   ValueError if the path is a folder, its folder is missing, or the file has other content;
-             OSError if it cannot be read or written
+    Errors   ValueError if it cannot be written, or has other content; OSError if it cannot be read
     """
-    path, advice = Path(path), "Name a file of records, or a new one in a folder that is there."
-    fine = not path.is_dir() and path.absolute().parent.is_dir()
-    require(fine, WHERE, "--record must name a file", {"record": path}, advice)
-    writable = os.access(path if path.exists() else path.absolute().parent, os.W_OK)
-    require(writable, WHERE, "the file of records must be writable", {"record": path}, "Name another.", PermissionError)
-    if path.exists():
+    check_writable(path, WHERE, "--record")
+    if Path(path).exists():
         read_records(path)
 
 
