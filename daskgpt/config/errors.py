@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -25,6 +25,12 @@ def require(
     """Raise a `refusal` with these arguments unless `holds`."""
     if not holds:
         raise refusal(kind, where, rule, got, advice)
+
+
+def require_known(name: str, known: Collection[str], where: str, what: str) -> None:
+    """Raise ValueError unless a name is one of the known ones; `what` it names is for the message."""
+    if name not in known:
+        raise refusal(ValueError, where, f"{what} must be known", {what: name}, nearest(name, list(known)))
 
 
 def nearest(name: str, known: list[str]) -> str:

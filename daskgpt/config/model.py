@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daskgpt.config.errors import nearest, nearest_divisor, require
+from daskgpt.config.errors import nearest_divisor, require, require_known
 from daskgpt.config.settings import Checked, documented, setting
 
 
@@ -62,7 +62,7 @@ def preset(name: str, **overrides: Any) -> GPT2Config:
     Traceback (most recent call last):
     ValueError: GPT2Config: channels must be a multiple of heads; got channels=128, heads=3. Try heads=4.
     """
-    require(name in PRESETS, "preset", "the name must be known", {"preset": name}, nearest(name, list(PRESETS)))
+    require_known(name, PRESETS, "preset", "preset")
     if "vocabulary" in overrides and "padded_vocabulary" not in overrides:
         overrides["padded_vocabulary"] = 0
     return replace(PRESETS[name], **overrides)

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from textwrap import indent, wrap
 from typing import Any, TypeVar
 
-from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.errors import refusal, require, require_known
 from daskgpt.config.rich import html_table
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
@@ -71,8 +71,7 @@ class Checked:
             value = _of_type(where, f, getattr(self, f.name))
             object.__setattr__(self, f.name, value)
             if f.metadata["choices"]:
-                rule, advice = f"{f.name} must be known", nearest(str(value), list(f.metadata["choices"]))
-                require(value in f.metadata["choices"], where, rule, {f.name: value}, advice)
+                require_known(value, f.metadata["choices"], where, f.name)
             elif not isinstance(value, str):
                 _check_bounds(where, f, value)
 

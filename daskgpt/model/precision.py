@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import nearest, require
+from daskgpt.config.errors import require_known
 from daskgpt.kernels import attention, crossentropy, embedding, linear, optimizers
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
@@ -150,8 +150,7 @@ def precision_of(name: str) -> Precision:
 
     Errors   ValueError for an unknown one, and for auto, which `settle` resolves
     """
-    advice = nearest(name, list(PRECISIONS))
-    require(name in PRECISIONS, "precision_of", "the precision must be known", {"precision": name}, advice)
+    require_known(name, PRECISIONS, "precision_of", "precision")
     return PRECISIONS[name]
 
 

@@ -9,7 +9,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from daskgpt.config.errors import nearest, require
+from daskgpt.config.errors import require, require_known
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig
@@ -82,7 +82,7 @@ class Dataflow:
 
     def before(self, name: str) -> frozenset[str]:
         """Return the tasks that must be done before this one starts."""
-        self._check(name)
+        require_known(name, self.tasks, "Dataflow", "task")
         found = {name}
         for later in reversed(list(self.tasks)):
             if later in found:
@@ -91,7 +91,7 @@ class Dataflow:
 
     def after(self, name: str) -> frozenset[str]:
         """Return the tasks that cannot start before this one is done."""
-        self._check(name)
+        require_known(name, self.tasks, "Dataflow", "task")
         found = {name}
         for later in self.tasks:
             if not found.isdisjoint(self.needs[later]):
@@ -147,7 +147,7 @@ class Dataflow:
         """Return the graph with some tasks, and the edges between them, drawn in red."""
         marked = frozenset(marked)
         for name in marked:
-            self._check(name)
+            require_known(name, self.tasks, "Dataflow", "task")
         return replace(self, marked=marked)
 
     def rows(self) -> list[list[str]]:
@@ -167,10 +167,6 @@ class Dataflow:
         """Return the same for notebooks, with a drawing if there are few enough tasks."""
         drawn = _Drawing(self).svg() if len(self.tasks) <= DRAWN else ""
         return html_table(self.title, [] if self.marked else self.rows()) + drawn
-
-    def _check(self, name: str) -> None:
-        advice = nearest(name, list(self.tasks)) if name not in self.tasks else ""
-        require(not advice, "Dataflow", "the task must be one of it", {"task": name}, advice)
 
 
 class _Drawing:

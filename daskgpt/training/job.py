@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.errors import refusal, require, require_known
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import (
@@ -171,9 +171,7 @@ class Job:
             known = {"encoding": self.dataset.encoding_name, "ids": ids, "vocabulary": vocabulary}
             advice = "Start from another model." if self.run.init else "Leave --vocabulary to the encoding."
             require(ids <= vocabulary, "train", "the model must know every token id of the encoding", known, advice)
-        name = self.optimizer.optimizer
-        advice = nearest(name, list(OPTIMIZERS))
-        require(name in OPTIMIZERS, "train", "the optimizer must be known", {"optimizer": name}, advice)
+        require_known(self.optimizer.optimizer, OPTIMIZERS, "train", "optimizer")
         chosen_sinks(self.run.log, self.run.out)
 
     @property

@@ -14,7 +14,7 @@ from io import BufferedWriter, BytesIO
 from pathlib import Path
 from typing import Any, cast
 
-from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.errors import refusal, require, require_known
 from daskgpt.config.files import open_no_link, replacing, set_aside, written
 
 Encode = Callable[[Mapping[str, Any]], bytes]
@@ -175,9 +175,8 @@ def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
     Errors   ValueError for an unknown name or without a folder, RuntimeError if a package is missing
     """
     names = [part.strip() for part in log.split(",") if part.strip()]
-    known = [name for name in SINKS if name != ALWAYS]
     for name in names:
-        require(name in SINKS, "train", "the log must be known", {"log": name}, nearest(name, known))
+        require_known(name, SINKS, "train", "log")
         require(bool(out), "train", "a log must have a folder", {"log": name}, "Give RunConfig(out=...).")
         if name != ALWAYS and find_spec(name) is None:
             rule, got = f"{name} must be installed", {"log": name}
