@@ -76,6 +76,6 @@ def test_a_tokenizer_is_read_back(encoding, tmp_path):
 def test_what_cannot_be_written(name, sizes, said, tmp_path, monkeypatch):
     if name == "no.gguf":
         monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, RuntimeError), match=said):
         converted(tmp_path / name, **sizes)
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]

@@ -10,7 +10,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import daskgpt
 from daskgpt.model.parameters import step_operations
-from daskgpt.training import logs
 from daskgpt.training.logs import SINKS, Logs, chosen_sinks, metrics_lines, tagged
 from daskgpt.training.metrics import PARTS
 
@@ -105,7 +104,7 @@ def test_impossible_logs_are_refused_at_once(small_text, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="a log must have a folder"):
         fit(small_text, "", log="tensorboard")
-    monkeypatch.setattr(logs, "find_spec", lambda name: None)
+    monkeypatch.setattr("daskgpt.config.errors.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="tensorboard must be installed"):
         chosen_sinks("tensorboard", "out")
     assert chosen_sinks("", "") == ("metrics",)

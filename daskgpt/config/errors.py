@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=Exception)
@@ -31,6 +32,12 @@ def require_known(name: str, known: Collection[str], where: str, what: str) -> N
     """Raise ValueError unless a name is one of the known ones; `what` it names is for the message."""
     if name not in known:
         raise refusal(ValueError, where, f"{what} must be known", {what: name}, nearest(name, list(known)))
+
+
+def require_package(name: str, extra: str, where: str) -> None:
+    """Raise RuntimeError, with the extra of daskgpt that brings it, unless a package is installed."""
+    rule, advice = f"{name} must be installed", f"Run pip install 'daskgpt[{extra}]'."
+    require(find_spec(name) is not None, where, rule, "no such package", advice, RuntimeError)
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -13,12 +13,11 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import matching_files, readable
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.config.settings import count as amount
@@ -113,8 +112,8 @@ Block = tuple[Piece, ...]
 def list_sources(inputs: list[str]) -> list[SourceFile]:
     """Return the files of some inputs, sorted: a file, a folder (all texts below it that are not hidden) or a glob.
 
-    Errors   FileNotFoundError if there is none; ValueError for empty inputs, and for files that need a library that is
-             not installed; OSError if one cannot be read
+    Errors   FileNotFoundError if there is none; ValueError for empty inputs; RuntimeError for files that need a library
+             that is not installed; OSError if one cannot be read
     """
     found = []
     for source in inputs:
@@ -139,8 +138,7 @@ def _source(path: Path, name: str, *, text_only: bool = False) -> SourceFile | N
         if text_only and kind == TEXT and not packing and b"\0" in file.read(LOOKED_AT):
             return None
     if kind == ROWS_OF_TEXT or packing == ".zst":
-        rule, advice = f"{path.suffix[1:]} files need pyarrow", 'Run pip install "daskgpt[prepare]".'
-        require(find_spec("pyarrow") is not None, WHERE, rule, {"file": path}, advice)
+        require_package("pyarrow", "prepare", WHERE)
     known = path.stat()
     return SourceFile(str(path.resolve()), name, kind, packing, known.st_size, known.st_mtime_ns)
 

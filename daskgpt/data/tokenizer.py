@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.formats import vocabulary as vocabularies
 
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
@@ -187,7 +187,7 @@ def is_to_be_learned(encoding: str) -> bool:
 def size_to_learn(encoding: str) -> int:
     """Return the number of ids of an encoding that is to be learned.
 
-    Errors   ValueError if there is no valid number, or the library that learns is not installed
+    Errors   ValueError if there is no valid number, RuntimeError if the library that learns is not installed
     """
     size, where = encoding.removeprefix(LEARN), "load_dataset"
     rule = f"an encoding to be learned must be {LEARN} and a number of ids"
@@ -199,12 +199,11 @@ def size_to_learn(encoding: str) -> int:
 def check_learnable(size: int, where: str) -> None:
     """Check that a vocabulary of this many ids can be learned.
 
-    Errors   ValueError for a size out of bounds, or if the library is not installed
+    Errors   ValueError for a size out of bounds, RuntimeError if the library that learns is not installed
     """
     rule = f"the ids of a learned vocabulary must lie between {SMALLEST} and {LARGEST}"
     require(SMALLEST <= size <= LARGEST, where, rule, {"ids": size}, "Try 4096.")
-    rule, advice = "learning a vocabulary needs the library tokenizers", 'Run pip install "daskgpt[prepare]".'
-    require(find_spec("tokenizers") is not None, where, rule, {"ids": size}, advice)
+    require_package("tokenizers", "prepare", where)
 
 
 def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:

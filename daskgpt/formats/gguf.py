@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from importlib.util import find_spec
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, require_package
 from daskgpt.config.files import replacing
 from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, require_defaults
 from daskgpt.formats.vocabulary import Vocabulary, merges_of, token_ids
@@ -37,13 +36,12 @@ def write_gguf(path: FilePath, model: StoredModel, vocabulary: Vocabulary, dtype
 
     Layout   matrices (out, in), no rows of padding, no output layer (llama.cpp takes token_embd.weight)
     Cost     16 MiB, and a tensor if tensors are read later
-    Errors   ValueError if the library gguf is missing, for a configuration that llama.cpp's gpt2 cannot express, for
-             q8_0 if channels is not a multiple of 32, and for a token that is not a merge of two earlier ones;
-             FileNotFoundError if the folder is missing; OSError if the system refuses
+    Errors   ValueError for a configuration that llama.cpp's gpt2 cannot express, for q8_0 if channels is not a multiple
+             of 32, and for a token that is not a merge of two earlier ones; RuntimeError if the library gguf is
+             missing; FileNotFoundError if the folder is missing; OSError if the system refuses
     Source   llama.cpp, its converter and its reader of gpt2
     """
-    rule, advice = "writing GGUF needs the library gguf", 'Run pip install "daskgpt[gguf]".'
-    require(find_spec("gguf") is not None, WRITE, rule, {"path": path}, advice)
+    require_package("gguf", "gguf", WRITE)
     import gguf
 
     config = replace(model.config, padded_vocabulary=model.config.vocabulary)

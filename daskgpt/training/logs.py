@@ -9,12 +9,11 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from io import BufferedWriter, BytesIO
 from pathlib import Path
 from typing import Any, cast
 
-from daskgpt.config.errors import refusal, require, require_known
+from daskgpt.config.errors import require, require_known, require_package
 from daskgpt.config.files import open_no_link, replacing, set_aside, written
 
 Encode = Callable[[Mapping[str, Any]], bytes]
@@ -178,9 +177,8 @@ def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
     for name in names:
         require_known(name, SINKS, "train", "log")
         require(bool(out), "train", "a log must have a folder", {"log": name}, "Give RunConfig(out=...).")
-        if name != ALWAYS and find_spec(name) is None:
-            rule, got = f"{name} must be installed", {"log": name}
-            raise refusal(RuntimeError, "train", rule, got, f"Install it with pip install 'daskgpt[{name}]'.")
+        if name != ALWAYS:
+            require_package(name, name, "train")
     return tuple(dict.fromkeys([ALWAYS, *names]))
 
 
