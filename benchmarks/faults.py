@@ -53,9 +53,9 @@ AWAY, STILL = (1.0, 6.0), (1.0, 8.0)  # seconds until a worker is started again,
 HOST_STILL, CUT = (20.0, 20.0), (5.0, 25.0)  # in namespaces: that it stands still, and that a host is cut off
 SETTLING = 10.0  # seconds after the last fault
 QUIET = 5.0  # seconds without anything that happens, from which on steps count as undisturbed
-# Of a run in namespaces: long enough for figures, and large enough for a loss to look at.
-LONGER = "--blocks 2 --heads 2 --channels 32 --batch-size 8 --sequence-length 32 --warmup 100 --validation-batches 1"
-LONGER += " --sample-tokens 0"
+# Of a run in namespaces: long enough for figures, large enough for a loss to look at, and with a group for each rank.
+LONGER = "--blocks 2 --heads 2 --channels 32 --batch-size 8 --sequence-length 32 --groups 4 --warmup 100"
+LONGER += " --validation-batches 1 --sample-tokens 0"
 
 
 class Campaign:

@@ -13,8 +13,8 @@ import daskgpt
 MODEL = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, vocabulary=257, positions=16)
 STEPS = 12
 # The same as flags.
-FLAGS = "--blocks 1 --heads 2 --channels 16 --batch-size 4 --sequence-length 16 --warmup 3 --validation-batches 1"
-FLAGS += " --sample-tokens 0 --save-minutes 0"
+FLAGS = "--blocks 1 --heads 2 --channels 16 --batch-size 4 --sequence-length 16 --groups 4 --warmup 3"
+FLAGS += " --validation-batches 1 --sample-tokens 0 --save-minutes 0"
 OPTIMIZER = daskgpt.OptimizerConfig(warmup=3)
 
 
