@@ -26,7 +26,7 @@ from daskgpt.schedulers.dask_internals import KERNEL
 from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
-CALLS, STEPS = 4000, 5000  # the latest that are kept
+CALLS, STEPS = 4000, 5000  # the latest that are kept, of steps that were published
 WINDOW = 5.0  # seconds of lanes
 EVERY = 1000  # milliseconds between two updates
 MEAN = 20  # steps of a mean
@@ -82,12 +82,11 @@ class Collected(SchedulerPlugin):
             return
         metrics = [worker.metrics.get(METRIC, {}) for worker in self.scheduler.workers.values()]
         received = sum(float(own.get("received", 0.0)) for own in metrics)
-        for record in msg:
-            if not self.steps or record["step"] <= self.steps[-1]["step"]:
-                self.steps.clear()
-                self.runs += 1
-            self.steps.append({**record, "received_bytes": received})
-            self.recoveries += "lost_steps" in record
+        if not self.steps or msg["step"] <= self.steps[-1]["step"]:
+            self.steps.clear()
+            self.runs += 1
+        self.steps.append({**msg, "received_bytes": received})
+        self.recoveries += "lost_steps" in msg
 
     @property
     def latest(self) -> list[Call]:

@@ -148,26 +148,27 @@ class WorkerMetrics:
 
 
 TOPIC = "daskgpt"  # of the events
-EVENTS_EVERY = 0.25  # seconds between two events: a step may be shorter than publishing it
+EVENTS_EVERY = 0.25  # seconds between two events: a step may be shorter, and the scheduler keeps the last thousand
 FIELDS = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")  # of a step's metrics
+RARE = {"validation_loss", "lost_steps"}  # steps that have one of these are all published
 
 
 class Events:
-    """Collects metrics of steps and publishes them together."""
+    """Publishes metrics of steps: of those that are rare, and else of one in each quarter of a second."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.records, self.at = scheduler, list[dict[str, Any]](), 0.0
+        self.scheduler, self.latest, self.at = scheduler, dict[str, Any](), 0.0
 
     def note(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step."""
+        """Publish the metrics of a step if it is time to."""
         if self.scheduler.in_place:
             return
-        self.records.append({name: metrics[name] for name in FIELDS if name in metrics})
-        if time.monotonic() - self.at > EVENTS_EVERY:
+        self.latest = {name: metrics[name] for name in FIELDS if name in metrics}
+        if time.monotonic() - self.at > EVENTS_EVERY or RARE & metrics.keys():
             self.flush()
 
     def flush(self) -> None:
-        """Publish what was collected."""
-        if self.records:
-            self.scheduler.publish(TOPIC, self.records)
-            self.records, self.at = [], time.monotonic()
+        """Publish the metrics of the latest step, unless they were."""
+        if self.latest:
+            self.scheduler.publish(TOPIC, self.latest)
+            self.latest, self.at = {}, time.monotonic()
