@@ -14,11 +14,11 @@ import dask
 import numpy as np
 from distributed import Future, span, wait
 
-from daskgpt.graph.nodes import Graph, Key, as_it_is, in_one_layer, renamed, task, with_leaves
+from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.dask_internals import holders
-from daskgpt.schedulers.failures import HeartbeatMonitor, loss, losses_as_errors, places_apart
+from daskgpt.schedulers.failures import HeartbeatMonitor, loss, losses_as_errors
 from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, WorkerLost
@@ -26,7 +26,6 @@ from daskgpt.schedulers.workers import begin_spans, take_spans
 
 LOOKING = 0.5  # seconds between two looks at the workers while waiting for results
 TAG = "daskgpt"  # of the span of a run's tasks
-COPY = "recovery.copy"  # the names of tasks that copy begin so
 
 
 class ClusterScheduler(Scheduler):
@@ -64,9 +63,14 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client), dask.annotate(**self.annotation):
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
-    def submit_to(self, address: str | None, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Submit a call of a function to one worker and no other, or to any; return its future."""
-        where = {"workers": [address]} if address else {}
+    def submit_to(
+        self, address: str | None, name: str, function: Callable[..., Any], *arguments: Any, moves: bool = False
+    ) -> Any:
+        """Submit a call of a function to one worker, or to any; return its future.
+
+        moves   whether the call may be made on another worker if that one is gone
+        """
+        where = {"workers": [address], "allow_other_workers": moves} if address else {}
         with losses_as_errors(self.client), dask.annotate(**self.annotation):
             return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", pure=False, **where)
 
@@ -126,29 +130,6 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client):
             held = holders(self.client, keys)
         return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
-
-    def copies(self, handles: list[Any]) -> list[Any]:
-        """Begin to copy each result to another worker, on another host if possible; return the futures of the copies.
-
-        The result is empty if there is one worker. Each copy has a key of its own: Dask's memory manager may drop
-        replicas of one key, such as those of `Client.replicate`. A copy may be made elsewhere where its worker dies
-        meanwhile. Workers that are not prepared are used only where there are no others.
-        """
-        client, keys, token = self.client, [handle.key for handle in handles], uuid4().hex[:8]
-        with losses_as_errors(client), dask.annotate(**self.annotation):
-            held = holders(client, keys)
-            try:
-                sizes = client.nbytes(keys, summary=False)
-            except KeyError:  # the scheduler has forgotten one meanwhile
-                raise loss(client, "a result") from None
-            workers = running(client) or running(client, prepared=False)
-            if len(workers) < 2:
-                return []
-            places = places_apart([(sizes[key], held.get(key, ())) for key in keys], workers)
-            copies = [(f"{COPY}-{number}_-{token}",) for number in range(len(keys))]
-            graph: Graph = {own: task(own, as_it_is, [key]) for own, key in zip(copies, keys)}
-            with dask.annotate(workers=dict(zip(copies, places)).get, allow_other_workers=True):
-                return list(client.get(graph, copies, sync=False))
 
     def addresses(self) -> set[str]:
         with losses_as_errors(self.client):

@@ -19,7 +19,7 @@ from daskgpt.config.groups import share_of_rank
 from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.failures import loss, losses_as_errors
+from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leaving
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.schedulers.task_stream import show_calls
@@ -61,11 +61,19 @@ class LiveState(State):
             self.held = run_on_packs(self.steps.scheduler, "state.hold", calls)
         return State(layout, self.held, self.step)
 
+    def copied_apart(self) -> list[list[Any]]:
+        """Return futures of two copies of each pack on different workers, where there are several.
+
+        No other task may read them: of the replicas that this leaves, Dask's memory manager keeps one, perhaps that on
+        the worker with the other copy.
+        """
+        return self.steps.copied(self, self.layout.packs, apart=True)
+
     def _copied(self, numbers: Sequence[int]) -> list[Any]:
         missing = [number for number in numbers if number not in self.copies]
         if missing:
             made = self.steps.copied(self, [self.layout.packs[number] for number in missing])
-            self.copies |= dict(zip(missing, made))
+            self.copies |= {number: copy for number, (copy,) in zip(missing, made)}
         return [self.copies[number] for number in numbers]
 
 
@@ -224,18 +232,21 @@ class RankSteps(Steps):
         everywhere = not self.local and names[0].startswith("weight.")
         return everywhere or not self.owned[rank].keys().isdisjoint(names)
 
-    def copied(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
-        """Return futures of copies of arrays, one a pack."""
+    def copied(self, state: LiveState, packs: Sequence[Sequence[str]], apart: bool = False) -> list[list[Any]]:
+        """Return futures of copies of arrays: for each pack one, or two as of `LiveState.copied_apart`.
+
+        The rows are copied when this returns, the second copies perhaps not made yet.
+        """
         assert state is self.live, "the state of a step before"
         try:
-            return self._copies(state, packs)
+            return self._copies(state, packs, apart)
         except WorkerLost:
             if not self._left():
                 raise
-            return self._copies(state, packs)
+            return self._copies(state, packs, apart)
 
-    def _copies(self, state: LiveState, packs: Sequence[Sequence[str]]) -> list[Any]:
-        found = []
+    def _copies(self, state: LiveState, packs: Sequence[Sequence[str]], apart: bool) -> list[list[Any]]:
+        joined, places = list[tuple[Any, ...]](), list[str]()
         for names in packs:
             rows, calls, size = list[list[rank_program.Rows]](), list[Any](), Counter[str]()
             for rank, owned in enumerate(self.owned):
@@ -244,10 +255,18 @@ class RankSteps(Steps):
                     heir = self.heirs.get(rank, rank)
                     rows.append(own)
                     calls.append(self._call(heir, "state.rows", "copy", state.step, names, own, rank))
-                    size[self.addresses[heir]] += sum(last - first for places in own for first, last in places)
-            ((most, _),) = size.most_common(1)
-            found.append(self.scheduler.submit_to(most, "state.copy", rank_program.join_rows, rows, *calls))
-        self.scheduler.settle(found)
+                    size[self.addresses[heir]] += sum(last - first for places_of in own for first, last in places_of)
+            joined.append((rank_program.join_rows, rows, *calls))
+            places.append(size.most_common(1)[0][0])
+        name, submit = "recovery.copy" if apart else "state.copy", self.scheduler.submit_to
+        found = [[submit(place, name, *call)] for place, call in zip(places, joined)]
+        workers = sorted(self.scheduler.addresses())
+        if apart and len(workers) > 1:
+            sizes = [sum(prod(self.job.state[each].shape) for each in names) for names in packs]
+            others = places_apart([(size, [place]) for size, place in zip(sizes, places)], workers)
+            for copies, place, call in zip(found, others, joined):
+                copies.append(submit(place, name, *call, moves=True))
+        self.scheduler.settle([copies[0] for copies in found])
         return found
 
     def _call(self, rank: int, name: str, method: str, *arguments: Any) -> Any:

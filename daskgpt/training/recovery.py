@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from daskgpt.model.parameters import value_count
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.job import Job, Say
-from daskgpt.training.rank_steps import RankSteps
+from daskgpt.training.rank_steps import LiveState, RankSteps
 from daskgpt.training.start import ResumeState
 from daskgpt.training.step import State
 
@@ -27,12 +27,11 @@ HERE_BYTES = 2**26  # of a state that is copied to this process where there is o
 class Point:
     """A recovery point: a state that is kept.
 
-    places  handles of each pack: where it was made, and its copy; or the pack itself, where it was fetched
-    copies  handles of the copies on other workers
+    places  handles of each pack: of two copies on different workers; or the pack itself, where it was fetched
     """
 
-    def __init__(self, state: State, places: list[list[Any]], copies: list[Any]) -> None:
-        self.layout, self.step, self.places, self.copies = state.layout, state.step, places, copies
+    def __init__(self, state: State, places: list[list[Any]]) -> None:
+        self.layout, self.step, self.places = state.layout, state.step, places
 
     def whole(self, scheduler: ClusterScheduler) -> State | None:
         """Return the state, each pack from a place where it still is; None if a pack is lost."""
@@ -59,7 +58,7 @@ class RecoveryPoints:
         self.cost, self.since, self.reported = 0.0, 0.0, set[str]()
         self.begin, self.losses = time.monotonic(), 0
 
-    def after(self, state: State) -> None:
+    def after(self, state: LiveState) -> None:
         """Make recovery points; called after each step.
 
         A loss costs the point that is being made. Whether the run itself has lost something, its next step shows.
@@ -69,7 +68,7 @@ class RecoveryPoints:
         try:
             if self.making is None and self._due(state.step):
                 self._copy(state)
-            if self.making is not None and self.scheduler.settled(self.making.copies):
+            if self.making is not None and self.scheduler.settled([own[-1] for own in self.making.places]):
                 self.kept, self.making = self.making, None
         except WorkerLost:
             self.making, self.soon = None, True
@@ -106,20 +105,19 @@ class RecoveryPoints:
         between = (time.monotonic() - self.begin) / self.losses
         return min(self.cost / SHARE, math.sqrt(2 * self.cost * between))
 
-    def _copy(self, state: State) -> None:
+    def _copy(self, state: LiveState) -> None:
         """Begin to copy a state to other workers; to this process where there is one worker, and the state is small."""
         self.since, start = time.monotonic(), time.perf_counter()
-        small = self._bytes() <= HERE_BYTES
-        packs = state.packs if small or len(self.scheduler.addresses()) > 1 else []
-        copies = self.scheduler.copies(packs) if packs else []
-        if self.alone == bool(copies):  # the cost of copying differs from now on
-            self.alone, self.soon = not self.alone, True
-        if copies:
-            self.making = Point(state, [list(places) for places in zip(packs, copies)], copies)
-        elif small:
-            self.making = Point(state, [[pack] for pack in self.scheduler.fetch(packs)], [])
+        alone, small = len(self.scheduler.addresses()) < 2, self._bytes() <= HERE_BYTES
+        places = state.copied_apart() if small or not alone else []
+        if self.alone != alone:  # the cost of copying differs from now on
+            self.alone, self.soon = alone, True
+        if alone:
+            places = [[pack] for pack in self.scheduler.fetch([copy for copy, *_ in places])]
+        if places:
+            self.making = Point(state, places)
         if self.soon:
-            self.scheduler.settle(copies)
+            self.scheduler.settle([] if alone else [own[-1] for own in places])
             self.cost, self.soon = max(time.perf_counter() - start, LEAST_COST), False
             self._report()
 
@@ -183,7 +181,7 @@ class Recovery:
         if self.again and state.step >= self.reached[0]:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
-        self.points.after(state)
+        self.points.after(cast(LiveState, state))
         if time.monotonic() - self.looked > LOOKING:
             self._look()
 
