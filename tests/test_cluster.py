@@ -124,6 +124,35 @@ def held_by(dask_scheduler):
     return len(dask_scheduler.tasks), sum(span.name[-1] == "daskgpt" for span in spans)
 
 
+def places_of_copies(dask_scheduler):
+    """The workers that hold the copies of each part of a recovery point."""
+    found = {}
+    for task in dask_scheduler.tasks.values():
+        if str(task.key).startswith("recovery.copy") and task.who_has:
+            rows = frozenset(source.key for source in task.dependencies)
+            found.setdefault(rows, []).append({worker.address for worker in task.who_has})
+    return list(found.values())
+
+
+def test_copies_of_a_recovery_point_stay_on_different_workers(cluster, small_text, tmp_path):
+    """Dask's memory manager may drop all replicas of a result but one, and so choose where it is."""
+    cluster.have(2)
+    with Client(cluster.address) as client:
+
+        def look(step, metrics):
+            if step in (4, 8):
+                wait_until(lambda: all(len(own) == 2 for own in client.run_on_scheduler(places_of_copies)), "copies")
+                for _ in range(3):
+                    client.amm.run_once()
+                time.sleep(0.5)
+                found.extend(client.run_on_scheduler(places_of_copies))
+
+        found = []
+        fit(small_text, tmp_path / "run", cluster.address, on_step=look, snapshot_every=4)
+    assert found
+    assert all(len(own) == 2 and not set.intersection(*own) for own in found)
+
+
 @engines
 def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, tmp_path):
     cluster.have(2)
