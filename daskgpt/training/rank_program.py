@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any, NamedTuple, cast
 
@@ -203,6 +204,18 @@ def call(run: str, epoch: str, method: str, *arguments: Any) -> Any:
     return getattr(program, method)(*arguments)
 
 
+def rows_of(run: str, epoch: str, *arguments: Any) -> list[list[np.ndarray]] | None:
+    """Return copies of rows of a rank, see `RankProgram.copy`; None if they are gone.
+
+    Dask makes rows again to replace a copy that was lost with its worker. If that failed with an error, the next task
+    that reads the other copy would lose it too: Dask lets a task fail that depends, however indirectly, on an error,
+    even where the result between them is in memory.
+    """
+    with suppress(LostRank):
+        return cast(list[list[np.ndarray]], call(run, epoch, "copy", *arguments))
+    return None
+
+
 def begin(run: str, epoch: str, job: Job, number: int, addresses: Sequence[str]) -> Owned:
     """Make this worker a rank, which records its step; return the rows that it owns.
 
@@ -217,14 +230,18 @@ def begin(run: str, epoch: str, job: Job, number: int, addresses: Sequence[str])
     return program.owned()
 
 
-def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
+def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarray]] | None) -> tuple[np.ndarray, ...]:
     """Join whole arrays from copies of their rows.
 
     rows   of each part, of each array
+
+    Errors   LostRank if a part is gone
     """
-    arrays = []
+    there, arrays = [part for part in parts if part is not None], list[np.ndarray]()
+    if len(there) < len(parts):
+        raise LostRank("the rows of a copy are gone")
     for number, places in enumerate(zip(*rows)):
-        pieces = [(place, part[number][i]) for own, part in zip(places, parts) for i, place in enumerate(own)]
+        pieces = [(place, part[number][i]) for own, part in zip(places, there) for i, place in enumerate(own)]
         if len(pieces) == 1:
             arrays.append(pieces[0][1])
             continue

@@ -252,10 +252,11 @@ class RankSteps(Steps):
             for rank, owned in enumerate(self.owned):
                 own = [owned.get(name, []) for name in names]
                 if any(own):
-                    heir = self.heirs.get(rank, rank)
+                    address, wanted = self.addresses[self.heirs.get(rank, rank)], (state.step, names, own, rank)
+                    call = rank_program.rows_of, self.run_name, self.epoch, *wanted
+                    calls.append(self.scheduler.submit_to(address, "state.rows", *call))
                     rows.append(own)
-                    calls.append(self._call(heir, "state.rows", "copy", state.step, names, own, rank))
-                    size[self.addresses[heir]] += sum(last - first for places_of in own for first, last in places_of)
+                    size[address] += sum(last - first for ranges in own for first, last in ranges)
             joined.append((rank_program.join_rows, rows, *calls))
             places.append(size.most_common(1)[0][0])
         name, submit = "recovery.copy" if apart else "state.copy", self.scheduler.submit_to
