@@ -256,7 +256,7 @@ def test_dask_report_names_layers_and_passes(engine, cluster, small_text, tmp_pa
     [
         ("--scheduler threads --performance-report dask.html", "clusters only"),
         ("--performance-report dask.htm", "page"),
-        ("--performance-report no/such/dask.html", "writable"),
+        ("--performance-report no/such/dask.html", "can be written"),
     ],
 )
 def test_impossible_report_is_refused_at_once(flags, keyword, small_text, tmp_path):
@@ -277,7 +277,10 @@ def test_worker_death_in_a_step_changes_no_bit(cluster, small_text, whole, tmp_p
     assert (tmp_path / "killed").exists()
     assert len(cluster.alive()) == 1
     assert same(tmp_path / "run", whole)
-    assert "recovery   the state is kept on two workers every 3 steps" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "recovery   the state is kept on two workers every 3 steps" in said
+    (lost,) = re.findall(r"^lost .*", said, re.MULTILINE)
+    assert re.search(r"from step 1 back to 1, a recovery point \(", lost)
 
 
 def test_worker_death_between_the_end_of_its_task_and_the_fetch_is_a_loss(cluster, monkeypatch):

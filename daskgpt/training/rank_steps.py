@@ -17,7 +17,7 @@ import numpy as np
 
 from daskgpt.config.groups import share_of_rank
 from daskgpt.graph.recording import Layout
-from daskgpt.model.parameters import RandomParameters
+from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leaving
@@ -263,7 +263,8 @@ class RankSteps(Steps):
         found = [[submit(place, name, *call)] for place, call in zip(places, joined)]
         workers = sorted(self.scheduler.addresses())
         if apart and len(workers) > 1:
-            sizes = [sum(prod(self.job.state[each].shape) for each in names) for names in packs]
+            known = tensors(self.job.config)
+            sizes = [sum(prod(known[each.partition(".")[2]].shape) for each in names) for names in packs]
             others = places_apart([(size, [place]) for size, place in zip(sizes, places)], workers)
             for copies, place, call in zip(found, others, joined):
                 copies.append(submit(place, name, *call, moves=True))

@@ -98,7 +98,7 @@ BETWEEN = ["rank.begin", "rank.load", "state.rows", "recovery.copy", "parameters
 
 
 @pytest.mark.parametrize("kind", IN_A_STEP + BETWEEN)
-def test_kill_matrix(kind, cluster, small_text, whole, tmp_path):
+def test_kill_matrix(kind, cluster, small_text, whole, tmp_path, capsys):
     """In forward, backward, update and communication, as ranks begin, as a recovery point and a checkpoint are made."""
     cluster.have(3)
     once = tmp_path / "killed"
@@ -114,6 +114,8 @@ def test_kill_matrix(kind, cluster, small_text, whole, tmp_path):
     assert once.exists(), "nobody was killed"
     assert len(cluster.alive()) == 2
     assert same(tmp_path / "run", whole)
+    lost = re.findall("^lost .*", capsys.readouterr().out, re.MULTILINE)
+    assert len(lost) == 1, "the state that was left is used at once"
 
 
 @pytest.mark.parametrize("way", ["no worker", "asked to stop", "no scheduler"])
