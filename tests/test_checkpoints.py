@@ -31,7 +31,8 @@ def saved(small_text, tmp_path_factory):
 
 def test_checkpoint_has_model_moments_and_state(saved):
     out, result = saved
-    assert {path.name for path in out.glob("[!s]*")} == {".lock", "config.toml", "metrics.jsonl", "latest", "best"}
+    names = ".lock config.toml metrics.jsonl chain.jsonl latest best"
+    assert {path.name for path in out.glob("[!s]*")} == set(names.split())
     assert steps_in(out) == [5, 10, 12]
     assert os.readlink(out / "latest") == "step-00000012"
     assert result.checkpoint == out / "step-00000012"

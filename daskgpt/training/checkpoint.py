@@ -2,7 +2,8 @@
 
     RUN/step-00001000/model.safetensors      in Hugging Face's names and layout
                       optimizer.safetensors  the moments, named `m.NAME` and so on, in the parameters' own shapes
-                      state.json             step, seed, data, configuration, versions, SHA-256 of each file
+                      state.json             step, seed, data, configuration, versions, SHA-256 of each file and of the
+                                             state.json before (`training/chain.py`)
     RUN/latest -> step-00001000
     RUN/best -> step-00000500                the checkpoint with the lowest validation loss
 
@@ -87,8 +88,12 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def write_checkpoint(run: Path, checkpoint: Checkpoint) -> Path:
+def write_checkpoint(
+    run: Path, checkpoint: Checkpoint, note: Callable[[Mapping[str, Any]], None] = lambda state: None
+) -> Path:
     """Write a checkpoint of a run and point `latest` to it; return its folder.
+
+    note     called with the entries of state.json when the checkpoint is complete, but has no final name yet
 
     Cost     one tensor of the model and one moment at a time
     Errors   OSError with path and reason where the system refuses; nothing of the checkpoint is left then
@@ -105,6 +110,7 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint) -> Path:
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(folder / STATE, "write_checkpoint") as file:
             file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
+        note(state)
     point(run / LATEST, target.name)
     return target
 

@@ -167,6 +167,10 @@ class Outliers:
 RISEN = 0.5  # nats above the least loss, from which on a run is said to have been diverging
 
 
+class Diverged(RuntimeError):
+    """A loss or a parameter of a run is not finite."""
+
+
 class Finite:
     """Checks that losses and parameters of a run stay finite, and explains where they do not."""
 
@@ -181,7 +185,7 @@ class Finite:
 
         A validation reads nearly all parameters, but not positions beyond its sequences.
 
-        Errors   RuntimeError with step, learning rate, likely cause, and the checkpoint to resume from
+        Errors   Diverged with step, learning rate, likely cause, and the checkpoint to resume from
         """
         step = metrics["step"]
         for name, rule in {"loss": "the loss", "validation_loss": "the validation loss"}.items():
@@ -196,7 +200,7 @@ class Finite:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise self._diverged(step, "parameters", f"parameter={names[0]}{others}")
 
-    def _diverged(self, step: int, rule: str, got: str) -> RuntimeError:
+    def _diverged(self, step: int, rule: str, got: str) -> Diverged:
         self.wait()
         job, out = self.job, Path(self.job.run.out)
         rate = learning_rate(job.optimizer, step, job.horizon.at(step))
@@ -215,7 +219,7 @@ class Finite:
             good = f"The last good checkpoint is {found[-1]}: --resume {job.run.out} continues from there."
         advice = f"{cause}: lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
         got = f"step={step}, {got}, learning_rate={rate:g}"
-        return refusal(RuntimeError, "train", f"{rule} must stay finite", got, advice)
+        return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)
 
 
 def not_finite(scheduler: Scheduler, state: State) -> list[str]:

@@ -25,12 +25,14 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import Best, Checkpoint, checkpoints, prune, step_folder, tidy, write_checkpoint
 from daskgpt.training.job import Arrays, Job, Say
 from daskgpt.training.logs import ALWAYS, METRICS, Logs
 from daskgpt.training.step import State
 
 CONFIG, LOCK = "config.toml", ".lock"
+OWN = (CONFIG, CHAIN, LOCK)
 
 
 def new_folder() -> str:
@@ -56,6 +58,7 @@ class RunFolder:
     def __init__(self, path: str, *, resumed: bool = False) -> None:
         self.path, self.resumed = Path(path), resumed
         self.logs = Logs()
+        self.chain: Chain | None = None
         self.lock: BinaryIO | None = None
         self.sections: Mapping[str, Any] = {}
         found = [(self.path / name).exists() for name in (CONFIG, METRICS)]
@@ -73,17 +76,20 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(self, sections: Mapping[str, Any], steps: int = 0, logs: Sequence[str] = (ALWAYS,)) -> None:
+    def begin(
+        self, sections: Mapping[str, Any], entry: Mapping[str, Any] | None = None, logs: Sequence[str] = (ALWAYS,)
+    ) -> None:
         """Write the configuration and open the logs.
 
-        steps    of a resumed run, the step that it continues from
+        entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one; None for
+                 a folder without checkpoints
         logs     rows of `logs.SINKS`; the first one is always there
 
         Errors   FileExistsError if another run has begun here in the meantime
         """
-        done = steps if self.resumed else None
-        if self.resumed:
-            tidy(self.path, steps)
+        done = entry["step"] if self.resumed and entry else None
+        if done is not None:
+            tidy(self.path, done)
         else:
             self.path.mkdir(parents=True, exist_ok=True)
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
@@ -95,10 +101,12 @@ class RunFolder:
             self.configure(sections)
             for name in logs if self.resumed else logs[1:]:
                 self.logs.open(name, self.path, done)
+            if entry:
+                self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
-                for path in (*(file.path for file in self.logs.files), self.path / LOCK, self.path / CONFIG):
+                for path in (*(file.path for file in self.logs.files), *(self.path / name for name in OWN)):
                     path.unlink(missing_ok=True)
             raise
 
@@ -131,6 +139,8 @@ class RunFolder:
             lock.close()
         for file in self.logs.files:
             file.copy_to(self.path / file.path.name)
+        if self.chain:
+            self.chain.move_to(self.path / CHAIN)
         self.configure(self.sections)
         return former, self.path
 
@@ -149,6 +159,8 @@ class RunFolder:
     def close(self) -> None:
         """Close the logs and unlock the folder."""
         self.logs.close()
+        if self.chain:
+            self.chain.file.close()
         if self.lock is not None:
             self.lock.close()
 
@@ -206,16 +218,32 @@ class Saver:
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, scheduler: Scheduler, say: Say, newest: int, best: Best) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        scheduler: Scheduler,
+        say: Say,
+        newest: int,
+        best: Best,
+        losses: Sequence[float],
+    ) -> None:
         """newest   step of the checkpoint that the run was resumed from, 0 for a new run
         best     the best checkpoint of earlier processes
+        losses   of all steps so far
         """
-        self.job, self.folder, self.scheduler, self.say = job, folder, scheduler, say
+        self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
         self.saved, self.best, self.since = newest, best, time.monotonic()
         self.current: _Save | None = None
         self.room: dict[str, np.ndarray] = {}  # the memory of the copies
         self.warned = False
         self.metrics: dict[str, Any] = {}
+
+    @property
+    def chain(self) -> Chain:
+        """The chain of the run."""
+        assert self.folder.chain
+        return self.folder.chain
 
     def begin(self) -> None:
         """Point `best` to the best checkpoint: an earlier process may have been killed before it did."""
@@ -264,7 +292,8 @@ class Saver:
         arrays, background = self._arrays(state, copied=not last)
         best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
         save = self.current = _Save(state.step, best)
-        facts = {**facts, **({"best": asdict(best)} if best.step >= 0 else {})}
+        link = {LINK: self.chain.link(state.step, self.losses)}
+        facts = {**facts, **link, **({"best": asdict(best)} if best.step >= 0 else {})}
         # A daemon, so that a process that ends does not wait for it: an unfinished checkpoint has a temporary name.
         arguments = (save, arrays, facts, background and not last)
         save.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
@@ -341,7 +370,7 @@ class Saver:
             try:
                 folder.require_held()
                 folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
-                write_checkpoint(folder.path, checkpoint)
+                write_checkpoint(folder.path, checkpoint, self.chain.add)
             except (FolderLost, FileNotFoundError):
                 if folder.is_held():
                     raise
@@ -360,7 +389,7 @@ class Saver:
         """Write a checkpoint of a run that lost its folder into a new one; return the error that ends the run."""
         former, kept = self.folder.leave()
         self.best = Best()
-        write_checkpoint(kept, checkpoint)
+        write_checkpoint(kept, checkpoint, self.chain.add)
         rule = "the run's folder must stay where it is while it trains"
         got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"
         advice = f"The model after {checkpoint.step} steps is kept in {kept}: continue with --resume {kept}."

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.metadata import version
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import daskgpt
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
@@ -23,9 +20,18 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import short
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters
+from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
+from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address
-from daskgpt.training.checkpoint import Best, checkpoints, is_checkpoint, newest_good, open_with_state, read_checkpoint
+from daskgpt.training.checkpoint import (
+    VERSION,
+    Best,
+    checkpoints,
+    is_checkpoint,
+    newest_good,
+    open_with_state,
+    read_checkpoint,
+)
 from daskgpt.training.job import HORIZONS, Arrays, Job, from_root, one_horizon, require_memory
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder
@@ -52,6 +58,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
 OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
+SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
 
 
@@ -65,9 +72,9 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         settings = {} if given.get(section) is None else given[section]
         if isinstance(settings, Mapping):
             known = [f.name for f in fields(kind)]
-            for name in settings:
+            for name in settings.keys() - known:
                 rule = f"every field must be one of {kind.__name__}'s"
-                require(name in known, where, rule, {"field": name}, nearest(str(name), known))
+                raise refusal(ValueError, where, rule, {"field": name}, nearest(str(name), known))
             settings = kind(**settings)
         rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(settings)[:40]}
         require(isinstance(settings, kind), where, rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
@@ -88,6 +95,7 @@ class ResumeState:
     seconds     how long earlier processes have trained
     outliers    see `metrics.Outliers.facts`
     best        the best checkpoint of earlier processes
+    entry       of the run's chain, behind which it continues; empty for a new run
     """
 
     folder: RunFolder | None
@@ -100,6 +108,7 @@ class ResumeState:
     seconds: float = 0.0
     outliers: Sequence[Sequence[Any]] = ()
     best: Best = field(default_factory=Best)
+    entry: Mapping[str, Any] = field(default_factory=dict)
 
 
 class WarmStart:
@@ -221,8 +230,7 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
         "arithmetic": arithmetic(job),
-        "versions": {"python": platform.python_version(), "daskgpt": daskgpt.__version__}
-        | {name: version(name) for name in PACKAGES},
+        "versions": versions(*PACKAGES),
     }
 
 
@@ -231,6 +239,20 @@ def arithmetic(job: Job) -> dict[str, str]:
     if job.precision.packed:
         return {"precision": job.precision.name, "unit": unit().name.lower()}
     return {"precision": job.precision.name, "unit": "fused" if one_order(job.precision.dtype) else "library"}
+
+
+def beginning(job: Job, resolved: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
+    """Return the first entry of a run's chain; parameters: those that the run begins with."""
+    origin = SEEDED if isinstance(parameters, RandomParameters) else digest(parameters)
+    return {"version": VERSION, "step": 0, **checkpoint_facts(job, resolved, 0), "parameters": origin, "files": {}}
+
+
+def require_data(where: str, source: str, dataset: Dataset, state: Mapping[str, Any], advice: str) -> None:
+    """Check that a dataset is the one that a checkpoint's state names. Errors   ValueError"""
+    then, now = state["data"], fingerprint(dataset)
+    other = [f"{name}={value} (was {then.get(name)})" for name, value in now.items() if value != then.get(name)]
+    rule = "the data must be those that the run was trained on"
+    require(not other, where, rule, f"data={source}, {short(''.join(other[:1]), 100)}", advice)
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
@@ -280,11 +302,7 @@ class Resumed:
         c = self._configuration(state, changes)
         open_model_file(folder)  # makes a learned vocabulary known
         dataset = open_dataset(c["data"], c["model"].vocabulary)
-        then, now = state["data"], fingerprint(dataset)
-        other = [f"{name}={value} (was {then[name]})" for name, value in now.items() if value != then[name]]
-        rule = "the data must be those that the run was trained on"
-        got = f"data={c['data'].data}, {short(''.join(other[:1]), 100)}"
-        require(not other, "train", rule, got, "Restore them, or start a new run with --init.")
+        require_data("train", c["data"].data, dataset, state, "Restore them, or start a new run with --init.")
         self.job = Job(c.pop("model"), dataset=dataset, **c)
         horizon, done = state.get("horizon", {}), state["step"]
         self.job.horizon.resume(horizon, done)
@@ -307,7 +325,7 @@ class Resumed:
         parameters, moments, messages = checkpoint.model.parameters, checkpoint.moments, tuple(self.messages)
         outliers, best = state.get("outliers", ()), Best.of(self.folder.path, state)
         self.initial = ResumeState(
-            self.folder, parameters, moments, done, known, last, messages, seconds, outliers, best
+            self.folder, parameters, moments, done, known, last, messages, seconds, outliers, best, state
         )
 
     def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:

@@ -34,7 +34,7 @@ from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver, reason
-from daskgpt.training.start import Resumed, ResumeState, checkpoint_facts, new_run
+from daskgpt.training.start import Resumed, ResumeState, beginning, checkpoint_facts, new_run
 from daskgpt.training.step import JobSteps, State, Steps
 
 if TYPE_CHECKING:
@@ -296,7 +296,8 @@ class _Trainer:
         self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, dict, self.losses, initial.validation, 0.0, first=initial.step, timers=timers)
-        self.saver = Saver(job, folder, scheduler, progress.say, initial.step, initial.best) if folder else None
+        say, newest, best = progress.say, initial.step, initial.best
+        self.saver = Saver(job, folder, scheduler, say, newest, best, self.losses) if folder else None
         self.recovery: Recovery | None = None
         if self.steps.ranks:
             from daskgpt.training.recovery import Recovery
@@ -307,7 +308,9 @@ class _Trainer:
         """Train, save the model, and let the instruments write what they observed."""
         job, progress, steps = self.job, self.progress, self.steps
         if self.saver:
-            self.saver.folder.begin(self._resolved(), self.initial.step, chosen_sinks(job.run.log, job.run.out))
+            resolved, initial = self._resolved(), self.initial
+            entry = initial.entry or beginning(job, resolved, initial.parameters)
+            self.saver.folder.begin(resolved, entry, chosen_sinks(job.run.log, job.run.out))
             self.saver.begin()
         progress.say("\n".join([describe(job, self.scheduler, steps.described_chunks), *self.initial.messages]))
         if steps.described_tasks:  # otherwise it is printed when it is known

@@ -1,0 +1,87 @@
+"""The chain of a run: `chain.jsonl` has the entries of every state.json, those of deleted checkpoints included.
+
+Each entry names the digest of the one before, so the digest of the last one determines them all: settings, data, the
+digests of models and moments, and the losses in between. The first entry is the beginning of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from daskgpt.config.files import digest_of, replacing, set_aside
+from daskgpt.training.checkpoint import DIGEST
+from daskgpt.training.logs import RecordFile
+
+CHAIN = "chain.jsonl"
+LINK = "chain"  # entry of state.json that makes it a link of the chain
+Entry = dict[str, Any]  # the entries of a state.json without its own digest
+NUMBERS, PARTS = ("step", "seed"), ("data", "configuration", "arithmetic", "versions", "files")
+
+
+class Chain:
+    """Writes the chain of a run, a line a checkpoint."""
+
+    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+        """Continue behind an entry: the beginning of a new run, or the state of the checkpoint that one continues from.
+
+        Lines behind it are cut. A file that lacks it is set aside, and the chain begins with this entry.
+        """
+        lines, wanted = read_chain(path), digest_of(entry)
+        place = next((n for n, (_, known) in enumerate(lines, 1) if known and digest_of(known) == wanted), 0)
+        if lines and not place:
+            set_aside(path, "damaged")
+        elif place < len(lines):
+            with replacing(path, "RunFolder") as file:
+                file.write(b"".join(line for line, _ in lines[:place]))
+        self.known = [(known["step"], digest_of(known)) for _, known in lines[:place] if known]
+        self.file = RecordFile(path, lambda record: f"{json.dumps(record)}\n".encode(), new=False)
+        if not place:
+            self.add(entry)
+
+    def link(self, step: int, losses: Sequence[float]) -> dict[str, str]:
+        """Return the entry by which the state after some steps follows the one before.
+
+        losses   of all steps so far
+        """
+        since, previous = next(known for known in reversed(self.known) if known[0] < step)
+        return {"previous": previous, "losses": digest_of(losses[since:step])}
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry, and flush it to the disk.
+
+        Errors   OSError if there is no room: the entry is written later
+        """
+        known = entry["step"], digest_of(entry)
+        if known not in self.known[-1:]:  # otherwise its checkpoint is written once more, into another folder
+            self.known.append(known)
+            self.file.write(self.file.encode({**entry, DIGEST: known[1]}))
+        self.file.sync()
+
+    def move_to(self, path: Path) -> None:
+        """Continue in a copy of the file."""
+        self.file.copy_to(path)
+        self.file.close()
+        self.file = RecordFile(path, self.file.encode, new=False)
+
+
+def read_chain(path: Path) -> list[tuple[bytes, Entry | None]]:
+    """Return the lines of a chain, each with its entry; None for a line that is not as it was written."""
+    return [(line, _entry(line)) for line in (path.read_bytes().splitlines(keepends=True) if path.exists() else ())]
+
+
+def _entry(line: bytes) -> Entry | None:
+    try:
+        entry = json.loads(line)
+        good = line.endswith(b"\n") and entry.pop(DIGEST) == digest_of(entry)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return entry if good and is_entry(entry) else None
+
+
+def is_entry(entry: Mapping[str, Any]) -> bool:
+    """Return whether the values of a state.json have the right types: its digest could be right all the same."""
+    numbers = all(type(entry.get(name)) is int for name in NUMBERS)
+    return numbers and all(type(value) is dict for value in (*map(entry.get, PARTS), entry.get(LINK, {})))
