@@ -20,6 +20,7 @@ from pathlib import Path
 from command_lines import PATIENCE, run, write_text
 from small_runs import FLAGS, losses_of, steps_in, tensors_of
 
+from daskgpt.training.audit import Audit
 from daskgpt.training.checkpoint import STATE, checked_state, checkpoints, newest_good, step_folder
 
 STEPS = 400
@@ -56,6 +57,7 @@ def kill_and_resume(folder: Path, kills: int, seed: int, steps: int = STEPS) -> 
     assert losses_of(out) == losses_of(whole), f"seed={seed}: other losses"
     assert os.readlink(out / "best") == os.readlink(whole / "best"), f"seed={seed}: another best checkpoint"
     assert not list(out.glob(".*.tmp")), f"seed={seed}: leftovers"
+    assert Audit(out, {}).faults == [], f"seed={seed}: a broken chain"
     return (
         f"{killed} kills (seed {seed}), after steps {', '.join(map(str, at))}; begun {started_anew} times; "
         f"the model and its moments after {steps} steps are those of an undisturbed run"

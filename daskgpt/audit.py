@@ -1,0 +1,90 @@
+"""Audit a run: check its chain of digests, compute stretches between its checkpoints again, and compare.
+
+A run is one number: the same bits whatever the chunks, threads, workers and processor. So each stretch of steps, begun
+at a checkpoint, must lead to the losses, the model and the moments that are written. Deleted checkpoints between two
+that exist are compared by their digests. Nothing is written into the run's folder; a stretch needs room for two
+checkpoints among the temporary files (TMPDIR).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from daskgpt.config.errors import require
+from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.run import DataflowConfig
+from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.audit import Audit, Stretch, Verdict, differing_tensors
+from daskgpt.training.job import compile_kernels
+
+EPILOG = "Exit codes: 0 = everything agrees; 1 = the chain or a stretch does not; 2 = the run cannot be audited here."
+
+
+@documented
+@dataclass(frozen=True)
+class AuditConfig(Checked):
+    """Settings of an audit."""
+
+    share: float = setting(1.0, "share of the stretches to compute again, drawn at random; 0 = only the chain", most=1)
+    seed: int = setting(0, "seed of the draw")
+    data: str = setting("", "where the run's data are now; empty = where they were")
+
+
+def main(arguments: list[str]) -> int:
+    """Print a line for each fault of the chain and for each stretch, and a verdict."""
+    flags = Parser(prog="daskgpt.audit", description=__doc__, epilog=EPILOG)
+    flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
+    text = "for a stretch that differs, name tensors, and tell whether the run went on from what is written"
+    flags.add_argument("--find", action="store_true", help=text)
+    add_flags(flags, AuditConfig)
+    add_flags(flags, DataflowConfig)
+    values = flags.parse_args(arguments)
+    options: AuditConfig = from_flags(AuditConfig, values)
+    dataflow: DataflowConfig = from_flags(DataflowConfig, values)
+    audit = Audit(values.run, given_flags(DataflowConfig, values), options.data)
+    there = f"{len(audit.entries):,} entries, {len(audit.folders):,} checkpoints are there"
+    print(f"chain {audit.head}: {there}")
+    print("".join(f"FAULT {line}\n" for line in audit.faults), end="", flush=True)
+    chosen, differ, computed = audit.chosen(options.share, options.seed), 0, 0
+    jobs = [audit.job(entry) for stretch in chosen for entry in stretch.entries[1:]]  # nothing is refused later on
+    if others := audit.other_versions():
+        print(f"versions {others}: bits may differ for this reason alone")
+    if jobs:
+        compile_kernels(jobs[0].precision, jobs[0].uses)
+        with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
+            for stretch in chosen:
+                with TemporaryDirectory(prefix="daskgpt-audit-") as folder:
+                    verdict = audit.compute(stretch, scheduler, Path(folder))
+                    print(f"{stretch} {verdict}", flush=True)
+                    differ, computed = differ + verdict.differs, computed + (not verdict.unknown)
+                    if values.find and verdict.folder and verdict.differs:
+                        find(audit, stretch, verdict, scheduler, Path(folder))
+    rule, advice = "there must be a stretch that can be computed again", "Keep checkpoints: --keep, --keep-every."
+    got = {"run": values.run, "checkpoints": len(audit.folders)}
+    require(bool(computed or audit.faults or not options.share), "audit", rule, got, advice)
+    failed = bool(differ or audit.faults)
+    what = f"{computed} of {len(audit.stretches)} stretches were computed again, {differ} differ"
+    print(f"{'NOT AS WRITTEN' if failed else 'as written'}: {what}; the chain has {len(audit.faults)} faults")
+    return int(failed)
+
+
+def find(audit: Audit, stretch: Stretch, verdict: Verdict, scheduler: Scheduler, folder: Path) -> None:
+    """Print the tensors that differ at the end of a stretch, and where the run leads that goes on as computed."""
+    assert verdict.folder
+    tensors = differing_tensors(verdict.folder, stretch.end)
+    if tensors:
+        name, count, size = tensors[0]
+        print(f"  {len(tensors)} tensors differ; the first is {name}, in {count:,} of {size:,} values")
+    following = audit.after(stretch)
+    if following and tensors:
+        again = audit.compute(following, scheduler, folder, verdict.folder)
+        meaning = "differ as well" if again.differs else f"agree: {stretch.end.name} was changed after it was written"
+        print(f"  from what was computed here, {following} {meaning}")
+
+
+if __name__ == "__main__":
+    run_command(main)

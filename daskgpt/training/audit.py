@@ -1,0 +1,290 @@
+"""Audits of runs: stretches between checkpoints are computed again and compared with what is written.
+
+The bits of a run follow from its configuration and data, whatever computes them. So anybody can begin at a checkpoint,
+make the steps up to the next one, and must come to the same losses, weights and moments.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import zip_longest
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from daskgpt.config.errors import require
+from daskgpt.config.files import digest_of
+from daskgpt.config.run import DataflowConfig, RunConfig
+from daskgpt.formats.huggingface import MODEL, open_run_model
+from daskgpt.formats.models import open_model_file
+from daskgpt.formats.safetensors import TensorFiles, tensor_path
+from daskgpt.formats.stored_model import read_json
+from daskgpt.kernels.float32.blas import one_order
+from daskgpt.model.parameters import RandomParameters, digest
+from daskgpt.schedulers.machine import versions
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.chain import CHAIN, LINK, Entry, is_entry, read_chain
+from daskgpt.training.checkpoint import OPTIMIZER, STATE, DamagedCheckpoint, checked_state, checkpoints, read_checkpoint
+from daskgpt.training.job import Arrays, Job, require_memory
+from daskgpt.training.logs import METRICS, metrics_lines
+from daskgpt.training.metrics import Diverged
+from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.start import (
+    CHUNKS,
+    PACKAGES,
+    SEEDED,
+    ResumeState,
+    WarmStart,
+    arithmetic,
+    configurations,
+    open_dataset,
+    require_data,
+)
+from daskgpt.training.trainer import Observers, run_job
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps between two neighboring checkpoints that exist.
+
+    entries   of the chain: where it begins, then those of deleted checkpoints in between, then that of its end
+    begin     the checkpoint that it begins at; None for the beginning of the run
+    end       the checkpoint at its end
+    """
+
+    entries: Sequence[Entry]
+    begin: Path | None
+    end: Path
+
+    def __str__(self) -> str:
+        return f"steps {self.entries[0]['step']:,} to {self.entries[-1]['step']:,}"
+
+
+@dataclass
+class Verdict:
+    """The differences between what is written of a stretch and what was computed.
+
+    losses    step, written loss (None if it is missing) and computed loss (None if that step was not reached)
+    states    by the name of a file, the steps after which it differs
+    folder    the checkpoint that was computed for the end; None if it was not reached
+    unknown   why nothing was computed; empty if it was
+    """
+
+    losses: list[tuple[int, float | None, float | None]] = field(default_factory=list)
+    states: dict[str, list[int]] = field(default_factory=dict)
+    folder: Path | None = None
+    unknown: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether a loss or a file differs."""
+        return bool(self.losses or self.states)
+
+    def __str__(self) -> str:
+        if not self.differs:
+            return f"not computed: {self.unknown}" if self.unknown else "agree: losses, model and moments"
+        told = [f"{name} after step {steps[0]:,}{_others(steps)}" for name, steps in self.states.items()]
+        if self.losses:
+            step, written, computed = self.losses[0]
+            told.insert(0, f"loss of step {step:,} is {written} instead of {computed}{_others(self.losses)}")
+        return f"DIFFER: {'; '.join(told)}"
+
+
+def _others(found: Sequence[Any]) -> str:
+    return f" (the first of {len(found):,})" if len(found) > 1 else ""
+
+
+class Audit:
+    """The chain of a run, checked, and the stretches that can be computed again.
+
+    faults      what is not as it was written, in words
+    entries     of the chain, and of checkpoints that it lacks, by their digests
+    stretches   in the order of their ends
+    """
+
+    def __init__(self, run: Path, dials: Mapping[str, Any], data: str = "") -> None:
+        """dials   fields of `DataflowConfig`: how steps are computed
+        data    where the data are, if not where they were
+
+        Errors  FileNotFoundError if there is no run with a chain
+        """
+        for name in (CHAIN, METRICS):
+            rule, advice = f"the folder must hold a run with {CHAIN} and {METRICS}", "Check the path."
+            require((run / name).is_file(), "audit", rule, {"run": run}, advice, FileNotFoundError)
+        self.run, self.dials, self.data, self.faults = run, dials, data, list[str]()
+        self.open_dataset = lru_cache(maxsize=1)(open_dataset)
+        lines = [entry for _, entry in read_chain(run / CHAIN)]
+        self.faults += [f"{CHAIN}: line {n} is not as it was written" for n, entry in enumerate(lines, 1) if not entry]
+        self.entries = {digest_of(entry): entry for entry in lines if entry}
+        self.head = next(reversed(self.entries), "")
+        self.folders = dict(self._checkpoints())
+        for folder in list(self.folders.values())[:1]:
+            open_model_file(folder)  # makes a learned vocabulary known
+        last = max((entry["step"] for entry in self.entries.values()), default=0)
+        self.losses = {record["step"]: record.get("loss") for record, _ in metrics_lines(run / METRICS, last)}
+        for entry in self.entries.values():
+            self._check(entry)
+        self.stretches = [self._stretch(own, folder) for own, folder in self.folders.items()]
+
+    def _checkpoints(self) -> Iterator[tuple[str, Path]]:
+        """Yield the good checkpoints by the digests of their entries, and note those that the chain lacks."""
+        for folder in checkpoints(self.run):
+            try:
+                state = checked_state(folder)
+            except DamagedCheckpoint as error:
+                self.faults.append(f"{folder.name}: {error}")
+                continue
+            own = digest_of(state)
+            if own not in self.entries:
+                self.faults.append(f"{folder.name}: {CHAIN} has another {STATE}, or none")
+            if is_entry(state):
+                self.entries.setdefault(own, state)
+                yield own, folder
+
+    def _before(self, entry: Entry) -> Entry | None:
+        found = self.entries.get(str(entry.get(LINK, {}).get("previous")))
+        return found if found and found["step"] < entry["step"] else None
+
+    def _check(self, entry: Entry) -> None:
+        """Note an entry that follows none, and losses that are not those of the chain."""
+        before, step = self._before(entry), entry["step"]
+        if before is None:
+            if step:
+                self.faults.append(f"{CHAIN}: the entry before step {step:,} is missing")
+            return
+        losses = [self.losses.get(number) for number in range(before["step"], step)]
+        if digest_of(losses) != entry[LINK].get("losses"):
+            self.faults.append(f"{METRICS}: losses of steps {before['step']:,} to {step - 1:,} are not the chain's")
+
+    def _stretch(self, own: str, end: Path) -> Stretch:
+        entries = [self.entries[own]]
+        while before := self._before(entries[0]):
+            entries.insert(0, before)
+            if begin := self.folders.get(digest_of(before)):
+                return Stretch(entries, begin, end)
+        return Stretch(entries, None, end)
+
+    def chosen(self, share: float, seed: int) -> list[Stretch]:
+        """Return a share of the stretches, drawn at random, at least one unless the share is 0."""
+        count = min(len(self.stretches), max(1, round(share * len(self.stretches)))) if share else 0
+        numbers = sorted(random.Random(seed).sample(range(len(self.stretches)), count))
+        return [self.stretches[number] for number in numbers]
+
+    def after(self, stretch: Stretch) -> Stretch | None:
+        """Return the stretch that begins where another one ends."""
+        return next((other for other in self.stretches if other.begin == stretch.end), None)
+
+    def job(self, entry: Entry) -> Job:
+        """Return the job of the steps before an entry: those of the process that wrote it, computed here.
+
+        Errors   ValueError where the data, or the arithmetic of this machine, are not the run's
+        """
+        c, end = configurations("audit", entry["configuration"]), entry["step"]
+        # Where a library multiplies, bits depend on the chunks.
+        kept = ("precision", *(() if one_order(np.dtype(np.float32)) else CHUNKS))
+        dataflow = DataflowConfig(**{name: getattr(c["dataflow"], name) for name in kept} | dict(self.dials))
+        data = replace(c["data"], data=self.data or c["data"].data)
+        dataset = self.open_dataset(data, c["model"].vocabulary)
+        require_data("audit", data.data, dataset, entry, "Name the run's own data by --data.")
+        run = RunConfig(steps=end, seed=entry["seed"], validate_every=0, validation_batches=1, keep_best=0)
+        job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset, c["local"])
+        # The learning rate depends on the length of the run; the steps end here.
+        known = entry.get("horizon", {}).get("changes", ())
+        job.horizon.changes = [(first, steps) for first, steps in known if first < end] + [(end, end)]
+        then, here = (f"{own.get('precision')} by {own.get('unit')}" for own in (entry["arithmetic"], arithmetic(job)))
+        rule, advice = "this machine must compute with the run's arithmetic", "Audit it where that is the same."
+        require(then == here, "audit", rule, {"run": f"{self.run} ({then})", "here": here}, advice)
+        require_memory(job)
+        return job
+
+    def other_versions(self) -> str:
+        """Return how the versions that wrote the last entry differ from those here: bits may differ with them."""
+        then, now = self.entries[self.head]["versions"] if self.head else {}, versions(*PACKAGES)
+        other = [name for name in now if then.get(name, now[name]) != now[name]]
+        return ", ".join(f"{name} {then[name]} -> {now[name]}" for name in other)
+
+    def compute(self, stretch: Stretch, scheduler: Scheduler, folder: Path, begin: Path | None = None) -> Verdict:
+        """Make the steps of a stretch again and compare what they lead to, deleted checkpoints included.
+
+        folder   that the checkpoints are written to
+        begin    a checkpoint to begin at in place of the stretch's own
+        """
+        verdict, at, state = Verdict(), begin or stretch.begin, stretch.entries[0]
+        parameters, verdict.unknown = ({}, "") if at else self._origin(stretch.entries)
+        for entry in () if verdict.unknown else stretch.entries[1:]:
+            job, moments = self.job(entry), None
+            if at:
+                checkpoint = read_checkpoint(at, state, job.moments)
+                parameters, moments = checkpoint.model.parameters, checkpoint.moments
+                if at not in (begin, stretch.begin):
+                    shutil.rmtree(at)
+            out, first = folder / f"to-{entry['step']}", state["step"]
+            known, outliers = [nan] * first, state.get("outliers", ())
+            initial = ResumeState(
+                RunFolder(str(out)), parameters, moments, first, known, outliers=outliers, entry=state
+            )
+            losses, at = _made(job, scheduler, initial)
+            steps = range(first, entry["step"])
+            both = zip_longest(steps, map(self.losses.get, steps), losses)
+            verdict.losses += [found for found in both if found[1] != found[2]]
+            if at is None:
+                verdict.states["no finite model"] = [entry["step"]]
+                break
+            state = read_json(at / STATE, "audit", STATE)
+            for name, own in state["files"].items():
+                if entry["files"].get(name) != own:
+                    verdict.states.setdefault(name.partition(".")[0], []).append(entry["step"])
+        verdict.folder = at
+        return verdict
+
+    def _origin(self, entries: Sequence[Entry]) -> tuple[Arrays, str]:
+        """Return the parameters that a run began with; why they are not known, if so."""
+        first = entries[0]
+        if first["step"] or "parameters" not in first:
+            return {}, f"the chain is broken before step {first['step']:,}"
+        job, wanted = self.job(entries[-1]), first["parameters"]
+        if wanted == SEEDED:
+            return RandomParameters(job.config, job.run.seed), ""
+        init = str(first["configuration"].get("run", {}).get("init", ""))
+        with suppress(OSError, ValueError):
+            parameters = WarmStart(init).model.loaded().parameters
+            if digest(parameters) == wanted:
+                return parameters, ""
+        return {}, f"the model that the run began with is not at {init}" if init else "a program gave its parameters"
+
+
+def _made(job: Job, scheduler: Scheduler, initial: ResumeState) -> tuple[list[float], Path | None]:
+    """Make the steps of a job; return their losses, and the checkpoint at the end, None if a number is not finite."""
+    losses = list[float]()
+    try:
+        result = run_job(job, scheduler, initial, Observers(lambda _, own: losses.append(own["loss"]), quiet=True))
+    except Diverged:
+        return losses, None
+    if result.stopped:  # by Ctrl-C
+        raise KeyboardInterrupt
+    return losses, result.checkpoint
+
+
+def differing_tensors(one: Path, other: Path) -> list[tuple[str, int, int]]:
+    """Return the tensors in which two checkpoints differ, each with the number of values that differ, and of all.
+
+    Order    the model's, weights before moments
+    """
+
+    def values(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+        yield from open_run_model(folder / MODEL).parameters.items()
+        files = TensorFiles(tensor_path(folder, OPTIMIZER), "audit")
+        yield from ((name, files[name].read()) for name in files)
+
+    found = []
+    for (name, x), (_, y) in zip(values(one), values(other)):
+        count = np.count_nonzero(np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32))
+        found += [(name, int(count), x.size)] if count else []
+    return found

@@ -1,0 +1,154 @@
+"""Tests of audits: honest runs agree under other dials, and each kind of fault is found."""
+
+import json
+import random
+import shutil
+
+import pytest
+from audit_faults import KINDS, edit_file, flip_in_file, honest, inject, unmeasured
+from small_runs import MODEL, STEPS, fit, stopping_at
+
+import daskgpt
+from daskgpt import audit
+from daskgpt.training.chain import CHAIN, read_chain
+
+OTHER = ("--scheduler", "threads", "--threads", "2", "--batch-chunk", "2", "--sequence-chunk", "8", "--barrier", "none")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unmeasured():
+    with unmeasured():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(small_text, tmp_path_factory):
+    return honest(small_text, tmp_path_factory.mktemp("honest") / "run")
+
+
+@pytest.fixture
+def audited(capsys):
+    """Return the exit code of an audit and what it prints."""
+
+    def call(run, *flags):
+        return audit.main([str(run), *map(str, flags)]), capsys.readouterr().out
+
+    return call
+
+
+def test_honest_run_agrees_under_other_dials(whole, audited):
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    code, told = audited(whole, *OTHER)
+    assert code == 0, told
+    assert [line.split(": ")[0] for line in told.splitlines()[1:-1]] == [
+        "steps 0 to 3 agree",
+        "steps 3 to 9 agree",
+        "steps 9 to 12 agree",
+    ]
+    assert audited(whole, "--share", 0.3, "--seed", 1)[1].count(" agree: ") == 1
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_fault_is_found(kind, small_text, whole, tmp_path):
+    found = inject(kind, small_text, whole, tmp_path, random.Random(3))
+    assert found.trace
+    assert found.found
+    assert found.right is not False
+    assert found.lag is None or found.lag >= 0
+
+
+def test_find_tells_a_change_after_writing_from_a_fault_before(whole, tmp_path, audited):
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    step, tensor = edit_file(run, random.Random(2), "optimizer.safetensors", forged=True)
+    code, told = audited(run, "--find")
+    assert code == 1
+    assert f"the first is {tensor}, in 1 of" in told
+    assert (f"agree: step-{step:08} was changed after it was written" in told) == (step < STEPS)
+    flip_in_file(run / f"step-{step:08}", "model.safetensors", random.Random(4))
+    code, told = audited(run)
+    assert code == 1
+    assert f"FAULT step-{step:08}: model.safetensors has another SHA-256" in told
+
+
+def test_chain_outlives_deleted_checkpoints_and_changed_settings(small_text, tmp_path, audited):
+    out = tmp_path / "run"
+    fit(small_text, out, save_every=2, keep=1, keep_best=0, on_step=stopping_at(5))
+    daskgpt.fit(resume=out, optimizer={"learning_rate": 5e-3}, run={"steps": 14, "save_every": 3}, quiet=True)
+    code, told = audited(out, "--scheduler", "sync")
+    assert code == 0, told
+    assert [entry["step"] for _, entry in read_chain(out / CHAIN)] == [0, 2, 4, 5, 6, 9, 12, 14]
+    assert "steps 0 to 14 agree" in told
+
+
+def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, audited):
+    out = tmp_path / "run"
+    fit(small_text, out, save_every=4)
+    (out / "step-00000012" / "model.safetensors").write_bytes(b"")
+    assert daskgpt.fit(resume=out, optimizer={"clip": 0.5}, quiet=True).first == 8
+    assert [entry["step"] for _, entry in read_chain(out / CHAIN)] == [0, 4, 8, 12]
+    assert audited(out)[0] == 0
+    lines = (out / CHAIN).read_text().splitlines(keepends=True)
+    (out / CHAIN).write_text("".join(lines[:-1]) + lines[-1][:40])  # as a power cut leaves it
+    daskgpt.fit(resume=out, run={"steps": 14}, quiet=True)
+    assert (out / f"{CHAIN}.damaged-1").exists()
+    code, told = audited(out)
+    assert (code, f"FAULT step-00000008: {CHAIN} has another state.json, or none" in told) == (1, True)
+    assert "steps 12 to 14 agree" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "run"),
+    [
+        ({"local": {"local_steps": 3, "replicas": 2}}, {}),
+        ({"optimizer": {"skip_outliers": 3.0, "warmup": 2}}, {"steps": 50, "save_every": 40}),
+        ({"dataflow": {"precision": "bfloat16"}}, {}),
+        ({}, {"steps": 2000, "minutes": 0.01}),
+        ({}, {"steps": 2000, "tokens": 640}),
+    ],
+)
+def test_other_ways_to_train(small_text, tmp_path, audited, settings, run):
+    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}
+    run = {"steps": STEPS, "validation_batches": 1, "save_every": 4, "out": str(tmp_path / "run")} | run
+    daskgpt.fit(MODEL, data, run=run, quiet=True, **settings)
+    code, told = audited(tmp_path / "run", "--scheduler", "threads", "--threads", "2")
+    assert code == 0, told
+    assert " 0 differ" in told
+
+
+def test_audit_on_a_cluster_of_a_run_elsewhere(small_text, whole, tmp_path, audited, cluster):
+    cluster.have(2)
+    run, text = shutil.copytree(whole, tmp_path / "run", symlinks=True), shutil.copy(small_text, tmp_path / "text.txt")
+    code, told = audited(run, "--scheduler", cluster.address, "--data", text)
+    assert (code, told.count(" agree: ")) == (0, 3), told
+
+
+def test_runs_from_other_parameters(small_text, whole, tmp_path, audited):
+    fit(small_text, tmp_path / "tuned", init=str(whole), steps=4, save_every=2)
+    assert audited(tmp_path / "tuned")[0] == 0
+    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}
+    run = {"steps": 4, "save_every": 2, "out": str(tmp_path / "own"), "validation_batches": 1}
+    parameters = daskgpt.initial_parameters(MODEL, seed=5)
+    daskgpt.fit(MODEL, data, run=run, parameters=parameters, quiet=True)
+    code, told = audited(tmp_path / "own")
+    assert (code, "steps 0 to 2 not computed: a program gave" in told, "steps 2 to 4 agree" in told) == (0, True, True)
+
+
+def test_what_cannot_be_audited_is_refused(small_text, whole, tmp_path, audited):
+    with pytest.raises(ValueError, match="arithmetic.*float32 by .*here=bfloat16 by"):
+        audited(whole, "--precision", "bfloat16")
+    other = tmp_path / "other.txt"
+    other.write_text("L" + small_text.read_text()[1:])
+    with pytest.raises(ValueError, match="data must be those .*--data"):
+        audited(whole, "--data", other)
+    with pytest.raises(FileNotFoundError, match=CHAIN):
+        audited(tmp_path)
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    for folder in run.glob("step-*"):
+        shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="a stretch .*checkpoints=0"):
+        audited(run)
+    assert audited(run, "--share", 0)[0] == 0
+    record = json.loads((run / CHAIN).read_text().splitlines()[0])
+    (run / CHAIN).write_text(json.dumps(record | {"step": "0"}) + "\n[]\n\xff\n{}")
+    assert audited(run, "--share", 0)[1].count("is not as it was written") == 4
