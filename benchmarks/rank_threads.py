@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.messages import Channel
 from daskgpt.schedulers.local import local_scheduler
-from daskgpt.training.step import Batch, Outcome, StepOptions, TrainingStep
+from daskgpt.training.step import Outcome, StepOptions, TrainingStep
 
 LIMIT = 300  # seconds to wait for a message; a rank that compiles kernels takes long on a busy machine
 

@@ -28,11 +28,18 @@ class Expected:
 
 
 def expected(
-    parameters: Arrays, tokens: Array, targets: Array, heads: int, vocabulary: int, factors: Arrays | None = None
+    parameters: Arrays,
+    tokens: Array,
+    targets: Array,
+    heads: int,
+    vocabulary: int,
+    factors: Arrays | None = None,
+    counted: Array | None = None,
 ) -> Expected:
     """Return the results of a model for a batch.
 
     factors      of dropout, by the place: "wte+wpe", "h.0.attn" (of probabilities), "h.0.attn.c_proj", ...
+    counted      which targets count in the mean, (B, T); None = all
     vocabulary   ids that can occur: rows of wte from there on are padding, without probability
 
     Shapes       tokens, targets (B, T); matrices are (out, in)
@@ -51,13 +58,14 @@ def expected(
     shifted = logits[..., :vocabulary] - logits[..., :vocabulary].max(-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     chosen = targets[..., None].astype(int)
-    loss = -np.take_along_axis(log_probabilities, chosen, -1).mean()
+    counted = np.ones(tokens.shape, bool) if counted is None else counted
+    loss = -np.take_along_axis(log_probabilities, chosen, -1)[counted].mean()
 
     # Back from the loss: probabilities minus the one that was right, shared by all tokens.
     d_logits = np.zeros_like(logits)
     d_logits[..., :vocabulary] = np.exp(log_probabilities)
     np.put_along_axis(d_logits, chosen, np.take_along_axis(d_logits, chosen, -1) - 1, -1)
-    d_logits /= tokens.size
+    d_logits *= counted[..., None] / counted.sum()
     g: Arrays = {"wte.weight": np.einsum("btv,btc->vc", d_logits, last)}
     dx = _layernorm_backward(g, "ln_f", d_logits @ p["wte.weight"], normed, p["ln_f.weight"])
     for number in reversed(range(len(kept))):

@@ -169,10 +169,10 @@ CASES = (
     ),
     Case(
         "mean",
-        {"losses": (B, T)},
-        lambda a: summed(crossentropy.mean_forward, a["losses"].max(), a["losses"], B * T),
-        lambda a: np.asarray(a["losses"].mean()),
-        {"losses": lambda dy, a: crossentropy.mean_backward(dy, a["losses"], B * T)},
+        {"losses": (B, T), "shares": (B, T)},
+        lambda a: summed(crossentropy.mean_forward, a["losses"].max(), a["losses"], a["shares"]),
+        lambda a: np.asarray((a["losses"] * a["shares"]).sum()),
+        {"losses": lambda dy, a: crossentropy.mean_backward(dy, a["losses"], a["shares"])},
     ),
 )
 GRADIENTS = [(case, name) for case in CASES for name in case.gradients]

@@ -73,7 +73,7 @@ FITTING = {
     "crossentropy": (lambda x, wte, targets: crossentropy.forward(x, wte, targets, 9), X, TABLE, TOKENS),
     "crossentropy x": (crossentropy.backward_x, LOSSES, LOGITS, TABLE),
     "crossentropy wte": (total_last(crossentropy.backward_wte), LOSSES, LOGITS, X, TABLE.copy()),
-    "mean total": (lambda total: total_last(crossentropy.mean_forward, 10)(LOSSES, total), np.ones(())),
+    "mean": (total_last(crossentropy.mean_forward), LOSSES, LOSSES, np.ones(())),
     "dropout": (lambda *arrays: dropped(*arrays, 0, 0.1), X, streams(0, 0, 2), POSITIONS),
     "adamw": (partial(adamw, **ADAMW), X, X, X, X, HYPER),
     "momentum": (partial(momentum, **MOMENTUM), X, X, X, HYPER[:1]),

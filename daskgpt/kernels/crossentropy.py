@@ -44,11 +44,11 @@ def _softmax_losses(targets, vocabulary, losses, y):
         y[i, vocabulary:] = 0
 
 
-@kernel("r1 f n w1")
-def _mean(losses, inverse, accumulate, total):
+@kernel("r1 r1 n w1")
+def _mean(losses, shares, accumulate, total):
     result = total[0] if accumulate else losses.dtype.type(0)
     for i in range(losses.size):
-        result = fma(losses[i], inverse, result)
+        result = fma(losses[i], shares[i], result)
     total[0] = result
 
 
@@ -146,26 +146,28 @@ def backward_wte(
     return total
 
 
-def mean_forward(losses: np.ndarray, count: int, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
-    """Add the share of some tokens in the mean loss to a total.
+def mean_forward(losses: np.ndarray, shares: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
+    """Add the shares of some tokens in the mean loss to a total.
 
-    total = sum(losses / count)
+    total = sum(losses * shares);  a share is 1 / (B T), or where only some targets count, 1 / their number or 0
 
-    Shapes   losses (b, t), count = B T -> total ()
-    Dtype    float32 or float64, one for both
-    Errors   ValueError when total does not fit
+    Shapes   losses, shares (b, t) -> total ()
+    Dtype    float32 or float64, one for losses and total; shares are rounded to it
+    Errors   ValueError when the shapes or total do not fit
     """
-    check_output("crossentropy.mean_forward", "total", total, (), losses.dtype)
-    _mean(flat(losses), 1 / count, accumulate, total.reshape(1))
+    where = "crossentropy.mean_forward"
+    check_shape(where, "shares", shares, losses.shape)
+    check_output(where, "total", total, (), losses.dtype)
+    _mean(flat(losses), flat(shares.astype(losses.dtype)), accumulate, total.reshape(1))
     return total
 
 
-def mean_backward(dy: np.ndarray, losses: np.ndarray, count: int) -> np.ndarray:
+def mean_backward(dy: np.ndarray, losses: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Return the gradient of the mean loss with respect to every token's loss.
 
-    dlosses = dy / count
+    dlosses = dy * shares
 
-    Shapes   dy (), losses (b, t), count = B T -> dlosses (b, t)
-    Dtype    float32 or float64
+    Shapes   dy (), losses and shares (b, t) -> dlosses (b, t)
+    Dtype    float32 or float64, that of losses; shares are rounded to it
     """
-    return np.full(losses.shape, dy / losses.dtype.type(count), losses.dtype)
+    return np.multiply(dy, shares, dtype=losses.dtype, casting="same_kind", order="C")

@@ -112,19 +112,15 @@ def place_of(at: str) -> int:
     return 1 + len(DROPPED) * int(block_number) + DROPPED.index(part)
 
 
-def mean_loss(
-    tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0, count: int = 0
-) -> da.Array:
-    """Return the mean cross-entropy of the next token over B*T, a 0-d array, in nats.
+def mean_loss(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> da.Array:
+    """Return the mean cross-entropy of the next token, a 0-d array, in nats: the sum of all losses times `shares`.
 
     rate    of dropout, see `Forward`
-    count   number of tokens of the whole batch if these are a part of it; 0 = these are all
     """
-    tokens = inputs["tokens"]
-    check_tokens(config, tokens, inputs["targets"])
+    check_tokens(config, inputs["tokens"], inputs["targets"])
     forward = Forward(tape, config, p, inputs)
     losses = forward("losses", layers.CROSSENTROPY, transformer(tape, config, p, inputs, rate))
-    return forward("loss", layers.MEAN, losses, count=count or tokens.size)
+    return forward("loss", layers.MEAN, losses)
 
 
 def logits(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rows: Any = slice(None)) -> Any:
@@ -140,7 +136,10 @@ def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -
     """Return the inputs of a step from dask arrays of tokens."""
     positions = np.arange(tokens.shape[1], dtype=np.int32)
     inputs = {"tokens": tokens, "positions": from_numpy(f"positions-{tape.token}", positions, (tokens.chunks[1],))}
-    return inputs | ({} if targets is None else {"targets": targets})
+    if targets is None:
+        return inputs
+    shares = np.full(tokens.shape, 1 / tokens.size)
+    return inputs | {"targets": targets, "shares": from_numpy(f"shares-{tape.token}", shares, tokens.chunks)}
 
 
 def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> None:

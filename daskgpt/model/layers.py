@@ -176,9 +176,9 @@ CROSSENTROPY = Layer(
 
 MEAN = Layer(
     name="mean",
-    forward=Row(crossentropy.mean_forward, "bt -> ", "losses", "count"),
+    forward=Row(crossentropy.mean_forward, "bt, bt -> ", "losses shares"),
     outputs="loss",
-    backward={"losses": Row(crossentropy.mean_backward, ", bt -> bt", "dy losses", "count")},
+    backward={"losses": Row(crossentropy.mean_backward, ", bt, bt -> bt", "dy losses shares")},
 )
 
 LAYERS: tuple[Layer, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Layer))

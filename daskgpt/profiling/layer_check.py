@@ -18,7 +18,7 @@ from daskgpt.model.layers import Layer, Row
 from daskgpt.model.tape import Tape
 
 SIZES = {"b": 4, "t": 6, "T": 6, "C": 8, "X": 24, "O": 5, "V": 11, "P": 7}
-OPTIONS: dict[str, Any] = {"heads": 2, "vocabulary": 9, "count": 24, "place": 5, "rate": 0.3}
+OPTIONS: dict[str, Any] = {"heads": 2, "vocabulary": 9, "place": 5, "rate": 0.3}
 CHUNKS = ((4, 6), (2, 3), (1, 2), (4, 1), (2, 6))  # of a batch of these sizes; the first is all of it
 STEP = 1e-6  # of a numeric derivative
 # A central difference in float64 has errors of 1e-10 relative; a wrong formula one of some per cent.
@@ -99,7 +99,7 @@ def check_layer(
 
 
 def random_arguments(layer: Layer, random: np.random.Generator, dtype: str, sizes: Mapping[str, int] = SIZES) -> Arrays:
-    """Return arguments of a layer: tokens, positions, keys of random numbers, and normal numbers."""
+    """Return arguments of a layer: tokens, positions, keys of random numbers, shares of 0 or 1, and normal numbers."""
     values: Arrays = {}
     for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
         rule, got = "every axis must have a size", {"axes": axes}
@@ -107,6 +107,8 @@ def random_arguments(layer: Layer, random: np.random.Generator, dtype: str, size
         shape = tuple(sizes[axis] for axis in axes)
         if name in ("tokens", "targets"):
             values[name] = random.integers(0, OPTIONS["vocabulary"], shape).astype(np.int32)
+        elif name == "shares":
+            values[name] = random.integers(0, 2, shape)
         elif name == "positions":
             values[name] = np.arange(*shape, dtype=np.int32)
         elif name == "streams":

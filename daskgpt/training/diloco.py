@@ -17,6 +17,7 @@ from dask.local import get_sync
 
 from daskgpt.config.groups import share_of_rank
 from daskgpt.config.run import LocalConfig
+from daskgpt.data.dataset import Batch
 from daskgpt.graph.messages import Peers, own_part
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.recording import STATE, CompiledStep, GraphRun, Layout
@@ -28,7 +29,7 @@ from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Arrays, Job, Say, of_replica
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, of_sequences, replica_step
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, Steps, of_sequences, replica_step
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to show progress
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"

@@ -12,6 +12,7 @@ import numpy as np
 from distributed import get_worker
 
 from daskgpt.config.errors import require
+from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.messages import Peers
 from daskgpt.graph.program import Span, recorded_spans
@@ -25,7 +26,7 @@ from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.task_stream import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Arrays, Job
-from daskgpt.training.step import Batch, JobSteps, Limits, Outcome, State, as_weights, weights_in
+from daskgpt.training.step import JobSteps, Limits, Outcome, State, as_weights, weights_in
 
 Rows = list[tuple[int, int]]  # from which row to which
 Owned = dict[str, Rows]  # of each array of a state
@@ -97,15 +98,15 @@ class RankProgram:
                 held[name][rows] = values[name][rows]
         return state
 
-    def window(self, first: int, length: int, ids: Sequence[np.ndarray], limits: Limits, kept: bool) -> Window:
+    def window(self, first: int, length: int, parts: Sequence[np.ndarray], limits: Limits, kept: bool) -> Window:
         """Make some steps, one a batch.
 
         length   of the run in steps
-        ids      tokens and targets of the batches, (steps, sequences, T) of unsigned integers
+        parts    of batches (steps, sequences, T): tokens and targets as unsigned integers, of pairs loss weights
         kept     whether to keep their kernel calls for a timeline
         """
-        tokens, targets = (part.astype(np.int32) for part in ids)
-        batches = list(zip(tokens, targets))
+        tokens, targets, *others = parts
+        batches = list(zip(tokens.astype(np.int32), targets.astype(np.int32), *others))
         with self.busy:
             start, self.job.horizon.changes = time.perf_counter(), [(0, length)]
             with recorded_spans() as spans:

@@ -16,6 +16,7 @@ from uuid import uuid4
 import numpy as np
 
 from daskgpt.config.groups import share_of_rank
+from daskgpt.data.dataset import Batch
 from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
@@ -27,7 +28,7 @@ from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Arrays, Job, Say
-from daskgpt.training.step import NO_LIMITS, Batch, Limits, Outcome, State, Steps, run_on_packs
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, Steps, run_on_packs
 
 PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
@@ -162,7 +163,8 @@ class RankSteps(Steps):
         first, length = state.step, self.job.horizon.at(state.step)
         # Dask's scheduler remembers its last thousand messages to each worker: two small arrays are not many objects.
         ids = np.min_scalar_type(self.job.config.padded_vocabulary)
-        parts = [np.stack(part).astype(ids) for part in zip(*batches)]
+        tokens, targets, *others = (np.stack(part) for part in zip(*batches))
+        parts = [tokens.astype(ids), targets.astype(ids), *others]
         arguments = []
         for rank in range(len(self.addresses)):
             mine = [np.ascontiguousarray(part[:, self._sequences(rank)]) for part in parts]

@@ -17,6 +17,7 @@ import numpy as np
 from daskgpt.config.groups import Groups
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.data.dataset import Batch
 from daskgpt.graph.accumulate import MicroBatches, accumulate
 from daskgpt.graph.barriers import memory_waits, stage_of
 from daskgpt.graph.calls import Origin
@@ -42,7 +43,6 @@ EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that 
 
 Found = TypeVar("Found")
 Lazy = dict[str, da.Array]
-Batch = tuple[np.ndarray, np.ndarray]
 Limits = tuple[float, float]  # limits of loss and norm, above which the update of a step is skipped
 NO_LIMITS: Limits = (math.inf, math.inf)
 
@@ -50,6 +50,7 @@ NO_LIMITS: Limits = (math.inf, math.inf)
 INPUTS: Mapping[str, tuple[str, type]] = {
     "tokens": ("bt", np.int32),
     "targets": ("bt", np.int32),
+    "shares": ("bt", np.float64),  # of each target's loss in the mean loss
     "positions": ("t", np.int32),  # of tokens in their sequence
     "streams": ("b", np.int64),  # keys of the random numbers of each sequence, see `kernels.dropout`
     "hyper": ("S", np.float64),  # numbers of the updates that change from step to step
@@ -67,12 +68,23 @@ def input_leaves(tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int
     return leaves
 
 
-def input_values(tokens: np.ndarray, **others: np.ndarray | None) -> Arrays:
+def input_values(
+    tokens: np.ndarray,
+    targets: np.ndarray | None = None,
+    loss_weights: np.ndarray | float = 1.0,
+    *,
+    count: int = 0,
+    **others: np.ndarray | None,
+) -> Arrays:
     """Return the inputs of a step by name, as whole arrays; those that are None are left out, for nothing reads them.
 
-    others   by their names in INPUTS
+    loss_weights  of the targets, with a mean of 1 over the whole batch
+    count         number of tokens of the whole batch if these are a part of it; 0 = these are all
+    others        by their names in INPUTS
     """
-    values = {"tokens": tokens, "positions": np.arange(tokens.shape[1], dtype=np.int32), **others}
+    shares = np.full(tokens.shape, loss_weights / (count or tokens.size))
+    values = {"tokens": tokens, "targets": targets, "shares": shares, **others}
+    values["positions"] = np.arange(tokens.shape[1], dtype=np.int32)
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -248,7 +260,7 @@ class TrainingStep:
         inputs = input_leaves(tape, self.batch_shape, chunk, hyper_size(optimizer, self.row))
         known = tensors(config)
         state, weights = state_leaves(tape, config, precision, self.row.state(known))
-        loss = mean_loss(tape, config, weights, inputs, optimizer.dropout, math.prod(self.whole_shape))
+        loss = mean_loss(tape, config, weights, inputs, optimizer.dropout)
         gradients = gradients_of(tape, weights, loss)
         grad_info, outputs = inputs["hyper"], {"loss": loss}
         if guards(optimizer):
@@ -364,10 +376,10 @@ class TrainingStep:
 
         rows   which sequences of the run's batch these are; None for those of this rank
         """
-        (tokens, targets), rows = batch, rows or self.sequences
+        rows, count = rows or self.sequences, math.prod(self.whole_shape)
         hyper = hyper_of(self.optimizer, self.row, step, steps, limits)
         random = streams(self.options.seed, step, rows.stop)[rows] if self.optimizer.dropout else None
-        return input_values(tokens, targets=targets, hyper=hyper, streams=random)
+        return input_values(*batch, count=count, hyper=hyper, streams=random)
 
 
 def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
