@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_plan_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
@@ -17,7 +18,7 @@ from daskgpt.config.stopping import STOPPED
 from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.sampler import sampled
-from daskgpt.generation.sanitize import readable
+from daskgpt.generation.sanitize import readable, shown
 from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.recorder import (
     DaskReportCallback,
@@ -28,7 +29,7 @@ from daskgpt.profiling.recorder import (
 )
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
-from daskgpt.training.job import Job, one_horizon, require_memory
+from daskgpt.training.job import HORIZONS, Job, one_horizon, require_memory
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import SECTIONS, Resumed, WarmStart, changeable, first_state, may_not_change, open_dataset
 from daskgpt.training.step import State, call_on_model
@@ -45,9 +46,9 @@ EPILOG = (
 def parser() -> Parser:
     """Return the parser of all flags of a run."""
     flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG)
-    recipe = "speedrun (tiny to 1.88 nats a character of tinyshakespeare)"
+    recipes = "speedrun (tiny to 1.88 nats a character of tinyshakespeare), finetune (further training of --init)"
     sizes = ", ".join(PRESETS)
-    flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipe}")
+    flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipes}")
     flags.add_argument(
         "--resume",
         metavar="RUN",
@@ -63,12 +64,22 @@ def parser() -> Parser:
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """Return the values of a command line, with the flags of the recipe that it names."""
+    """Return the values of a command line, with the flags of the recipe that it names.
+
+    The length of the run is the recipe's only where none is given.
+
+    Errors   ValueError if a recipe without a size has no model to start from
+    """
     values = parser().parse_args(arguments)
     if not values.resume and (recipe := RECIPES.get(values.preset)):
-        own = shlex.split(recipe)
+        words, given = shlex.split(recipe), given_flags(RunConfig, values)
+        lengths = {f"--{name}" for name in HORIZONS} if given.keys() & set(HORIZONS) else set()
+        own = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in lengths for word in pair]
+        size, got = parser().parse_args(own).preset, {"preset": values.preset, "init": given.get("init", "")}
+        rule = "the recipe must have a model to start from"
+        require(bool(size or got["init"]), "train", rule, got, "Add --init with a folder or file of one.")
         values = parser().parse_args([*own, *arguments])
-        values.preset = own[1]
+        values.preset = size
     return values
 
 
@@ -148,17 +159,22 @@ def report(job: Job, result: Result, seconds: float) -> None:
         if result.stopped:
             print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")
             return
-        prompt = "def " if job.data.data == STANDARD_LIBRARY else "The "
+        prompt = "def " if job.data.data == STANDARD_LIBRARY else "..." if job.tokens.prompt else "The "
         print(f'continue with: {called("generate")} {shlex.quote(folder)} --prompt "{prompt}"')
 
 
 def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
-    """Return generated text between two lines; the first one has the number of steps."""
-    encoding, steps = get_encoding(job.tokens.encoding_name), state.step
+    """Return generated text between two lines; the first one has the number of steps.
+
+    Of pairs, it is a held-out prompt and the response to it.
+    """
+    encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, list(job.tokens.prompt)
     threads, length = 0 if scheduler.in_place else 1, job.data.sequence_length
     options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "threads": threads, "context": length}
-    writing = partial(sampled, job.config, prompt=encoding.encode("\n"), count=job.run.sample_tokens, **options)
-    text = "".join(readable(encoding, call_on_model(scheduler, state, writing)))
+    end, prompt = encoding.eot_token if asked else None, asked or encoding.encode("\n")
+    writing = partial(sampled, job.config, prompt=prompt, count=job.run.sample_tokens, end=end, **options)
+    tokens = call_on_model(scheduler, state, writing)
+    text = "".join(readable(encoding, [*asked, *shown(encoding, tokens, end)]))
     return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"
 
 

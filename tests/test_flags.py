@@ -33,7 +33,7 @@ def answer(parser, capsys, *words):
         (["--attn_pdrop", "0.1"], "--attn_pdrop", "--dropout"),
         (["--batchsize", "3"], "--batchsize", "Did you mean --batch-size"),
         (["--batch-siz", "3"], "--batch-siz", "Did you mean --batch-size"),  # no flag may be shortened
-        (["--epochs", "3"], "--epochs", "--steps"),
+        (["--num-train-epochs", "3"], "--num-train-epochs", "--epochs"),
         (["--device", "cuda"], "--device", "CPUs"),
         (["--steps", "2", "text.txt"], "text.txt", "--data"),
         (["--steps", "many"], "--steps", "invalid int"),

@@ -11,7 +11,7 @@ from daskgpt.config.run import RECIPES
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_recipes_have_known_flags(name):
     size = train.parser().parse_args(RECIPES[name].split()).preset
-    assert train.parsed(["--preset", name]).preset == size
+    assert train.parsed(["--preset", name, "--init", "model"]).preset == size
 
 
 def test_flags_override_a_recipe(tmp_path):

@@ -59,13 +59,13 @@ def test_tokens_determine_the_steps(small_text, tmp_path):
     result = fit(small_text, tmp_path / "run", steps=99, tokens="500")
     assert len(result.losses) == 8  # of 64 tokens
     assert 'warmup = 3\ncooldown = "20%"' in (tmp_path / "run" / "config.toml").read_text()
-    assert "steps = 8\ntokens = 500\n" in (tmp_path / "run" / "config.toml").read_text()
+    assert "steps = 8\nepochs = 0.0\ntokens = 500\n" in (tmp_path / "run" / "config.toml").read_text()
     assert result.losses == fit(small_text, tmp_path / "steps", steps=8).losses
     with pytest.raises(ValueError, match="steps left; got steps=8"):
         daskgpt.fit(resume=tmp_path / "run", quiet=True)
     assert len(daskgpt.fit(resume=tmp_path / "run", run={"tokens": 640}, quiet=True).losses) == 10
     assert len(daskgpt.fit(resume=tmp_path / "run", run={"steps": 12}, quiet=True).losses) == 12
-    assert "steps = 12\ntokens = 0\n" in (tmp_path / "run" / "config.toml").read_text()
+    assert "steps = 12\nepochs = 0.0\ntokens = 0\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_estimates_follow_the_clock():

@@ -34,6 +34,7 @@ _SYNONYMS = {
     "vocabulary": "vocab-size",
     "preset": "model",
     "steps": "max-iters max-steps num-iterations iterations",
+    "epochs": "num-train-epochs num-epochs",
     "init": "init-from pretrained checkpoint",
     "out": "o out-dir output-dir",
     "precision": "dtype bf16",
@@ -51,10 +52,8 @@ _SYNONYMS = {
 SYNONYMS = {synonym: name for name, synonyms in _SYNONYMS.items() for synonym in synonyms.split()}
 MISSING = {
     "device": "Everything runs on CPUs: --scheduler and --threads choose where.",
-    "epochs": "The length of a run is --steps, --tokens or --minutes, and batches are drawn at random.",
     "compile": "Kernels are always compiled, at the first start on a machine.",
 }
-MISSING["num-train-epochs"] = MISSING["epochs"]
 
 
 def called(command: str) -> str:

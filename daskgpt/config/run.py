@@ -18,7 +18,9 @@ class DataConfig(Checked):
     """The source of tokens, and the size of a batch."""
 
     data: str = setting(
-        "stdlib", "stdlib (this Python's library source), a text file, folder or glob, .bin files, or prepared tokens"
+        "stdlib",
+        "stdlib (this Python's library source), a text file, folder or glob, .bin files, prepared tokens, or .jsonl "
+        "files of pairs: objects with prompt and response, of which responses are learned",
     )
     encoding: str = setting(
         "auto",
@@ -28,7 +30,8 @@ class DataConfig(Checked):
     )
     order: str = setting(
         "auto",
-        "order of sequences: drawn at random, or each once per epoch; auto = epochs of prepared tokens, else random",
+        "order of sequences: drawn at random, or each once per epoch; auto = epochs of prepared tokens and of pairs, "
+        "else random",
         choices=("auto", "random", "epochs"),
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
@@ -168,6 +171,7 @@ class RunConfig(Checked):
     """One training run: its length, its start, and its output."""
 
     steps: int = setting(2000, "optimizer steps", least=1)
+    epochs: float = setting(0.0, "length of the run in passes over the training part, in place of --steps", most=1e6)
     tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
     minutes: float = setting(
         0.0,
@@ -205,7 +209,9 @@ class RunConfig(Checked):
     )
     log: str = setting("", "where metrics are written in addition to RUN/metrics.jsonl: tensorboard (needs its extra)")
     sample_tokens: int = setting(200, "length of a text sample; 0 = none", unit="tokens", most=2**20)
-    sample_every: int = setting(0, "on the command line, steps between text samples; 0 = only at the end", unit="steps")
+    sample_every: int = setting(
+        0, "on the command line, steps between text samples; 0 = at the end, and with --init at the start", unit="steps"
+    )
 
 
 def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:
@@ -245,4 +251,9 @@ RECIPES: dict[str, str] = {
     "speedrun": "--preset tiny --encoding learn:4096 --held-out end --validation-batches 51 --validate-every 0"
     " --batch-size 12 --sequence-length 64 --optimizer muon --learning-rate 0.01 --schedule linear --warmup 20"
     " --final-learning-rate 0 --steps 100",
+    # Further training of a model from --init. What it knows is to be kept: the rates are small, and rise slowly at the
+    # start, when AdamW's moments are still unknown. Validations are frequent, since few examples are soon learned by
+    # heart; RUN/best is the model before that.
+    "finetune": "--learning-rate 5e-5 --schedule linear --warmup 10% --final-learning-rate 0 --clip 1 --beta2 0.999"
+    " --weight-decay 0.01 --batch-size 8 --sequence-length 256 --epochs 3 --validate-every 50",
 }

@@ -1,4 +1,4 @@
-"""Token ids for training and validation from texts, token files or prepared folders, and batches of them."""
+"""Token ids for training and validation from texts, pairs, token files or prepared folders, and batches of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.data import tokenizer
+from daskgpt.data.pairs import Examples, are_pairs, read_examples
 from daskgpt.data.text import SPANS, STANDARD_LIBRARY, read_text, split_text, split_tokens
 from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, Part, read_manifest
 from daskgpt.formats.llmc import read_tokens
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
-Batch = tuple[np.ndarray, np.ndarray]
+Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
 HASHED_TOKENS = 2**22  # at a time
 
@@ -50,7 +52,7 @@ class MappedTokens:
         return found
 
 
-Tokens = np.ndarray | MappedTokens
+Tokens = np.ndarray | MappedTokens | Examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,7 @@ class Dataset:
     origin   a description of their source
     order    default order of sequences: see `batch`
     shards   SHA-256 of the token files, if known
+    prompt   tokens of a held-out prompt; empty for text
 
     Shapes   training (N,), validation (M,)
     Dtype    uint16
@@ -72,12 +75,17 @@ class Dataset:
     origin: str
     order: str = RANDOM
     shards: tuple[str, ...] = ()
+    prompt: Sequence[int] = ()
 
     @property
     def description(self) -> str:
         """Origin and sizes as text."""
         sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
         return f"{self.origin}: {sizes} ({self.encoding_name})"
+
+    def epoch(self, sequence_length: int) -> int:
+        """Return the number of sequences that hold the training part once."""
+        return _sequences(self.training, sequence_length, sequence_length)
 
     def checked(self, where: str, batch_size: int, sequence_length: int) -> Dataset:
         """Return the dataset.
@@ -99,6 +107,7 @@ class Dataset:
         """
         found = hashlib.sha256("".join(self.shards).encode())
         for tokens in () if self.shards else (self.training, self.validation):
+            assert not isinstance(tokens, Examples), "their digest is that of the pairs"
             for first in range(0, tokens.size, HASHED_TOKENS):
                 found.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], "<u2").data)
         return found.hexdigest()
@@ -124,7 +133,7 @@ def load_dataset(
 
     Without an encoding, token files are assumed to be GPT-2's and text to be bytes; learn:1024 learns a vocabulary of
     1,024 ids from the training part. Every document begins with end-of-text, and so does every piece of one that was
-    cut for validation.
+    cut for validation. Lines of pairs become examples (`data/pairs.py`).
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    uint16
@@ -136,9 +145,14 @@ def load_dataset(
     where, learned = "load_dataset", tokenizer.is_to_be_learned(name)
     tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source}
-    require(not (learned and is_token_source(source)), where, rule, got, "Name the encoding of these tokens.")
+    text = not (is_token_source(source) or are_pairs(source))
+    require(text or not learned, where, rule, got, "Name the encoding of these tokens.")
     rule = "validation_fraction must lie between 0 and 1"
     require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
+    if are_pairs(source):
+        codec = tokenizer.get_encoding(name)
+        training, validation, *known = read_examples(source, codec, validation_fraction, held_out, sequence_length)
+        return Dataset(training, validation, codec.n_vocab, name, known[0], EPOCHS, (known[1],), validation.prompt(0))
     return _load(source, name, validation_fraction, held_out).checked(where, 1, sequence_length)
 
 
@@ -259,25 +273,31 @@ def batch(
 
     targets[b, t] = tokens[start[b] + t + 1]
 
+    Pairs give an example a sequence, and loss weights.
+
     order        random: start[b] = Philox(seed, step)[b] mod (N - T). epochs: the tokens are cut into (N - 1) // T
                  sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
     vocabulary   bound of every id; 0 = not checked
 
-    Shapes   tokens (N,) -> tokens (B, T), targets (B, T)
-    Dtype    int32
+    Shapes   tokens (N,) -> tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Dtype    int32, weights float64
     Errors   ValueError for sizes below 1, a negative seed or step, fewer than T + 1 tokens, or an id beyond the
              vocabulary
     """
     _check_sizes("batch", tokens, batch_size=batch_size, sequence_length=sequence_length)
     got = {"seed": seed, "step": step}
     require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
+    stride = sequence_length if order == EPOCHS else 1
+    count = _sequences(tokens, sequence_length, stride)
     if order == EPOCHS:
-        starts = _in_epochs(tokens.size, batch_size, sequence_length, seed, step)
+        numbers = _in_epochs(count, batch_size, seed, step)
     else:
         # The raw stream, which NumPy keeps stable; it does not promise this for random integers.
         raw = np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(batch_size)
-        starts = (raw % np.uint64(tokens.size - sequence_length)).astype(np.int64)
-    found = _windows(tokens, starts, sequence_length)
+        numbers = (raw % np.uint64(count)).astype(np.int64)
+    if isinstance(tokens, Examples):
+        return tokens.batch(numbers, sequence_length)
+    found = _windows(tokens, numbers * stride, sequence_length)
     if vocabulary:
         largest = int(max(part.max() for part in found))
         rule, got = "every id must be below the vocabulary", {"id": largest, "vocabulary": vocabulary, "step": step}
@@ -285,32 +305,38 @@ def batch(
     return found
 
 
-def _in_epochs(size: int, batch_size: int, sequence_length: int, seed: int, step: int) -> np.ndarray:
-    count = (size - 1) // sequence_length
+def _sequences(tokens: Tokens, length: int, stride: int) -> int:
+    """Return how many sequences there are, each so many tokens after the one before it; of pairs, one an example."""
+    return tokens.count if isinstance(tokens, Examples) else (tokens.size - length - 1) // stride + 1
+
+
+def _in_epochs(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
     epochs, places = np.divmod(np.arange(batch_size, dtype=np.int64) + step * batch_size, count)
-    starts = np.empty(batch_size, np.int64)
+    numbers = np.empty(batch_size, np.int64)
     for epoch in np.unique(epochs):
-        starts[epochs == epoch] = shuffled(places[epochs == epoch], count, seed, int(epoch))
-    return starts * sequence_length
+        numbers[epochs == epoch] = shuffled(places[epochs == epoch], count, seed, int(epoch))
+    return numbers
 
 
 def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int, count: int) -> Iterator[Batch]:
     """Return the same windows every time, spread evenly from the first token to the last.
 
-    They overlap where tokens are few.
+    They overlap where tokens are few. Of pairs, each batch has other examples, and there are fewer batches if need be.
 
-    Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T)
-    Dtype    int32
+    Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Dtype    int32, weights float64
     Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is made
     """
     _check_sizes("validation_batches", tokens, batch_size=batch_size, sequence_length=sequence_length, count=count)
+    if isinstance(tokens, Examples):
+        return iter(tokens.validation_batches(batch_size, sequence_length, count))
     windows = batch_size * count
     last = tokens.size - sequence_length - 1
     starts = np.arange(windows, dtype=np.int64) * last // max(1, windows - 1)
     return (_windows(tokens, row, sequence_length) for row in starts.reshape(count, batch_size))
 
 
-def _windows(tokens: Tokens, starts: np.ndarray, sequence_length: int) -> Batch:
+def _windows(tokens: np.ndarray | MappedTokens, starts: np.ndarray, sequence_length: int) -> Batch:
     windows = tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int32)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
@@ -320,7 +346,7 @@ def _check_sizes(where: str, tokens: Tokens, **sizes: int) -> None:
         require(size >= 1, where, f"{name} must be at least 1", {name: size}, "Give a positive number.")
     least = sizes["sequence_length"] + 1
     rule, advice = f"there must be at least {least} tokens", "Give more text or a smaller sequence_length."
-    require(tokens.size >= least, where, rule, {"tokens": tokens.size}, advice)
+    require(isinstance(tokens, Examples) or tokens.size >= least, where, rule, {"tokens": tokens.size}, advice)
 
 
 class BatchLoader:

@@ -64,10 +64,10 @@ class Inference:
         return self.of_all(scheduler, state, [(tokens, targets)])[0]
 
     def of_all(
-        self, scheduler: Scheduler, state: State, batches: Sequence[tuple[np.ndarray, np.ndarray | None]]
+        self, scheduler: Scheduler, state: State, batches: Sequence[tuple[Any, ...]]
     ) -> list[dict[str, np.ndarray]]:
         """Return the same for several batches, which are one graph and overlap."""
-        values = [input_values(tokens, targets=targets) for tokens, targets in batches]
+        values = [input_values(*batch) for batch in batches]
         results = scheduler.run(self.runnable.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
         return [self.runnable.output(own) for own in self.runnable.split_window(fetched, len(batches))]
@@ -115,7 +115,7 @@ TOGETHER = 20  # batches in one graph
 
 
 class Validation:
-    """Measures the loss of fixed, evenly spread windows of the held-out text.
+    """Measures the loss of fixed, evenly spread windows of the held-out text, or of held-out pairs.
 
     stop_requested   returns whether the run shall end: a validation is given up then
     """
@@ -123,7 +123,7 @@ class Validation:
     def __init__(self, job: Job, scheduler: Scheduler, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.job, self.scheduler, self.stop_requested = job, scheduler, stop_requested
         self.inference: Inference | None = None
-        self.bytes: int | None = None  # of predicted text; 0 if that is unknown
+        self.predicted: tuple[int, int] | None = None  # tokens, and bytes of their text; 0 if these are unknown
 
     def of(self, state: State, chunk: tuple[int, int]) -> dict[str, Any]:
         """Return the metrics of a state; none where the run ends before all windows are measured.
@@ -137,15 +137,17 @@ class Validation:
         if (loss := self.loss(state, chunk)) is None:
             return {}
         found: dict[str, Any] = {"validation_loss": loss}
-        if self.bytes is None:
+        if self.predicted is None:
+            targets = [own[weights[0] > 0] if weights else own for _, own, *weights in self._batches()]
             try:
                 sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
-                self.bytes = sum(int(np.sum(sizes[targets])) for _, targets in self._batches())
+                count = sum(int(np.sum(sizes[own])) for own in targets)
             except FileNotFoundError:  # the vocabulary, which training does not need
-                self.bytes = 0
-        if self.bytes:
-            tokens = self.job.run.validation_batches * math.prod(self.job.batch_shape)
-            found["validation_bits_a_byte"] = loss * tokens / math.log(2) / self.bytes
+                count = 0
+            self.predicted = sum(own.size for own in targets), count
+        tokens, count = self.predicted
+        if count:
+            found["validation_bits_a_byte"] = loss * tokens / math.log(2) / count
         return found | {"validation_s": round(time.perf_counter() - start, 3)}
 
     def loss(self, state: State, chunk: tuple[int, int]) -> float | None:

@@ -38,13 +38,13 @@ from daskgpt.training.logs import chosen_sinks
 
 Arrays = Mapping[str, np.ndarray]
 Say = Callable[[str], None]  # prints a line
-HORIZONS = ("steps", "tokens", "minutes")
+HORIZONS = ("steps", "epochs", "tokens", "minutes")
 ESTIMATES = 100  # in the time of a run
 RECENT = 10  # number of estimates over which the time of a step is averaged
 
 
 class Horizon:
-    """The length of a run: a number of steps or of tokens, or the steps that fit into a number of minutes.
+    """The length of a run: a number of steps, epochs or tokens, or the steps that fit into a number of minutes.
 
     How many steps fit into some minutes depends on the machine, and the learning rate on the number of all steps.
     So that number is estimated again whenever a hundredth of the time has passed, and each estimate is recorded with
@@ -54,9 +54,11 @@ class Horizon:
     changes   (step, number of all steps from that step on), in order
     """
 
-    def __init__(self, run: RunConfig, tokens_a_step: int) -> None:
-        one_horizon({"tokens": run.tokens, "minutes": run.minutes})
-        steps = -(-run.tokens // tokens_a_step) if run.tokens else run.steps
+    def __init__(self, run: RunConfig, tokens_a_step: int, epoch: int = 0) -> None:
+        """epoch   tokens of an epoch"""
+        one_horizon({"epochs": run.epochs, "tokens": run.tokens, "minutes": run.minutes})
+        tokens = run.tokens or math.ceil(run.epochs * epoch)
+        steps = -(-tokens // tokens_a_step) if tokens else run.steps
         self.changes = [(0, steps)]
         self.seconds = 60 * run.minutes  # of the run; 0 if it is not limited by time
         self.known: list[tuple[int, float]] = []  # steps and seconds at each estimate of this process
@@ -151,7 +153,8 @@ class Job:
     replaced: str = field(init=False, default_factory=replaced_rows)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape)))
+        epoch = self.dataset.epoch(self.data.sequence_length) * self.data.sequence_length if self.dataset else 0
+        object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape), epoch))
         check_replicas(self.data, self.local, self.dataflow.barrier)
         together = self.local.replicas == 1
         shape = self.micro_shape if together else self.replica_shape

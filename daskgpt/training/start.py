@@ -49,9 +49,9 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
     "run": (
-        *("steps", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
-        *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every", "worker_minutes"),
-        *("worker_seconds", "log"),
+        *("steps", "epochs", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens"),
+        *("sample_every", "save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every"),
+        *("worker_minutes", "worker_seconds", "log"),
     ),
 }
 # Values that leave a setting to the run: with --resume, they change nothing.
@@ -371,7 +371,7 @@ class Resumed:
                     raise may_not_change(self.path, setting, value, values.get(setting))
             if name == "run" and any(map(given.get, HORIZONS)):
                 one_horizon(given)
-                values |= {"tokens": 0, "minutes": 0}  # the new length replaces the old one
+                values |= {"epochs": 0, "tokens": 0, "minutes": 0}  # the new length replaces the old one
             found[name] = kind(**values | {n: v for n, v in given.items() if n in may_change})
         return found
 

@@ -353,6 +353,8 @@ class _Trainer:
         """
         job, steps = self.job, self.steps
         validation = Validation(job, self.scheduler, self.stop_requested)
+        if job.run.init and not self.losses:
+            self._sample(state)  # of the model to start from
         while state.step < job.steps:
             window = range(state.step, state.step + self._together(state.step))
             first_time, undecided = window[-1] >= len(self.losses), steps.open
@@ -388,7 +390,7 @@ class _Trainer:
                 with self.timed("recovery points"):
                     self.recovery.after(state)
             if meets:
-                if first_time:
+                if first_time and job.due(job.run.sample_every, state.step):
                     self._sample(state)
                 self._save(state, checked="validation_loss" in records[-1])
         return state, False
@@ -442,9 +444,8 @@ class _Trainer:
             self.enough = True
 
     def _sample(self, state: State) -> None:
-        """Print a sample if one is due."""
-        sampler = self.observers.sampler
-        if sampler and self.job.due(self.job.run.sample_every, state.step):
+        """Print a sample, if there is to be one."""
+        if sampler := self.observers.sampler:
             with self.timed("samples"):
                 self.progress.show(sampler(self.scheduler, state))
 

@@ -11,6 +11,8 @@ from textwrap import dedent
 import numpy as np
 import pytest
 from conftest import SMALL, random_parameters
+from documented import ROOT
+from small_runs import losses_of
 from test_tokenizers import trained
 from tolerances import TOLERANCES
 
@@ -18,6 +20,7 @@ import daskgpt
 from daskgpt import convert, evaluate, generate, train
 from daskgpt.config.model import GPT2Config
 from daskgpt.data import tokenizer as encodings
+from daskgpt.data.dataset import shuffled
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 
@@ -34,6 +37,7 @@ def theirs_of(config):
     torch.manual_seed(0)
     sizes = {"n_layer": config.blocks, "n_head": config.heads, "n_embd": config.channels}
     sizes |= {"n_positions": config.positions, "vocab_size": config.vocabulary}
+    sizes |= {f"{part}_pdrop": 0.0 for part in ("attn", "embd", "resid")}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
     with torch.no_grad():
         for name, values in model.named_parameters():
@@ -175,3 +179,50 @@ def test_fine_tuned_folder_with_tokenizer_loads_in_transformers(tmp_path, capsys
     capsys.readouterr()
     assert generate.main([str(run), "--prompt", "line 7: the", "--tokens", "16", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
+
+
+def test_fine_tuning_on_pairs_matches_a_loop_in_pytorch(tmp_path, monkeypatch, capsys):
+    """The same pairs in the same order, masked by their own hands: 50 steps of AdamW, the losses side by side."""
+    length, size, steps, rate = 48, 8, 50, 1e-3
+    pairs = [(f"question {number}: ", f"{number * number} is the answer") for number in range(200)]
+    lines = (json.dumps({"prompt": one, "response": other}) for one, other in pairs)
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    model = theirs_of(replace(BYTES, positions=96)).train()  # without dropout, as its configuration is
+    model.save_pretrained(tmp_path / "theirs")
+    flags = f"--batch-size {size} --sequence-length {length} --steps {steps} --schedule constant --warmup 0 --clip 1"
+    flags += f" --learning-rate {rate} --beta2 0.999 --weight-decay 0.01 --sample-tokens 0 --validation-fraction 0.1"
+    where = ["--init", str(tmp_path / "theirs"), "--data", str(tmp_path / "pairs.jsonl")]
+    assert train.main(["--preset", "finetune", *flags.split(), *where, "--out", str(tmp_path / "run")]) == 0
+
+    rows = []
+    for number, (prompt, response) in enumerate(pairs):
+        if number % 10 != 4:  # which are held out
+            ids = [*prompt.encode(), *response.encode(), 256]
+            labels = [-100] * (len(prompt) - 1) + ids[len(prompt) :]
+            rows.append((ids + [256] * (length - len(ids)), labels + [-100] * (length - len(labels))))
+    tokens, labels = (torch.tensor([row[part] for row in rows]) for part in (0, 1))
+    matrices = [values for values in model.parameters() if values.ndim > 1]
+    others = [values for values in model.parameters() if values.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999))
+    losses, count = [], len(rows)
+    for step in range(steps):
+        places = np.arange(step * size, (step + 1) * size)
+        own = [int(shuffled(np.array([place % count]), count, 0, place // count)[0]) for place in places]
+        logits = model(tokens[own]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[own].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    found = losses_of(tmp_path / "run")
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-3)
+    assert losses[-1] < 0.5 * losses[0]
+    converted(tmp_path / "run", tmp_path / "tuned-hf")
+    assert_same_logits(tmp_path / "run", transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tuned-hf").eval())
+    page, names = (ROOT / "docs" / "finetuning.md").read_text(), {}
+    monkeypatch.chdir(tmp_path)
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    assert names["tokenizer"].decode(names["prompt"].input_ids[0]) in capsys.readouterr().out
+    print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}, off by {np.abs(np.subtract(found, losses)).max():.1e} at most")
