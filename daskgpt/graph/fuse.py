@@ -84,8 +84,9 @@ class Fusion:
                 if not single and call.bucket == "store":
                     return "store", min(graph[key].dependencies)
                 if not single and isinstance(call, RowSum | RowUpdate):
-                    unit = unit_of(origin, self.grain)
-                    return None if unit == OUTSIDE else (type(call).__name__, unit, key[1:])
+                    # Sums outside of the blocks are made at very different times, as those of the tied table.
+                    unit = type(call).__name__, unit_of(origin, self.grain), key[1:]
+                    return None if origin.block is None else unit
             phase = origin.phase if self.apart else ""
             if key in squared or key in updated:
                 share = key[1] if call.by_rows else 0  # each share of a large tensor's rows stays a separate task
