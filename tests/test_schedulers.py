@@ -136,9 +136,9 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
 
     pending, copied = [], RankSteps.copied
 
-    def copied_at_once(self, *state):
-        found = copied(self, *state)
-        pending.extend(each for each in found if not each.done())
+    def copied_at_once(self, *state, **apart):
+        found = copied(self, *state, **apart)
+        pending.extend(first for first, *_ in found if not first.done())
         return found
 
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
