@@ -8,6 +8,7 @@ import pytest
 from command_lines import write_text
 from llmc_samples import read_model
 from machines import Machines
+from tolerances import TOLERANCES
 
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.llmc import read_debug_state
@@ -86,6 +87,15 @@ def random_parameters(config: GPT2Config, random: np.random.Generator, dtype: st
 
 def random_batch(config: GPT2Config, random: np.random.Generator, shape: tuple[int, int] = (4, 12)):
     return tuple(random.integers(0, config.vocabulary, shape).astype(np.int32) for _ in range(2))
+
+
+def assert_agrees(loss, gradients, wanted):
+    """A loss and gradients in float64, beside those of the independent program (`reference_gpt2.expected`)."""
+    tolerance = TOLERANCES["whole model, float64"]["of largest"]
+    assert abs(loss - wanted.loss) < tolerance * wanted.loss
+    for name, gradient in gradients.items():
+        largest = np.abs(wanted.gradients[name]).max()
+        np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
 
 
 def whole_logits(config, parameters, tokens):

@@ -8,7 +8,7 @@ import dask.array as da
 import numba
 import numpy as np
 import pytest
-from conftest import GOLDEN, SMALL, random_batch, random_parameters
+from conftest import GOLDEN, SMALL, assert_agrees, random_batch, random_parameters
 from reference_dropout import factors, of_batch
 from reference_gpt2 import expected
 from small_runs import fit, losses_of, stopping_at, tensors_of
@@ -83,11 +83,7 @@ def test_loss_and_gradients_match_an_independent_program(random, chunk):
     keys = da.from_array(streams(11, 5, 4), chunks=chunk[0])
     lazy_loss = mean_loss(tape, SMALL, lazy, {**lazy_inputs(tape, tokens, targets), "streams": keys}, 0.3)
     loss, gradients = dask.compute(lazy_loss, gradients_of(tape, lazy, lazy_loss), scheduler="sync")
-    tolerance = TOLERANCES["whole model, float64"]["of largest"]
-    assert abs(loss - wanted.loss) < tolerance * wanted.loss
-    for name, gradient in gradients.items():
-        largest = np.abs(wanted.gradients[name]).max()
-        np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
+    assert_agrees(loss, gradients, wanted)
 
 
 def test_masks_follow_from_step_and_seed(random):

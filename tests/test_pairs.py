@@ -8,7 +8,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from conftest import SMALL, random_batch, random_parameters
+from conftest import SMALL, assert_agrees, random_batch, random_parameters
 from reference_gpt2 import expected
 from small_runs import MODEL, config_of, losses_of, metrics_of, stopping_at, tensors_of
 from tolerances import TOLERANCES
@@ -56,11 +56,7 @@ def test_loss_and_gradients_of_counted_targets(random, chunk):
     shares = input_values(tokens, targets, counted * (counted.size / counted.sum()))["shares"]
     lazy_loss = mean_loss(tape, SMALL, lazy, {**inputs, "shares": da.from_array(shares, chunks=chunk)})
     loss, gradients = dask.compute(lazy_loss, gradients_of(tape, lazy, lazy_loss), scheduler="sync")
-    tolerance = TOLERANCES["whole model, float64"]["of largest"]
-    assert abs(loss - wanted.loss) < tolerance * wanted.loss
-    for name, gradient in gradients.items():
-        largest = np.abs(wanted.gradients[name]).max()
-        np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
+    assert_agrees(loss, gradients, wanted)
 
 
 def test_examples_and_their_counted_targets(pairs):

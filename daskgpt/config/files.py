@@ -8,13 +8,15 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from daskgpt.config.errors import refusal, require
+
+T = TypeVar("T")
 
 
 def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
@@ -202,6 +204,26 @@ def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
         got = f"file={path} ({error.strerror or error})"
         advice = "Check its permissions and its disk; workers of a cluster must find it under the same path."
         raise refusal(type(error), where, "the file must be readable", got, advice) from error
+
+
+def json_lines(path: Path, where: str, parse: Callable[[Any], T], rule: str, advice: str) -> Iterator[T]:
+    """Yield what `parse` makes of the JSON of each line of a file that is not blank.
+
+    where, rule, advice   of the error
+
+    Errors   FileNotFoundError, OSError; ValueError naming the first line that is no JSON, or that `parse` refuses by a
+             ValueError, TypeError or KeyError
+    """
+    with readable(path, where):
+        lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found = parse(json.loads(line.decode()))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                got = {"path": path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
+                raise refusal(ValueError, where, rule, got, advice) from None
+            yield found
 
 
 def matching_files(source: str, where: str) -> list[Path]:

@@ -7,15 +7,14 @@ context in which the model will write it, and attention never reads another exam
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tiktoken import Encoding
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of, matching_files, readable
+from daskgpt.config.errors import require
+from daskgpt.config.files import digest_of, json_lines, matching_files
 from daskgpt.data.text import runs
 from daskgpt.data.tokenizer import encode
 
@@ -36,24 +35,16 @@ def read_pairs(source: str) -> list[Pair]:
 
     Errors   FileNotFoundError if there is no file; ValueError naming the first line that is not such an object
     """
-    pairs = list[Pair]()
-    for path in matching_files(source, WHERE):
-        with readable(path, WHERE):
-            lines = path.read_bytes().splitlines()
-        pairs += [_pair(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    return pairs
+    rule = 'a line must be a JSON object with "prompt" and "response", texts that are not empty'
+    advice = "Correct it; daskgpt.prepare reads lines of plain text."
+    paths = matching_files(source, WHERE)
+    return [pair for path in paths for pair in json_lines(path, WHERE, _pair, rule, advice)]
 
 
-def _pair(path: Path, number: int, line: bytes) -> Pair:
-    try:
-        known = json.loads(line.decode())
-        prompt, response = (known[key] for key in KEYS)
-        if not all(isinstance(text, str) and text.encode() for text in (prompt, response)):
-            raise ValueError("a prompt or response that is empty or not a text")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        rule = 'a line must be a JSON object with "prompt" and "response", texts that are not empty'
-        got = {"path": path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
-        raise refusal(ValueError, WHERE, rule, got, "Correct it; daskgpt.prepare reads lines of plain text.") from None
+def _pair(known: Any) -> Pair:
+    prompt, response = (known[key] for key in KEYS)
+    if not all(isinstance(text, str) and text.encode() for text in (prompt, response)):
+        raise ValueError("a prompt or response that is empty or not a text")
     return prompt, response
 
 

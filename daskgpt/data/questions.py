@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tiktoken import Encoding
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import matching_files
+from daskgpt.config.errors import require
+from daskgpt.config.files import json_lines, matching_files
 from daskgpt.data.dataset import is_token_source
 from daskgpt.data.tokenizer import encode
 from daskgpt.formats.llmc import HEADER_BYTES, QUESTIONS, read_header
@@ -56,26 +57,22 @@ def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Que
              lacks a label (as in the test part)
     Source   Zellers et al. 2019, arXiv:1905.07830
     """
-    questions, where = list[Question](), "read_hellaswag"
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            known = json.loads(line.decode())
-            context, endings, label = known["ctx"], known["endings"], int(known["label"])
-            if not (isinstance(endings, list) and len(endings) > 1 and 0 <= label < len(endings)):
-                raise ValueError("fewer than two endings, or a label of none of them")
-            if not all(isinstance(each, str) for each in endings) or not (isinstance(context, str) and context):
-                raise ValueError("no ctx, or an ending that is not a text")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            rule = 'a line must be a JSON object with "ctx" (a text), "endings" (texts) and "label" (one of them)'
-            got = {"path": path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
-            raise refusal(ValueError, where, rule, got, "Give HellaSwag's training or validation part.") from error
-        completions = tuple(encode(encoding, " " + ending).astype(np.int64) for ending in endings)
-        questions.append(Question(encode(encoding, context).astype(np.int64), completions, label))
+    where, advice = "read_hellaswag", "Give HellaSwag's training or validation part."
+    rule = 'a line must be a JSON object with "ctx" (a text), "endings" (texts) and "label" (one of them)'
+    questions = list(json_lines(Path(path), where, partial(_question, encoding), rule, advice))
     advice = "Give a JSON object per line."
     require(bool(questions), where, "the file must hold questions", {"path": path}, advice)
     return questions
+
+
+def _question(encoding: Encoding, known: Any) -> Question:
+    context, endings, label = known["ctx"], known["endings"], int(known["label"])
+    if not (isinstance(endings, list) and len(endings) > 1 and 0 <= label < len(endings)):
+        raise ValueError("fewer than two endings, or a label of none of them")
+    if not all(isinstance(each, str) for each in endings) or not (isinstance(context, str) and context):
+        raise ValueError("no ctx, or an ending that is not a text")
+    completions = tuple(encode(encoding, " " + ending).astype(np.int64) for ending in endings)
+    return Question(encode(encoding, context).astype(np.int64), completions, label)
 
 
 def read_llmc_questions(path: Path) -> list[Question]:

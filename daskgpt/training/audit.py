@@ -84,7 +84,7 @@ class Verdict:
 
     @property
     def differs(self) -> bool:
-        """Whether a loss or a file differs."""
+        """Return whether a loss or a file differs."""
         return bool(self.losses or self.states)
 
     def __str__(self) -> str:
